@@ -1,0 +1,264 @@
+"""The one batch layout: key names, shapes, and how rows are padded, packed and split.
+
+A rollout is a dense :class:`~tensordict.TensorDict` with ``batch_size [B]``. ``P`` is the padded
+prompt length, ``R`` the padded response length, ``T = P + R``:
+
+==============================================  ========  ==========  ==============================
+key                                             dtype     shape       meaning
+==============================================  ========  ==========  ==============================
+``("tokens", "prompt")``                        int64     ``[B, P]``  prompt, right-padded
+``("masks", "prompt_attention_mask")``          bool      ``[B, P]``  True on prompt tokens
+``("tokens", "response")``                      int64     ``[B, R]``  sampled tokens, right-padded
+``("tokens", "full")``                          int64     ``[B, T]``  prompt, then response, then pad
+``("masks", "all_attention_mask")``             bool      ``[B, T]``  True on prompt and response
+``("masks", "all_assistant_mask")``             bool      ``[B, T]``  True on sampled tokens
+``("log_probs", "full")``                       float32   ``[B, T]``  of each sampled token, under the
+                                                                      distribution that sampled it
+``("next", "reward")``                          float32   ``[B, 1]``
+``("next", "truncated")``                       bool      ``[B, 1]``  cut by the length limit
+``("next", "reward_error")``                    bool      ``[B, 1]``  no reward: the row is masked
+``("next", "success")``                         bool      ``[B, 1]``  the verifier's yes or no
+``"group_id"``, ``"policy_version"``            int64     ``[B]``
+``"advantage"``                                 float32   ``[B, 1]``  or ``[B, T]`` for token-level
+==============================================  ========  ==========  ==============================
+
+The names are TorchRL's, so replay buffers, collectors and losses of either side read the other's
+data. :mod:`grpo.data_torchrl` converts TorchRL's ragged chat batches to and from this layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+PROMPT_TOKENS = ("tokens", "prompt")
+RESPONSE_TOKENS = ("tokens", "response")
+TOKENS = ("tokens", "full")
+PROMPT_MASK = ("masks", "prompt_attention_mask")
+ATTENTION_MASK = ("masks", "all_attention_mask")
+ASSISTANT_MASK = ("masks", "all_assistant_mask")
+LOG_PROBS = ("log_probs", "full")
+REF_LOG_PROBS = ("next", "ref_log_probs", "full")
+REWARD = ("next", "reward")
+REWARD_ERROR = ("next", "reward_error")
+SUCCESS = ("next", "success")
+TRUNCATED = ("next", "truncated")
+GROUP_ID = "group_id"
+POLICY_VERSION = "policy_version"
+ADVANTAGE = "advantage"
+FINISH_REASON = "finish_reason"
+
+#: Codes of ``finish_reason``: the model ended its turn, or the length limit did.
+FINISH_STOP, FINISH_LENGTH = 0, 1
+
+#: Entries whose last dimension runs over the ``T`` tokens of a row.
+TOKEN_KEYS = (TOKENS, ATTENTION_MASK, ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS)
+
+
+def pad_rows(rows: list[list[int]], width: int, value: int) -> Tensor:
+    """Right-pad lists of token ids into one ``int64 [len(rows), width]`` tensor.
+
+    Args:
+        rows: token ids of each row, at most ``width`` long.
+        width: number of columns of the result.
+        value: fill value.
+
+    Raises:
+        ValueError: if a row is longer than ``width``.
+
+    Examples:
+        >>> pad_rows([[5, 6], [7]], width=3, value=0).tolist()
+        [[5, 6, 0], [7, 0, 0]]
+    """
+    longest = max(map(len, rows), default=0)
+    if longest > width:
+        raise ValueError(f"a row has {longest} tokens but the padded width is {width}")
+    out = torch.full((len(rows), width), value, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = torch.as_tensor(row, dtype=torch.int64)
+    return out
+
+
+def join_prompt_response(
+    prompt_BP: Tensor,
+    prompt_mask_BP: Tensor,
+    response_BR: Tensor,
+    response_mask_BR: Tensor,
+    log_probs_BR: Tensor,
+    *,
+    pad_token_id: int,
+) -> TensorDict:
+    """Lay prompt and response next to each other in dense rows of ``T = P + R`` tokens.
+
+    Args:
+        prompt_BP: int64 ``[B, P]``, right-padded.
+        prompt_mask_BP: bool ``[B, P]``.
+        response_BR: int64 ``[B, R]``, right-padded.
+        response_mask_BR: bool ``[B, R]``, True on sampled tokens.
+        log_probs_BR: float32 ``[B, R]`` of the sampled tokens.
+        pad_token_id: fill value of ``tokens``.
+
+    Returns:
+        TensorDict with ``tokens.full``, both masks and ``log_probs.full``.
+
+    Examples:
+        >>> ones = torch.ones(1, 2, dtype=torch.bool)
+        >>> td = join_prompt_response(
+        ...     torch.tensor([[7, 0]]), torch.tensor([[True, False]]),
+        ...     torch.tensor([[8, 9]]), ones, torch.tensor([[-1.0, -2.0]]), pad_token_id=0)
+        >>> td["tokens", "full"].tolist(), td["log_probs", "full"].tolist()
+        ([[7, 8, 9, 0]], [[0.0, -1.0, -2.0, 0.0]])
+    """
+    B, P = prompt_BP.shape
+    R = response_BR.shape[1]
+    device = prompt_BP.device
+    tokens = torch.full((B, P + R), pad_token_id, dtype=torch.int64, device=device)
+    assistant = torch.zeros(B, P + R, dtype=torch.bool, device=device)
+    log_probs = torch.zeros(B, P + R, dtype=torch.float32, device=device)
+    tokens[:, :P] = torch.where(prompt_mask_BP, prompt_BP, pad_token_id)
+    prompt_lengths_B = prompt_mask_BP.sum(1)
+    # Column of every response token: they start where the row's own prompt ends.
+    columns_BR = prompt_lengths_B[:, None] + torch.arange(R, device=device)
+    tokens.scatter_(1, columns_BR, torch.where(response_mask_BR, response_BR, pad_token_id))
+    assistant.scatter_(1, columns_BR, response_mask_BR)
+    log_probs.scatter_(1, columns_BR, log_probs_BR.float().masked_fill(~response_mask_BR, 0.0))
+    lengths_B = prompt_lengths_B + response_mask_BR.sum(1)
+    attention = torch.arange(P + R, device=device) < lengths_B[:, None]
+    out = TensorDict({}, batch_size=[B], device=device)
+    out[TOKENS], out[ATTENTION_MASK], out[ASSISTANT_MASK] = tokens, attention, assistant
+    out[LOG_PROBS] = log_probs
+    return out
+
+
+def lengths(batch: TensorDictBase) -> Tensor:
+    """Number of real tokens of each row, int64 ``[B]``."""
+    return batch[ATTENTION_MASK].sum(-1)
+
+
+def token_keys(batch: TensorDictBase) -> list:
+    """The keys of ``batch`` that hold one value a token (``[B, T]``), advantages included."""
+    keys = [key for key in TOKEN_KEYS if key in batch.keys(True)]
+    width = batch[TOKENS].shape[-1]
+    advantage = batch.get(ADVANTAGE, None)
+    if advantage is not None and advantage.ndim == 2 and advantage.shape[-1] == width > 1:
+        keys.append(ADVANTAGE)
+    return keys
+
+
+def trim(batch: TensorDictBase, *, multiple_of: int = 1) -> TensorDict:
+    """Drop the padding columns that no row of ``batch`` uses.
+
+    Only what the trainer reads is kept at token width; ``tokens.prompt`` and ``tokens.response``
+    keep their own widths.
+
+    Args:
+        batch: dense batch with ``batch_size [B]``.
+        multiple_of: round the width up, so that compiled graphs meet few shapes.
+    """
+    width = int(lengths(batch).max()) if batch.batch_size[0] else 0
+    width = min(batch[TOKENS].shape[-1], -(-width // multiple_of) * multiple_of)
+    out = batch.copy()
+    for key in token_keys(batch):
+        out[key] = batch[key][:, :width]
+    return out
+
+
+def split_rows(
+    batch: TensorDictBase,
+    *,
+    num_micro_batches: int | None = None,
+    max_tokens: int | None = None,
+) -> list[TensorDict]:
+    """Split an optimizer batch into micro-batches, each trimmed to its own longest row.
+
+    Exactly one of the two options is given. With ``max_tokens`` rows are sorted by length first,
+    so that little padding is computed on; the gradient does not depend on the order because the
+    loss is normalised over the whole optimizer batch.
+
+    Args:
+        batch: dense batch, ``batch_size [B]``.
+        num_micro_batches: split into this many pieces of (nearly) equal row count.
+        max_tokens: greatest ``rows x width`` of a piece; a row longer than that gets its own.
+
+    Raises:
+        ValueError: if both or none of the options are given, or one is below 1.
+
+    Examples:
+        >>> batch = TensorDict({
+        ...     "tokens": {"full": torch.ones(3, 4, dtype=torch.int64)},
+        ...     "masks": {"all_attention_mask": torch.arange(4) < torch.tensor([[2], [4], [1]])},
+        ... }, [3])
+        >>> [tuple(p["tokens", "full"].shape) for p in split_rows(batch, max_tokens=4)]
+        [(2, 2), (1, 4)]
+    """
+    if (num_micro_batches is None) == (max_tokens is None):
+        raise ValueError("give exactly one of num_micro_batches and max_tokens")
+    if (num_micro_batches if max_tokens is None else max_tokens) < 1:
+        raise ValueError(f"{num_micro_batches=} or {max_tokens=} must be at least 1")
+    B = batch.batch_size[0]
+    if num_micro_batches is not None:
+        pieces = torch.arange(B).tensor_split(min(num_micro_batches, B))
+        return [trim(batch[piece]) for piece in pieces]
+    lengths_B = lengths(batch).cpu()
+    order = torch.argsort(lengths_B, stable=True).tolist()
+    groups: list[list[int]] = []
+    for row in order:
+        # Sorted ascending, so the newest row sets the width of its group.
+        if groups and (len(groups[-1]) + 1) * int(lengths_B[row]) <= max_tokens:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return [trim(batch[torch.tensor(rows)]) for rows in groups]
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows laid end to end in one sequence, as attention kernels with variable lengths read them.
+
+    Attributes:
+        tokens: int64 ``[1, N]``, all real tokens of all rows.
+        position_ids: int64 ``[1, N]``, restarting at 0 with each row.
+        cu_seqlens: int32 ``[B + 1]``, where each row starts; the last entry is ``N``.
+        max_seqlen: length of the longest row.
+        index: int64 ``[N]``, position of each packed token in the flattened ``[B * T]`` batch.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    index: Tensor
+
+    def unpack(self, values_N: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Scatter per-token values back to ``[B, T]``, zeros on padding (differentiable)."""
+        flat = values_N.new_zeros(shape[0] * shape[1])
+        return flat.index_put((self.index,), values_N).view(shape)
+
+
+def pack(tokens_BT: Tensor, attention_mask_BT: Tensor) -> PackedRows:
+    """Lay the real tokens of right-padded rows end to end.
+
+    Args:
+        tokens_BT: int64 ``[B, T]``.
+        attention_mask_BT: bool ``[B, T]``, True on real tokens, which start each row.
+
+    Examples:
+        >>> p = pack(torch.tensor([[5, 6, 0], [7, 8, 9]]),
+        ...          torch.tensor([[True, True, False], [True, True, True]]))
+        >>> p.tokens.tolist(), p.position_ids.tolist(), p.cu_seqlens.tolist()
+        ([[5, 6, 7, 8, 9]], [[0, 1, 0, 1, 2]], [0, 2, 5])
+    """
+    lengths_B = attention_mask_BT.sum(-1)
+    cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
+    index = attention_mask_BT.flatten().nonzero()[:, 0]
+    positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
+    return PackedRows(
+        tokens=tokens_BT.flatten()[index][None],
+        position_ids=positions_BT.flatten()[index][None],
+        cu_seqlens=cu_seqlens,
+        max_seqlen=int(lengths_B.max()),
+        index=index,
+    )
