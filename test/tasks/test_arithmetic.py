@@ -1,0 +1,184 @@
+"""Tests of the arithmetic task: layout, splits, and the slips of its noisy solutions."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo.rewards import exact_match
+from grpo.tasks import ArithmeticTask, Problem
+
+OPERATORS = ("+", "-", "*")
+
+
+def operands(problem):
+    """``(a, operator, b)`` read back from the prompt."""
+    for operator in OPERATORS:
+        if operator in problem.prompt:
+            a, b = problem.prompt.removesuffix("=").split(operator)
+            return int(a), operator, int(b)
+    raise AssertionError(problem.prompt)
+
+
+@st.composite
+def tasks(draw):
+    """Small tasks that use up all, or nearly all, problems there are."""
+    max_operand = draw(st.integers(1, 14))
+    operators = draw(st.lists(st.sampled_from(OPERATORS), min_size=1, unique=True))
+    total = (max_operand + 1) ** 2 * len(operators)
+    num_test = draw(st.integers(0, total - 1))
+    return dict(
+        max_operand=max_operand,
+        operators=operators,
+        seed=draw(st.integers(0, 2**32)),
+        num_test=num_test,
+        num_train=draw(st.integers(0, total - num_test - 1)),
+    )
+
+
+class TestProblems:
+    def test_defaults_give_two_digit_sums(self):
+        task = ArithmeticTask()
+        assert (len(task.train), len(task.test)) == (2200, 256)
+        assert {(len(p.prompt), len(p.answer)) for p in task.train + task.test} == {(6, 2)}
+
+    @pytest.mark.parametrize(
+        ("max_operand", "operators", "triple", "prompt", "answer"),
+        [
+            (49, "+", (7, "+", 5), "07+05=", "12"),
+            (49, "+", (0, "+", 0), "00+00=", "00"),
+            (99, "+", (7, "+", 5), "07+05=", "012"),
+            (99, "+", (99, "+", 99), "99+99=", "198"),
+            (9, "-", (3, "-", 9), "3-9=", "-6"),
+            (99, "-", (3, "-", 9), "03-09=", "-06"),
+            (99, "+-", (3, "-", 9), "03-09=", "-006"),
+            (49, "*", (49, "*", 49), "49*49=", "2401"),
+            (49, "+-*", (7, "+", 5), "07+05=", "0012"),
+        ],
+    )
+    def test_numbers_have_fixed_widths(self, max_operand, operators, triple, prompt, answer):
+        task = ArithmeticTask(
+            max_operand=max_operand, operators=operators, num_train=10, num_test=10
+        )
+        problem = task.problem(*triple)
+        assert (problem.prompt, problem.answer) == (prompt, answer)
+
+    @given(tasks())
+    def test_answers_are_right(self, options):
+        task = ArithmeticTask(**options)
+        for problem in task.train + task.test:
+            a, operator, b = operands(problem)
+            assert int(problem.answer) == {"+": a + b, "-": a - b, "*": a * b}[operator]
+            assert max(a, b) <= options["max_operand"]
+            assert len(problem.answer.removeprefix("-")) == task.answer_width
+
+
+class TestSplits:
+    @given(tasks())
+    def test_sizes_are_as_asked_and_no_problem_occurs_twice(self, options):
+        task = ArithmeticTask(**options)
+        assert (len(task.train), len(task.test)) == (options["num_train"], options["num_test"])
+        ids = [problem.id for problem in task.train + task.test]
+        assert len(ids) == len(set(ids))
+
+    @given(tasks())
+    def test_train_and_test_share_no_problem_even_mirrored(self, options):
+        task = ArithmeticTask(**options)
+        train, test = (
+            {(op, *sorted((a, b))) for a, op, b in map(operands, split)}
+            for split in (task.train, task.test)
+        )
+        assert not train & test
+
+    @given(tasks())
+    def test_same_seed_gives_the_same_problems(self, options):
+        one, other = ArithmeticTask(**options), ArithmeticTask(**options)
+        assert (one.train, one.test) == (other.train, other.test)
+
+    def test_another_seed_gives_another_split(self):
+        one, other = ArithmeticTask(seed=1), ArithmeticTask(seed=2)
+        assert set(one.test) != set(other.test)
+
+    def test_test_split_does_not_depend_on_the_number_of_training_problems(self):
+        assert ArithmeticTask(num_train=5).test == ArithmeticTask(num_train=2000).test
+
+    def test_all_problems_can_be_used(self):
+        task = ArithmeticTask(max_operand=4, num_train=25, num_test=0)
+        assert {operands(p)[::2] for p in task.train} == {
+            (a, b) for a in range(5) for b in range(5)
+        }
+
+
+class TestErrors:
+    def test_too_many_problems_names_how_many_there_are(self):
+        with pytest.raises(ValueError, match="num_train=2400 and num_test=256.* 2500 problems"):
+            ArithmeticTask(num_train=2400)
+
+    def test_too_many_test_problems_names_how_many_there_are(self):
+        with pytest.raises(ValueError, match="num_test=101.* 100 problems"):
+            ArithmeticTask(max_operand=9, num_train=0, num_test=101)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"max_operand": 0},
+            {"max_operand": 1000},
+            {"max_operand": 4.5},
+            {"operators": ()},
+            {"operators": ("/",)},
+            {"operators": ("+", "+")},
+            {"seed": None},
+            {"num_train": -1},
+            {"num_test": True},
+        ],
+    )
+    def test_bad_option_is_named(self, options):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            ArithmeticTask(**options)
+
+
+class TestNoisySolution:
+    @pytest.mark.parametrize(
+        ("triple", "expected"),
+        [
+            ((17, "+", 25), "0032"),  # 7+5 -> 2, 1+2 -> 3
+            ((49, "+", 49), "0088"),
+            ((42, "-", 17), "0035"),  # 2-7 -> 5, 4-1 -> 3
+            ((17, "-", 42), "-0035"),
+            ((12, "*", 15), "0170"),  # 10 -> 0, 5+2 -> 7, 1
+            ((49, "*", 49), "0621"),  # 81 -> 1, 36+36 -> 2, 16 -> 6
+        ],
+    )
+    def test_what_should_be_carried_is_dropped(self, triple, expected):
+        task = ArithmeticTask(operators=OPERATORS)
+        problem = task.problem(*triple)
+        assert task.noisy_solution(problem, random.Random(0)) == expected
+
+    @given(tasks(), st.integers(0, 2**32))
+    def test_is_wrong_but_of_the_right_form(self, options, seed):
+        task, rng = ArithmeticTask(**options), random.Random(seed)
+        for problem in task.train[:50]:
+            noisy = task.noisy_solution(problem, rng)
+            assert not exact_match(noisy, problem).success
+            assert len(noisy) == len(problem.answer)
+            assert noisy.startswith("-") == problem.answer.startswith("-")
+            assert noisy.removeprefix("-").isdecimal()
+
+    def test_is_systematic_where_something_is_carried(self):
+        task = ArithmeticTask()
+        problem = task.problem(17, "+", 25)
+        assert {task.noisy_solution(problem, random.Random(seed)) for seed in range(20)} == {"32"}
+
+    def test_is_off_by_one_in_one_digit_where_nothing_is_carried(self):
+        task = ArithmeticTask()
+        problem = task.problem(11, "+", 22)
+        noisy = {task.noisy_solution(problem, random.Random(seed)) for seed in range(50)}
+        assert noisy == {"32", "34", "23", "43"}
+
+    def test_refuses_a_problem_of_another_kind(self):
+        chat = Problem(prompt=({"role": "user", "content": "1+1=?"},), answer="2", id="p7")
+        with pytest.raises(ValueError, match="'p7' is no arithmetic problem"):
+            ArithmeticTask().noisy_solution(chat, random.Random(0))

@@ -1,0 +1,184 @@
+"""Tests of the GSM8K task on rows of their own making and, where present, on the real files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo.rewards import gsm8k, normalize_number
+from grpo.tasks import Gsm8kTask, make_task
+
+ROWS = [
+    {"question": "Two cats have how many legs?", "answer": "2 * 4 = <<2*4=8>>8\n#### 8"},
+    {"question": "A café sells 3 pies at $360. Income?", "answer": "3 * 360\n#### 1,080"},
+    {"question": "5 below zero, one colder?", "answer": "-5 - 1\n####  -6 "},
+]
+
+
+def write_jsonl(path: Path, rows) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    write_jsonl(tmp_path / "test.jsonl", ROWS[:1])
+    return tmp_path
+
+
+@pytest.fixture
+def real_folder() -> Path:
+    """The published files, from ``$GRPO_TEST_DATA/gsm8k`` or ``../shared/data/gsm8k``."""
+    default = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+    path = Path(os.environ.get("GRPO_TEST_DATA", default)) / "gsm8k"
+    if not (path / "train.jsonl").is_file():
+        pytest.skip("the GSM8K files are not here; set GRPO_TEST_DATA to the folder above gsm8k/")
+    return path
+
+
+class TestLocalFiles:
+    def test_reads_both_splits_in_order(self, folder):
+        task = make_task("gsm8k", data_path=str(folder))
+        assert [p.answer for p in task.split("train")] == ["8", "1,080", "-6"]
+        assert [p.id for p in task.train] == [f"gsm8k/train/{i}" for i in range(3)]
+        assert [p.id for p in task.test] == ["gsm8k/test/0"]
+
+    def test_prompt_is_the_system_message_then_the_question(self, folder):
+        system, question = Gsm8kTask(data_path=folder).train[1].prompt
+        assert system["role"] == "system"
+        for tag in ("<think>", "</think>", "<answer>", "</answer>"):
+            assert tag in system["content"]
+        assert question == {"role": "user", "content": ROWS[1]["question"]}
+
+    def test_system_prompt_can_be_replaced_or_left_out(self, folder):
+        own = Gsm8kTask(data_path=folder, system_prompt="Be brief.").train[0].prompt
+        assert own[0] == {"role": "system", "content": "Be brief."}
+        bare = Gsm8kTask(data_path=folder, system_prompt=None).train[0].prompt
+        assert [message["role"] for message in bare] == ["user"]
+
+    def test_limits_keep_the_first_rows(self, folder):
+        task = Gsm8kTask(data_path=folder, num_train=2, num_test=1)
+        assert task.train == Gsm8kTask(data_path=folder).train[:2]
+
+    def test_blank_lines_and_a_byte_order_mark_are_no_rows(self, tmp_path):
+        text = "\ufeff" + json.dumps(ROWS[0]) + "\n\n" + json.dumps(ROWS[1], ensure_ascii=False)
+        (tmp_path / "train.jsonl").write_text(text + "\n \n", encoding="utf-8")
+        task = Gsm8kTask(data_path=tmp_path, num_test=0)
+        assert [p.prompt[-1]["content"] for p in task.train] == [r["question"] for r in ROWS[:2]]
+
+    def test_a_split_of_no_rows_is_not_read_and_its_use_is_an_error(self, folder):
+        (folder / "test.jsonl").unlink()
+        task = Gsm8kTask(data_path=folder, num_test=0)
+        assert len(task.train) == 3
+        with pytest.raises(ValueError, match=f"'gsm8k': split 'test' is empty.*{folder.name}"):
+            task.split("test")
+
+    def test_an_empty_file_is_an_empty_split(self, folder):
+        (folder / "train.jsonl").write_text("")
+        with pytest.raises(ValueError, match="split 'train' is empty"):
+            Gsm8kTask(data_path=folder).split("train")
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("line", "complaint"),
+        [
+            ('{"question": "?", ', "not valid JSON"),
+            ("[1, 2]", "expected an object"),
+            ('{"question": "?"}', "key 'answer' is missing"),
+            ('{"answer": "#### 1", "prompt": "?"}', "key 'question' is missing"),
+            ('{"question": "?", "answer": 18}', "'answer' must be text"),
+            ('{"question": "?", "answer": "it is 18"}', "must end in '#### <gold answer>'"),
+            ('{"question": "?", "answer": "it is 18 ####  "}', "must end in '#### <gold answer>'"),
+        ],
+    )
+    def test_malformed_row_names_file_line_and_fault(self, folder, line, complaint):
+        path = folder / "train.jsonl"
+        path.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n")
+        with pytest.raises(ValueError, match=re.escape(f"{path}, line 3: ")) as error:
+            Gsm8kTask(data_path=folder)
+        assert complaint in str(error.value)
+
+    def test_wrong_encoding_names_file_and_line(self, folder):
+        path = folder / "test.jsonl"
+        path.write_bytes('{"question": "café", "answer": "#### 1"}'.encode("latin-1"))
+        with pytest.raises(ValueError, match=re.escape(f"{path}, line 1: not valid JSON")):
+            Gsm8kTask(data_path=folder)
+
+    def test_missing_folder_names_the_option(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="env.data_path='.*nowhere' is not a folder"):
+            Gsm8kTask(data_path=tmp_path / "nowhere")
+
+    def test_missing_file_names_the_option_and_the_file(self, folder):
+        (folder / "test.jsonl").unlink()
+        with pytest.raises(FileNotFoundError, match=r"env.data_path=.*no such file.*test\.jsonl"):
+            Gsm8kTask(data_path=folder)
+
+    def test_more_rows_than_exist_names_their_number(self, folder):
+        with pytest.raises(ValueError, match="num_train=4, but the train split has only 3 rows"):
+            Gsm8kTask(data_path=folder, num_train=4)
+
+    @pytest.mark.parametrize("options", [{"dataset": "someone/gsm8k"}, {"config": "socratic"}])
+    def test_data_set_beside_a_folder_would_be_ignored(self, folder, options):
+        with pytest.raises(ValueError, match="would be ignored because env.data_path="):
+            Gsm8kTask(data_path=folder, **options)
+
+    @pytest.mark.parametrize("option", ["num_train", "num_test"])
+    def test_negative_limit_is_named(self, folder, option):
+        with pytest.raises(ValueError, match=f"{option}=-1"):
+            Gsm8kTask(data_path=folder, **{option: -1})
+
+
+class TestHub:
+    def test_missing_package_says_what_to_install(self, monkeypatch):
+        find_spec = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, package=None: None if name == "datasets" else find_spec(name, package),
+        )
+        with pytest.raises(ImportError, match="pip install datasets"):
+            Gsm8kTask()
+
+    @pytest.mark.slow  # importing datasets takes seconds
+    def test_reads_a_data_set(self, folder, tmp_path, monkeypatch):
+        pytest.importorskip("datasets")
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+        configs = "".join(
+            f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test")
+        )
+        header = f"---\nconfigs:\n- config_name: main\n  data_files:\n{configs}---\n"
+        (folder / "README.md").write_text(header)
+        task = Gsm8kTask(dataset=str(folder), num_train=2)
+        assert task.train == Gsm8kTask(data_path=folder, num_train=2).train
+        assert task.test == Gsm8kTask(data_path=folder).test
+
+    @pytest.mark.slow
+    def test_unknown_data_set_names_the_option(self, tmp_path):
+        pytest.importorskip("datasets")
+        with pytest.raises(FileNotFoundError, match="check env.dataset .*set env.data_path"):
+            Gsm8kTask(dataset=str(tmp_path / "nowhere"))
+
+
+class TestPublishedFiles:
+    @pytest.fixture
+    def task(self, real_folder):
+        return Gsm8kTask(data_path=real_folder)
+
+    def test_have_their_known_size(self, task):
+        assert (len(task.train), len(task.test)) == (7473, 1319)
+
+    def test_every_gold_answer_is_a_number(self, task):
+        for problem in task.train + task.test:
+            float(normalize_number(problem.answer))
+
+    def test_every_gold_answer_earns_the_full_reward_and_its_successor_does_not(self, task):
+        for problem in task.train + task.test:
+            assert gsm8k(f"<answer>${problem.answer}.00</answer>", problem) == (1.0, True)
+            number = float(normalize_number(problem.answer))
+            assert gsm8k(f"<answer>{number + 1}</answer>", problem) == (0.1, False)
