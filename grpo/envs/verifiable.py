@@ -1,0 +1,177 @@
+"""Single-turn environment: a prompt from a task, a reward from its verifier."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Bounded, Categorical, Composite, Unbounded
+from torchrl.envs import EnvBase
+
+from grpo import data
+from grpo.envs.prompts import Prompt, PromptStream
+from grpo.rewards.registry import RewardBatch
+from grpo.tasks.base import Problem
+
+logger = logging.getLogger(__name__)
+
+Scorer = Callable[[Sequence[str], Sequence[Problem]], RewardBatch]
+
+
+class VerifiableEnv(EnvBase):
+    """Prompts as observations, whole responses as actions, one step an episode.
+
+    A batch holds ``num_prompts`` groups of ``group_size`` rows with the same prompt. All entries
+    are dense tensors (see :mod:`grpo.data`), so the environment runs under TorchRL's collectors as
+    well as ours.
+
+    Args:
+        prompts: what to draw from, see :func:`grpo.envs.prompts.render_all`.
+        score: texts and problems to rewards, see :func:`grpo.rewards.compute_rewards`.
+        tokenizer: turns response tokens into text for the reward.
+        num_prompts: different prompts a batch.
+        group_size: completions of each prompt.
+        max_prompt_tokens: ``P``, the padded width of prompts.
+        max_response_tokens: ``R``, the padded width of responses.
+        eos_token_ids: tokens that end a response.
+        seed: of the order of prompts.
+        shuffle: False draws the prompts in order, for evaluation.
+
+    Raises:
+        ValueError: for a group size below 2 with training (shuffled) prompts: a completion
+            without siblings has no group-relative advantage.
+
+    Examples:
+        >>> from torchrl.envs import check_env_specs
+        >>> env = VerifiableEnv(prompts, score, tokenizer, num_prompts=4, group_size=8,
+        ...     max_prompt_tokens=16, max_response_tokens=8,
+        ...     eos_token_ids=(1,))                                      # doctest: +SKIP
+        >>> batch = env.rollout(1, policy)                               # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        score: Scorer,
+        tokenizer: Any,
+        *,
+        num_prompts: int,
+        group_size: int,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        eos_token_ids: tuple[int, ...],
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        if shuffle and group_size < 2:
+            raise ValueError(f"env.repeats={group_size}: a group needs at least 2 completions, "
+                             "because an advantage is relative to the other members of the group")
+        if num_prompts < 1:
+            raise ValueError(f"env.num_envs={num_prompts} must be at least 1")
+        super().__init__(device=torch.device("cpu"),
+                         batch_size=torch.Size([num_prompts * group_size]))
+        self.stream = PromptStream(prompts, seed=seed, shuffle=shuffle)
+        self.score, self.tokenizer = score, tokenizer
+        self.num_prompts, self.group_size = num_prompts, group_size
+        self.pad_token_id = int(tokenizer.pad_token_id)
+        self.eos_token_ids = torch.tensor(eos_token_ids, dtype=torch.int64)
+        self.groups_started = 0
+        self.reward_errors = 0
+        self._current: list[Prompt] = []
+        self._make_specs(max_prompt_tokens, max_response_tokens, len(tokenizer))
+
+    @property
+    def current_problems(self) -> list[Problem]:
+        """The problem of each row of the current batch."""
+        return [prompt.problem for prompt in self._current]
+
+    def _make_specs(self, prompt_width: int, response_width: int, vocabulary: int) -> None:
+        rows = self.batch_size[0]
+
+        def tokens(width: int) -> Bounded:
+            return Bounded(0, vocabulary - 1, shape=(rows, width), dtype=torch.int64)
+
+        def flags(*shape: int) -> Categorical:
+            return Categorical(2, shape=(rows, *shape), dtype=torch.bool)
+
+        batch = {"shape": self.batch_size}
+        self.observation_spec = Composite(
+            tokens=Composite(prompt=tokens(prompt_width), **batch),
+            masks=Composite(prompt_attention_mask=flags(prompt_width), **batch),
+            group_id=Unbounded(shape=(rows,), dtype=torch.int64),
+            reward_error=flags(1), success=flags(1), **batch)
+        self.action_spec = Composite(
+            tokens=Composite(response=tokens(response_width), **batch), **batch)
+        self.reward_spec = Unbounded(shape=(rows, 1), dtype=torch.float32)
+        self.done_spec = Composite(done=flags(1), terminated=flags(1), truncated=flags(1), **batch)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs) -> TensorDictBase:
+        if tensordict is not None and not tensordict.get("_reset", torch.ones(1)).all():
+            raise ValueError("VerifiableEnv resets whole batches, because a group starts together; "
+                             "got a partial '_reset' mask")
+        prompts = self.stream.take(self.num_prompts)
+        self._current = [prompt for prompt in prompts for _ in range(self.group_size)]
+        rows, width = self.batch_size[0], self.observation_spec[data.PROMPT_TOKENS].shape[-1]
+        out = TensorDict({}, batch_size=self.batch_size)
+        sizes = torch.tensor([len(prompt.tokens) for prompt in self._current])
+        out[data.PROMPT_TOKENS] = data.pad_rows([p.tokens for p in self._current], width,
+                                                self.pad_token_id)
+        out[data.PROMPT_MASK] = torch.arange(width) < sizes[:, None]
+        # Counted on over the whole run, so that rows of different batches never share a group.
+        first = self.groups_started
+        out[data.GROUP_ID] = (first + torch.arange(self.num_prompts)).repeat_interleave(
+            self.group_size)
+        self.groups_started += self.num_prompts
+        for name in ("reward_error", "success"):
+            out[name] = torch.zeros(rows, 1, dtype=torch.bool)
+        return out
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        response_BR = tensordict[data.RESPONSE_TOKENS].cpu()
+        texts, ended_B = self._read(response_BR)
+        finish_reason = tensordict.get(data.FINISH_REASON, None)
+        if finish_reason is not None:  # the policy knows; an action without it is read for EOS
+            ended_B = finish_reason.cpu() == data.FINISH_STOP
+        scores = self.score(texts, self.current_problems)
+        self._report(scores)
+        out = TensorDict({}, batch_size=self.batch_size)
+        for key in (data.PROMPT_TOKENS, data.PROMPT_MASK, data.GROUP_ID):
+            out[key] = tensordict[key]
+        out["reward"] = scores.reward[:, None]
+        out["reward_error"] = scores.error[:, None]
+        out["success"] = scores.success[:, None]
+        out["truncated"] = ~ended_B[:, None]
+        out["terminated"] = ended_B[:, None]
+        out["done"] = torch.ones_like(out["terminated"])
+        return out
+
+    def _read(self, response_BR: torch.Tensor) -> tuple[list[str], torch.Tensor]:
+        """Text of each response up to its first end token, and whether it has one."""
+        is_eos = torch.isin(response_BR, self.eos_token_ids)
+        before_eos = is_eos.int().cumsum(-1) == 0
+        rows = [row[keep].tolist() for row, keep in zip(response_BR, before_eos, strict=True)]
+        return self.tokenizer.batch_decode(rows, skip_special_tokens=True), is_eos.any(-1)
+
+    def _report(self, scores: RewardBatch) -> None:
+        if not scores.messages:
+            return
+        self.reward_errors += len(scores.messages)
+        logger.warning("%d of %d completions got no reward and are left out; first: %s",
+                       len(scores.messages), self.batch_size[0], scores.messages[0])
+
+    def _set_seed(self, seed: int | None) -> None:
+        if seed is not None:
+            self.stream = PromptStream(self.stream.prompts, seed=seed, shuffle=self.stream.shuffle)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the data and counters, for checkpoints."""
+        return {"stream": self.stream.state_dict(), "groups_started": self.groups_started,
+                "reward_errors": self.reward_errors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state["stream"])
+        self.groups_started = state["groups_started"]
+        self.reward_errors = state["reward_errors"]
