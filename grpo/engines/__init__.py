@@ -1,0 +1,1 @@
+"""Starting vLLM so that its weights can be shared with the trainer."""

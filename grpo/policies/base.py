@@ -1,0 +1,159 @@
+"""What every policy does: dense prompt tokens in, sampled tokens with their log-probs out."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from grpo import data
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Only sampling whose distribution the trainer can score is offered: a temperature, and greedy
+    decoding (``temperature=0``) for evaluation. Top-p and top-k would renormalise the
+    distribution and bias every ratio.
+
+    Attributes:
+        max_tokens: greatest number of response tokens.
+        temperature: 0 means greedy.
+        seed: of the random numbers; call ``n`` of a policy draws from ``(seed, n)``.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature} must not be negative; 0 is greedy")
+
+
+@dataclass
+class Completions:
+    """What a backend generated, one list entry a row."""
+
+    tokens: list[list[int]]
+    log_probs: list[list[float]]
+    truncated: list[bool]
+
+
+class Policy(TensorDictModuleBase):
+    """Base class of the policies; a backend implements :meth:`_generate`.
+
+    Reads ``("tokens", "prompt")`` int64 ``[B, P]`` and ``("masks", "prompt_attention_mask")`` bool
+    ``[B, P]``. Writes, besides the token entries of :mod:`grpo.data`, ``finish_reason`` int64
+    ``[B]`` (0 the model stopped, 1 the length limit did) and ``policy_version`` int64 ``[B]``.
+    Prompts are passed on as token ids and sampled ids are returned as they are: nothing is
+    re-tokenised.
+
+    Args:
+        sampling: how tokens are drawn.
+        pad_token_id: fill value of the token tensors.
+        eos_token_ids: tokens that end a response; the sampled one is kept.
+        max_model_len: greatest prompt plus response, in tokens.
+        version: returns the number of weight updates so far; stamped on every row.
+    """
+
+    in_keys = [data.PROMPT_TOKENS, data.PROMPT_MASK]
+    out_keys = [data.RESPONSE_TOKENS, data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK,
+                data.LOG_PROBS, data.FINISH_REASON, data.POLICY_VERSION]
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        pad_token_id: int,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
+        version: Callable[[], int] = lambda: 0,
+    ) -> None:
+        super().__init__()
+        self.sampling = sampling
+        self.pad_token_id = pad_token_id
+        self.eos_token_ids = eos_token_ids
+        self.max_model_len = max_model_len
+        self.version = version
+        self.calls = 0
+
+    def with_sampling(self, **changes) -> Policy:
+        """The same policy, engine and weights, drawing differently.
+
+        Args:
+            **changes: fields of :class:`Sampling`, for example ``temperature=0.0``.
+        """
+        other = copy.copy(self)
+        other.sampling = replace(self.sampling, **changes)
+        other.calls = 0
+        return other
+
+    @torch.no_grad()
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Generate one response a row and write it into ``tensordict``.
+
+        Raises:
+            ValueError: if a prompt leaves no room for a response.
+        """
+        prompt_BP, mask_BP = tensordict[data.PROMPT_TOKENS], tensordict[data.PROMPT_MASK]
+        prompts = _ragged(prompt_BP, mask_BP)
+        longest = max(map(len, prompts))
+        if longest >= self.max_model_len:
+            raise ValueError(f"a prompt has {longest} tokens but prompt and response share "
+                             f"max_model_len={self.max_model_len}; shorten or skip the prompt, or "
+                             "raise inference_model.max_model_len")
+        # Own random numbers for each call: a resumed run draws what an uninterrupted one did, and
+        # evaluation does not shift the numbers of training.
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(self.sampling.seed * 1_000_003 + self.calls)
+            completions = self._generate(prompts)
+        self.calls += 1
+        return self._write(tensordict, completions)
+
+    @abstractmethod
+    def _generate(self, prompts: list[list[int]]) -> Completions:
+        """Sample one completion for each prompt, under ``self.sampling``."""
+
+    def _write(self, tensordict: TensorDictBase, completions: Completions) -> TensorDictBase:
+        prompt_BP, mask_BP = tensordict[data.PROMPT_TOKENS], tensordict[data.PROMPT_MASK]
+        width, device = self.sampling.max_tokens, prompt_BP.device
+        response_BR = data.pad_rows(completions.tokens, width, self.pad_token_id)
+        sizes = torch.tensor([len(row) for row in completions.tokens])
+        response_mask_BR = torch.arange(width) < sizes[:, None]
+        log_probs_BR = torch.zeros(response_BR.shape, dtype=torch.float32)
+        log_probs_BR[response_mask_BR] = torch.tensor(
+            [value for row in completions.log_probs for value in row], dtype=torch.float32)
+        tensordict[data.RESPONSE_TOKENS] = response_BR.to(device)
+        tensordict.update(data.join_prompt_response(
+            prompt_BP, mask_BP, response_BR.to(device), response_mask_BR.to(device),
+            log_probs_BR.to(device), pad_token_id=self.pad_token_id))
+        reason = torch.where(torch.tensor(completions.truncated), data.FINISH_LENGTH,
+                             data.FINISH_STOP)
+        tensordict[data.FINISH_REASON] = reason.to(device)
+        tensordict[data.POLICY_VERSION] = torch.full_like(tensordict[data.FINISH_REASON],
+                                                          self.version())
+        return tensordict
+
+    def generate_from_ids(self, prompts: list[list[int]]) -> TensorDict:
+        """Convenience for lists of token ids: pad them, call the policy, return its batch."""
+        width = max(map(len, prompts))
+        batch = TensorDict({}, batch_size=[len(prompts)])
+        batch[data.PROMPT_TOKENS] = data.pad_rows(prompts, width, self.pad_token_id)
+        batch[data.PROMPT_MASK] = data.pad_rows([[1] * len(p) for p in prompts], width, 0).bool()
+        return self(batch)
+
+
+def _ragged(tokens_BP: Tensor, mask_BP: Tensor) -> list[list[int]]:
+    rows, sizes = tokens_BP.tolist(), mask_BP.sum(1).tolist()
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]

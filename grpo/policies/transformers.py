@@ -1,0 +1,126 @@
+"""A policy that generates with the Hugging Face model itself, where vLLM is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from grpo.objectives.head import log_probs_from_logits
+from grpo.policies.base import Completions, Policy, Sampling
+
+
+class TransformersPolicy(Policy):
+    """Sample with a Hugging Face causal language model and its key-value cache.
+
+    Trainer and policy share the module, so new weights are in use at once.
+
+    Args:
+        model: a Hugging Face causal language model.
+        sampling: see :class:`~grpo.policies.base.Sampling`.
+        pad_token_id: fill value of the token tensors.
+        eos_token_ids: tokens that end a response.
+        max_model_len: greatest prompt plus response, in tokens.
+        version: see :class:`~grpo.policies.base.Policy`.
+        ignore_eos: always generate ``max_tokens``; for benchmarks.
+
+    Examples:
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> model = Qwen2ForCausalLM(Qwen2Config(
+        ...     vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=1))
+        >>> policy = TransformersPolicy(model, Sampling(max_tokens=3), pad_token_id=0,
+        ...                             eos_token_ids=(), max_model_len=32)
+        >>> policy.generate_from_ids([[5, 6], [7]])["tokens", "response"].shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sampling: Sampling,
+        *,
+        pad_token_id: int,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
+        version: Callable[[], int] = lambda: 0,
+        ignore_eos: bool = False,
+    ) -> None:
+        super().__init__(sampling, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids,
+                         max_model_len=max_model_len, version=version)
+        # Kept out of the module tree: the policy does not own the trainer's parameters.
+        self._model = [model]
+        self.ignore_eos = ignore_eos
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model[0]
+
+    def _generate(self, prompts: list[list[int]]) -> Completions:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            return self._sample(prompts)
+        finally:
+            self.model.train(was_training)
+
+    def _sample(self, prompts: list[list[int]]) -> Completions:
+        from transformers import DynamicCache
+
+        device = next(self.model.parameters()).device
+        tokens, attention = _left_pad(prompts, self.pad_token_id, device)
+        # A row may not outgrow the context, whatever the longest row still has room for.
+        room_B = torch.tensor([min(self.sampling.max_tokens, self.max_model_len - len(p))
+                               for p in prompts], device=device)
+        position_ids = (attention.cumsum(-1) - 1).clamp(min=0)
+        eos = torch.tensor(() if self.ignore_eos else self.eos_token_ids, dtype=torch.int64,
+                           device=device)
+        cache = DynamicCache(config=self.model.config)
+        stopped_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        sampled, log_probs, running = [], [], []
+        for step in range(int(room_B.max())):
+            running_B = ~stopped_B & (step < room_B)
+            if not running_B.any():
+                break
+            logits = self.model(input_ids=tokens, attention_mask=attention, use_cache=True,
+                                position_ids=position_ids, past_key_values=cache,
+                                logits_to_keep=1).logits[:, -1]
+            tokens_B, log_probs_B = self._draw(logits)
+            sampled.append(tokens_B)
+            log_probs.append(log_probs_B)
+            running.append(running_B)
+            stopped_B = stopped_B | (running_B & torch.isin(tokens_B, eos))
+            tokens = tokens_B[:, None]
+            attention = torch.cat([attention, torch.ones_like(tokens)], dim=-1)
+            position_ids = position_ids[:, -1:] + 1
+        sizes = torch.stack(running).sum(0).tolist()
+        return Completions(
+            tokens=_rows(torch.stack(sampled, 1), sizes),
+            log_probs=_rows(torch.stack(log_probs, 1), sizes),
+            truncated=(~stopped_B).tolist(),
+        )
+
+    def _draw(self, logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+        """Next tokens and their log-probs under the distribution they are drawn from."""
+        temperature = self.sampling.temperature
+        if temperature == 0:
+            tokens_B = logits_BV.argmax(-1)
+        else:
+            # Gumbel trick: argmax(log p + Gumbel noise) is a sample of p.
+            noise = torch.empty_like(logits_BV, dtype=torch.float32).exponential_().log()
+            tokens_B = (logits_BV.float() / temperature - noise).argmax(-1)
+        log_probs_B, _ = log_probs_from_logits(logits_BV, tokens_B, temperature=temperature or 1.0)
+        return tokens_B, log_probs_B
+
+
+def _left_pad(prompts: list[list[int]], value: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows that end in the same column, so that all of them continue at the next one."""
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[value] * (width - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    return tokens, mask
+
+
+def _rows(values_BR: Tensor, sizes: list[int]) -> list[list]:
+    return [row[:size] for row, size in zip(values_BR.tolist(), sizes, strict=True)]

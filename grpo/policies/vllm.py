@@ -1,0 +1,70 @@
+"""A policy that generates with vLLM in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from grpo.policies.base import Completions, Policy, Sampling
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+class VLLMPolicy(Policy):
+    """Sample with an in-process vLLM engine, CUDA graphs included.
+
+    Args:
+        engine: from :func:`grpo.engines.inprocess.start_engine`.
+        sampling: see :class:`~grpo.policies.base.Sampling`.
+        pad_token_id: fill value of the token tensors.
+        eos_token_ids: tokens that end a response.
+        version: see :class:`~grpo.policies.base.Policy`.
+        ignore_eos: always generate ``max_tokens``; for benchmarks.
+
+    Examples:
+        >>> engine = start_engine(path, device=torch.device("cpu"), dtype=torch.float32,
+        ...                       max_model_len=64)                          # doctest: +SKIP
+        >>> policy = VLLMPolicy(engine, Sampling(max_tokens=8), pad_token_id=0,
+        ...                     eos_token_ids=(1,))                          # doctest: +SKIP
+        >>> policy.generate_from_ids([[5, 6, 7]])["tokens", "response"]      # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        engine: LLM,
+        sampling: Sampling,
+        *,
+        pad_token_id: int,
+        eos_token_ids: tuple[int, ...],
+        version: Callable[[], int] = lambda: 0,
+        ignore_eos: bool = False,
+    ) -> None:
+        super().__init__(
+            sampling, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids,
+            max_model_len=engine.llm_engine.model_config.max_model_len, version=version)
+        self.engine = engine
+        self.ignore_eos = ignore_eos
+
+    def _generate(self, prompts: list[list[int]]) -> Completions:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=self.sampling.temperature,
+            max_tokens=self.sampling.max_tokens,
+            stop_token_ids=list(self.eos_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=0,  # the sampled token's alone
+            flat_logprobs=True,
+            detokenize=False,  # turning log-probs into text would cost half the throughput
+        )
+        outputs = self.engine.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        answers = [output.outputs[0] for output in outputs]
+        tokens = [list(answer.token_ids) for answer in answers]
+        log_probs = [list(answer.logprobs.logprobs) for answer in answers]
+        for row, values in zip(tokens, log_probs, strict=True):
+            if len(row) != len(values):
+                raise RuntimeError(f"the engine returned {len(values)} log-probs for {len(row)} "
+                                   "tokens; this vLLM version is not supported")
+        return Completions(tokens, log_probs, [a.finish_reason == "length" for a in answers])
