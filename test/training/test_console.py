@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console as RichConsole
+
+from grpo.training.console import Console, format_duration, one_line, phase_times
+from grpo.training.loggers import Sample
+
+METRICS = {
+    "reward/mean": 0.5,
+    "eval/accuracy": 0.25,
+    "tokens/per_second": 12_345.0,
+    "time/step": 6.0,
+    "time/generate": 4.0,
+    "time/train": 1.5,
+    "time/canary": 0.01,
+}
+any_text = st.text(st.characters(exclude_categories=()))
+
+
+def plain(*, width: int = 80, encoding: str = "utf-8") -> RichConsole:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+    return RichConsole(file=stream, width=width, force_terminal=False)
+
+
+def terminal(*, width: int = 80) -> RichConsole:
+    return RichConsole(
+        file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True),
+        width=width,
+        force_terminal=True,
+        color_system="standard",
+        _environ={"TERM": "xterm"},
+    )
+
+
+def written(out: RichConsole) -> str:
+    return out.file.buffer.getvalue().decode(out.encoding)
+
+
+def sample(**changes) -> Sample:
+    values = {
+        "prompt": "2 + 2?",
+        "completion": "It is\n4",
+        "reward": 1.0,
+        "advantage": 0.5,
+        "success": True,
+        "truncated": False,
+        "answer": "4",
+    }
+    return Sample(**(values | changes))
+
+
+def test_without_a_terminal_each_step_is_one_plain_line():
+    out = plain()
+    with Console(12, console=out) as console:
+        console._clock = iter([0.0, 10.0]).__next__
+        console.update(1, {"reward/mean": 0.25})
+        console.update(2, METRICS)
+    first, second = written(out).splitlines()
+    assert first == "step  1/12  reward 0.250"
+    assert second == (
+        "step  2/12  reward 0.500 ▲0.250  held-out 25.0%  12,345 tok/s  "
+        "step time 6.0s (generate 4.0s · train 1.5s)  left 1m 40s"
+    )
+
+
+def test_accuracy_before_training_is_what_later_ones_are_compared_with():
+    out = plain()
+    with Console(1, console=out) as console:
+        console.update(0, {"eval/accuracy": 0.125})
+        console.update(1, METRICS)
+    before, after = written(out).splitlines()
+    assert before == "step 0/1  held-out 12.5%"
+    assert "held-out 25.0% ▲12.5" in after
+
+
+def test_plain_every_keeps_first_last_and_evaluated_steps():
+    out = plain()
+    with Console(10, console=out, plain_every=4) as console:
+        for step in range(1, 11):
+            evaluated = {"eval/accuracy": 0.5} if step == 6 else {}
+            console.update(step, {"reward/mean": 0.0} | evaluated)
+    steps = [int(line.split("/")[0].removeprefix("step")) for line in written(out).splitlines()]
+    assert steps == [1, 4, 6, 8, 10]
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=any_text, encoding=st.sampled_from(["utf-8", "ascii", "latin-1"]))
+def test_no_text_of_the_model_reaches_a_log_as_a_control_character(text, encoding):
+    out = plain(encoding=encoding)
+    with Console(1, console=out) as console:
+        console.samples_table([sample(prompt=text, completion=text, answer=text)], step=1)
+        console.banner({"model": text})
+        console.update(1, METRICS)
+    assert all(c.isprintable() or c == "\n" for c in written(out))
+
+
+@settings(max_examples=20, deadline=None)
+@given(text=any_text)
+def test_no_message_can_raise_for_lack_of_an_encoding(text):
+    with Console(1, console=plain(encoding="ascii")) as console:
+        console.info(text)
+        console.warn(text)
+        console.finish({"run": Path("ö")}, text)
+
+
+def test_markup_in_model_text_is_shown_as_it_is():
+    out = plain()
+    Console(1, console=out).samples_table([sample(completion="[bold]x[/bold] [/oops]")])
+    assert "[bold]x[/bold] [/oops]" in written(out)
+
+
+def test_samples_table_shows_newlines_marks_and_the_cut():
+    out = plain(width=100)
+    right, wrong = sample(), sample(success=False, reward=0.1, truncated=True)
+    Console(1, console=out).samples_table([right, wrong, right], step=7, limit=2)
+    text = written(out)
+    assert "samples at step 7" in text
+    assert "It is⏎4" in text
+    assert text.count("✓ 1.00") == 1 and "✗ 0.10" in text
+    assert text.count("length") == 1
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_tables_and_banner_stay_within_the_width(width):
+    out = plain(width=width)
+    console = Console(1, console=out)
+    console.banner({"model": "m" * 300})
+    console.samples_table([sample(prompt="long " * 100, completion="x" * 500, answer="9" * 90)])
+    assert max(map(len, written(out).splitlines())) <= width
+    assert written(out).count("…") == 3  # one cut in each column, none in the banner
+
+
+def test_ascii_outputs_get_ascii_signs():
+    out = plain(encoding="ascii")
+    with Console(2, console=out) as console:
+        console.samples_table([sample(success=False)])
+        console.update(1, METRICS | {"reward/mean": 0.9})
+        console.update(2, METRICS)
+    text = written(out)
+    assert text.isascii() and "no 1.00" in text and "-0.400" in text
+
+
+def test_terminal_is_redrawn_and_fits_eighty_columns():
+    out = terminal()
+    with Console(200, console=out) as console:
+        assert console.is_live
+        for step in range(1, 40):
+            console.update(step, METRICS | {"reward/mean": step / 40, "eval/accuracy": step / 40})
+        lines = out.render_lines(console._render(), pad=False)
+    bar, learning, times = ("".join(segment.text for segment in line) for line in lines)
+    assert bar.startswith("step  39/200 ━")
+    assert "reward 0.975 ▲0.850 ▁▁▂" in learning and learning.endswith("12,345 tok/s")
+    assert times.startswith("step time 6.0s  generate 4.0s")
+    assert max(len(bar), len(learning), len(times)) <= 80
+    assert "\x1b[2K" in written(out)
+
+
+def test_dumb_terminal_gets_plain_lines():
+    out = RichConsole(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    with Console(1, console=out) as console:
+        assert not console.is_live
+        console.update(1, METRICS)
+    assert "\x1b" not in out.file.getvalue()
+
+
+def test_time_left_follows_the_recent_pace():
+    console = Console(100, console=plain())
+    console._clock = iter([0.0, 50.0, *(50.0 + 2.0 * i for i in range(1, 30))]).__next__
+    for step in range(1, 31):
+        console.update(step, {})
+    assert console._progress.seconds_left(100) == pytest.approx(2.0 * 70)
+
+
+def test_a_nan_reward_is_shown_and_does_not_poison_the_trend():
+    out = plain()
+    with Console(4, console=out) as console:
+        for step, reward in enumerate([0.0, math.nan, 0.5], start=1):
+            console.update(step, {"reward/mean": reward})
+    _, nan_line, last = written(out).splitlines()
+    assert "reward nan" in nan_line
+    assert "reward 0.500 ▲0.500" in last
+
+
+def test_finish_says_where_everything_lies_in_one_piece():
+    out = plain(width=40)
+    path = Path("outputs") / ("a-rather-long-run-name" * 4) / "report.html"
+    with Console(1, console=out) as console:
+        console.finish({"run": Path("outputs"), "report": path}, "held-out 12.0% -> 41.2%")
+    head, run, report = written(out).splitlines()
+    assert head == "✓ held-out 12.0% -> 41.2%"
+    assert run.split() == ["run", "outputs"]
+    assert report.split() == ["report", str(path)]
+
+
+def test_quiet_shows_warnings_only():
+    out = plain()
+    with Console(1, quiet=True, console=out) as console:
+        console.banner({"model": "m"})
+        console.update(1, METRICS)
+        console.samples_table([sample()])
+        console.info("hello")
+        console.warn("ratio is 1.3")
+        console.finish({"run": Path("r")}, "done")
+    assert written(out) == "warning: ratio is 1.3\n"
+
+
+@pytest.mark.parametrize("options", [{"total_steps": 0}, {"total_steps": 1, "plain_every": 0}])
+def test_options_are_checked(options):
+    with pytest.raises(ValueError, match="at least 1"):
+        Console(**options)
+
+
+@given(text=any_text, limit=st.integers(3, 60))
+def test_one_line_keeps_head_and_tail_within_the_limit(text, limit):
+    line = one_line(text, limit=limit)
+    assert len(line) <= limit and line.isprintable()
+    if len(text.strip()) > limit and text.isprintable():
+        head, tail = line.split("…", 1) if "…" not in text else (line[:1], line[-1:])
+        assert text.strip().startswith(head) and text.strip().endswith(tail)
+
+
+@given(seconds=st.floats(0, 1e7))
+def test_durations_are_short_and_never_say_sixty(seconds):
+    said = format_duration(seconds)
+    assert len(said) <= 8
+    assert not {"60s", "60.0s", "60m", "24h"} & set(said.split())
+
+
+def test_phase_times_leave_out_the_total_and_nan():
+    assert phase_times(METRICS | {"time/sync": math.nan}) == {
+        "generate": 4.0,
+        "train": 1.5,
+        "canary": 0.01,
+    }
