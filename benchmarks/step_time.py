@@ -1,0 +1,145 @@
+"""Time of one GRPO step by phase, through ``grpo.py`` itself.
+
+    python benchmarks/step_time.py --shape 1.5b --out benchmarks/results/step_time_h200.json
+
+Makes a Qwen2-shaped model with random weights and a byte tokenizer, and prompts of an exact
+length, runs ``sota-implementations/grpo/grpo.py`` on them with ``ignore_eos=true`` (so that every
+completion has the full length), and writes the median of the steady iterations with machine,
+versions, command and commit. The numbers a random model produces mean nothing; its times do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+SHAPES = {
+    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 258},
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+             "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936},
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+             "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936},
+}
+SKIPPED = 3  # iterations that still compile and capture
+
+
+def make_model(shape: str, folder: Path) -> int:
+    """Save a model with random weights; returns its number of parameters."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from grpo.embedded import byte_tokenizer
+
+    cuda = torch.cuda.is_available()
+    torch.manual_seed(0)
+    with torch.device("cuda" if cuda else "cpu"):
+        model = Qwen2ForCausalLM(Qwen2Config(
+            max_position_embeddings=4096, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
+            bos_token_id=None, **SHAPES[shape]))
+    model.to(torch.bfloat16 if cuda else torch.float32).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return sum(param.numel() for param in model.parameters())
+
+
+def make_problems(folder: Path, *, count: int, prompt_tokens: int) -> None:
+    """GSM8K-format rows whose rendered prompts have ``prompt_tokens`` bytes, one token each."""
+    template = len("system: S\nuser: \nassistant: ")
+    folder.mkdir()
+    for split in ("train", "test"):
+        rows = [{"question": f"{split}{i:06d}".ljust(prompt_tokens - template, "?"),
+                 "answer": "#### 0"} for i in range(count)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def overrides(args: argparse.Namespace, model: Path, problems: Path, run_dir: Path) -> list[str]:
+    """The command line of the run."""
+    turns = args.prompts * args.group * args.iterations
+    chosen = [
+        "--config-name", "grpo_gsm8k", f"hydra.run.dir={run_dir}", f"model.name={model}",
+        f"env.data_path={problems}", "+env.task.system_prompt=S", "env.task.num_test=8",
+        "env.reward=negative_length", f"env.num_envs={args.prompts}",
+        f"env.repeats={args.group}", f"inference_model.max_tokens={args.response_tokens}",
+        "inference_model.ignore_eos=true", f"train.total_dialog_turns={turns}",
+        "train.eval_frequency=0", "train.checkpoint_frequency=0", "optimizer.lr=1e-6",
+    ]
+    return chosen + args.overrides
+
+
+def measure(args: argparse.Namespace, work: Path) -> dict:
+    """Run ``grpo.py`` and read its metrics."""
+    parameters = make_model(args.shape, work / "model")
+    make_problems(work / "problems", count=max(64, args.prompts), prompt_tokens=args.prompt_tokens)
+    script = "sota-implementations/grpo/grpo.py"
+    chosen = overrides(args, work / "model", work / "problems", work / "run")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, str(REPO / script), *chosen], check=True, cwd=work,
+                   env=environment, timeout=args.timeout)
+    rows = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "time/step" in row]
+    steady = rows[SKIPPED:-1]  # the last iteration also evaluates
+    phases = sorted(key for key in steady[0] if key.startswith("time/"))
+    return {
+        "benchmark": "step_time",
+        "work": f"{args.prompts} prompts x {args.group} completions x ({args.prompt_tokens} + "
+                f"{args.response_tokens}) tokens",
+        "parameters": parameters,
+        "seconds": {key.removeprefix("time/"): statistics.median(row[key] for row in steady)
+                    for key in phases},
+        "seconds_per_iteration": [row["time/step"] for row in rows],
+        "ratio_p01": statistics.median(row["policy/ratio_p01"] for row in steady),
+        "ratio_p99": statistics.median(row["policy/ratio_p99"] for row in steady),
+        "canary_max_abs_diff": max(row["canary/max_abs_diff"] for row in rows),
+        "canary_mean_abs_diff": max(row["canary/mean_abs_diff"] for row in rows),
+        "command": " ".join(["python benchmarks/step_time.py", *sys.argv[1:]]),
+        "run": [option for option in chosen if str(work) not in option],
+        **describe_machine(),
+    }
+
+
+def describe_machine() -> dict:
+    """Machine, versions and commit of a result."""
+    import torch
+
+    from grpo.training.checkpoint import versions
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPO, capture_output=True, text=True)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"machine": gpu or f"{platform.machine()} CPU, {os.cpu_count()} cores",
+            "versions": versions() | {"python": platform.python_version()},
+            "commit": os.environ.get("GRPO_COMMIT") or commit.stdout.strip() or "unknown"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--response-tokens", type=int, default=256)
+    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--timeout", type=float, default=540.0, help="seconds")
+    parser.add_argument("--out", type=Path, help="where the JSON result is written")
+    parser.add_argument("overrides", nargs="*", help="further overrides for grpo.py")
+    args = parser.parse_args()
+    sys.path.insert(0, str(REPO))
+    with tempfile.TemporaryDirectory() as work:
+        result = measure(args, Path(work))
+    text = json.dumps(result, indent=2)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

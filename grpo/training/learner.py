@@ -1,0 +1,155 @@
+"""One policy update: micro-batches, backward passes, one optimizer step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from grpo import data
+from grpo.objectives.grpo import GRPOLoss, total_loss
+from grpo.training.optim import MasterAdamW
+
+DEFAULT_TOKENS_PER_MICRO_BATCH = 32_768
+
+
+class Learner:
+    """Turn rollouts into optimizer steps.
+
+    Args:
+        loss: what is differentiated.
+        optimizer: steps the parameters in place.
+        rows_per_step: completions an optimizer step; must divide the rows of a rollout.
+        epochs: passes over each rollout.
+        num_micro_batches: pieces an optimizer batch is cut into, or
+        max_tokens_per_micro_batch: the token budget of a piece; exactly one of the two.
+        seed: of the row order, where a rollout is cut into several optimizer batches.
+        width_multiple: pad micro-batches to a multiple of this many tokens, so that compiled
+            layers meet few shapes.
+
+    Attributes:
+        seconds: what the last update spent in ``"train"`` (forward and backward) and in
+            ``"optimizer"``.
+    """
+
+    def __init__(
+        self,
+        loss: GRPOLoss,
+        optimizer: MasterAdamW,
+        *,
+        rows_per_step: int,
+        epochs: int = 1,
+        num_micro_batches: int | None = None,
+        max_tokens_per_micro_batch: int | None = None,
+        seed: int = 0,
+        width_multiple: int = 1,
+    ) -> None:
+        self.loss, self.optimizer = loss, optimizer
+        self.rows_per_step, self.epochs, self.seed = rows_per_step, epochs, seed
+        self.split = {"num_micro_batches": num_micro_batches,
+                      "max_tokens": max_tokens_per_micro_batch}
+        self.width_multiple = width_multiple
+        self.device = next(loss.actor_network.parameters()).device
+        self.seconds = {"train": 0.0, "optimizer": 0.0}
+        self._probe: CheckpointingProbe | None = None
+        if getattr(loss.actor_network, "is_gradient_checkpointing", False):
+            self._probe = CheckpointingProbe(loss.actor_network)
+
+    def update(self, rollout: TensorDictBase, *, iteration: int) -> dict[str, float]:
+        """Train on a rollout.
+
+        Args:
+            rollout: dense batch with advantages, ``batch_size [N]``.
+            iteration: number of the rollout; with the seed it fixes the order of the rows.
+
+        Returns:
+            Means over the optimizer steps of loss terms, diagnostics and gradient norm, under the
+            names of ``metrics.jsonl``.
+        """
+        self.seconds = {"train": 0.0, "optimizer": 0.0}
+        self.loss.train()  # gradient checkpointing is only active in training mode
+        rollout = rollout.to(self.device)
+        steps = [self._optimizer_step(batch) for batch in self._optimizer_batches(rollout,
+                                                                                   iteration)]
+        return {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+
+    def _optimizer_batches(
+        self, rollout: TensorDictBase, iteration: int
+    ) -> Iterator[TensorDictBase]:
+        rows = rollout.batch_size[0]
+        if rows == self.rows_per_step:
+            yield from [rollout] * self.epochs
+            return
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + iteration)
+        for _ in range(self.epochs):
+            order = torch.randperm(rows, generator=generator).to(self.device)
+            for part in order.split(self.rows_per_step):
+                yield rollout[part]
+
+    def _optimizer_step(self, batch: TensorDictBase) -> dict[str, float]:
+        start = time.perf_counter()
+        normalizer = self.loss.normalizer(batch)
+        outputs = []
+        for micro_batch in data.split_rows(batch, **self.split):
+            out = self.loss(data.trim(micro_batch, multiple_of=self.width_multiple),
+                            normalizer=normalizer)
+            total_loss(out).backward()
+            outputs.append(out.detach())
+        if self._probe is not None:
+            self._probe.check(len(outputs))
+            self._probe = None  # proven once
+        values = {key: value.item() for key, value in self.loss.diagnostics(outputs).items()}
+        trained = time.perf_counter()
+        lr = self.optimizer.lr
+        grad_norm = self.optimizer.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds["train"] += trained - start
+        self.seconds["optimizer"] += time.perf_counter() - trained
+        named = {_metric_name(key): value for key, value in values.items()}
+        return named | {"train/grad_norm": grad_norm, "train/lr": lr}
+
+
+class CheckpointingProbe:
+    """Count how often a decoder layer runs, to prove that its activations are recomputed.
+
+    Hugging Face models skip gradient checkpointing without a word when they are not in training
+    mode; a run that was sized for it then dies much later, out of memory.
+
+    Args:
+        model: with gradient checkpointing enabled.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if not layers:
+            raise ValueError(f"train_model.gradient_checkpointing=true, but "
+                             f"{type(model).__name__} has no layer that supports it; set it to "
+                             "false")
+        self.calls = 0
+        self._hook = layers[0].register_forward_pre_hook(self._count)
+
+    def _count(self, module: nn.Module, args: tuple) -> None:
+        self.calls += 1
+
+    def check(self, forward_passes: int) -> None:
+        """Raise unless each forward pass was computed a second time for its backward pass.
+
+        Raises:
+            RuntimeError: if layers were not recomputed.
+        """
+        self._hook.remove()
+        if self.calls < 2 * forward_passes:
+            raise RuntimeError(
+                f"gradient checkpointing is on but its first layer ran {self.calls} times in "
+                f"{forward_passes} forward and backward passes, not {2 * forward_passes}: "
+                "activations are kept, not recomputed")
+
+
+def _metric_name(key: str) -> str:
+    return key.replace("loss_", "loss/", 1) if key.startswith("loss_") else f"policy/{key}"

@@ -1,0 +1,167 @@
+"""AdamW over float32 masters, whatever the precision of the weights that are trained.
+
+A bfloat16 weight near 1 cannot move by less than 0.004, so updates at the learning rates of RL
+would be rounded away. Masters keep them; the weights both sides read are rounded copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+class MasterAdamW:
+    """AdamW with float32 masters, global gradient-norm clipping and a schedule.
+
+    Gradients of half-precision parameters are added up in float32 as soon as a backward pass has
+    made them, so accumulation loses nothing. Float32 parameters are their own masters. Parameters
+    are always written in place: their memory may be shared with an engine.
+
+    Args:
+        params: parameters to train.
+        lr: peak learning rate.
+        betas: of AdamW.
+        eps: of AdamW.
+        weight_decay: decoupled, of AdamW.
+        clip_grad_norm: greatest norm of all gradients together; None never clips.
+        schedule: of the learning rate after the warm-up.
+        warmup_steps: optimizer steps of linear warm-up.
+        total_steps: optimizer steps of the run; needed by schedules that decay.
+        final_lr_fraction: share of ``lr`` that a decaying schedule ends at.
+
+    Examples:
+        >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> optimizer = MasterAdamW([weight], lr=1e-5)
+        >>> for _ in range(3):
+        ...     weight.sum().backward()
+        ...     norm = optimizer.step()
+        >>> weight.tolist(), round(optimizer.masters[0][0].item(), 6)
+        ([1.0, 1.0], 0.99997)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        clip_grad_norm: float | None = 1.0,
+        schedule: Schedule = "constant",
+        warmup_steps: int = 0,
+        total_steps: int | None = None,
+        final_lr_fraction: float = 0.0,
+    ) -> None:
+        self.params = [param for param in params if param.requires_grad]
+        if not self.params:
+            raise ValueError("there is no parameter to train: none has requires_grad=True")
+        if schedule != "constant" and total_steps is None:
+            raise ValueError(f"schedule={schedule!r} needs total_steps")
+        self.masters = [self._master_of(param) for param in self.params]
+        self.clip_grad_norm = clip_grad_norm
+        self.adamw = torch.optim.AdamW(
+            self.masters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
+            fused=self.params[0].is_cuda)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.adamw, lambda step: lr_factor(
+                step, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps,
+                final_fraction=final_lr_fraction))
+
+    @staticmethod
+    def _master_of(param: nn.Parameter) -> Tensor:
+        if param.dtype in (torch.float32, torch.float64):
+            return param
+        master = param.detach().float().clone().requires_grad_()
+
+        def collect(param: nn.Parameter) -> None:
+            if master.grad is None:
+                master.grad = param.grad.float()
+            else:
+                master.grad.add_(param.grad)
+            param.grad = None
+
+        param.register_post_accumulate_grad_hook(collect)
+        return master
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return self.adamw.param_groups[0]["lr"]
+
+    def step(self) -> float:
+        """Clip, update the masters, write the parameters, clear the gradients.
+
+        Returns:
+            Norm of all gradients before clipping.
+
+        Raises:
+            FloatingPointError: if the norm is not finite; nothing has been updated then.
+        """
+        grads = [master.grad for master in self.masters if master.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        if not math.isfinite(value := norm.item()):
+            raise FloatingPointError(
+                f"the gradient norm is {value}; the weights are unchanged. Look at the ratio "
+                "quantiles and rewards of this step, lower optimizer.lr, or resume from the last "
+                "checkpoint")
+        if self.clip_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.masters, self.clip_grad_norm, norm)
+        self.adamw.step()
+        self.scheduler.step()
+        self.adamw.zero_grad(set_to_none=True)
+        self._write_params()
+        return value
+
+    @torch.no_grad()
+    def _write_params(self) -> None:
+        pairs = [(param.data, master) for param, master in zip(self.params, self.masters,
+                                                               strict=True)
+                 if param is not master]
+        if pairs:
+            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer, schedule and masters."""
+        masters = [master.detach() for param, master in zip(self.params, self.masters, strict=True)
+                   if param is not master]
+        return {"adamw": self.adamw.state_dict(), "scheduler": self.scheduler.state_dict(),
+                "masters": masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adamw.load_state_dict(state["adamw"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        own = [master for param, master in zip(self.params, self.masters, strict=True)
+               if param is not master]
+        for master, saved in zip(own, state["masters"], strict=True):
+            master.copy_(saved)
+
+
+def lr_factor(
+    step: int,
+    *,
+    schedule: Schedule,
+    warmup_steps: int,
+    total_steps: int | None,
+    final_fraction: float = 0.0,
+) -> float:
+    """Share of the peak learning rate at optimizer step ``step`` (from 0).
+
+    Examples:
+        >>> [lr_factor(i, schedule="linear", warmup_steps=2, total_steps=6) for i in range(6)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    decay = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return final_fraction + (1.0 - final_fraction) * decay

@@ -1,0 +1,78 @@
+"""Where a run's numbers go: screen, files, loggers, report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from grpo import data
+from grpo.tasks.base import Problem
+from grpo.training.console import Console
+from grpo.training.loggers import MetricLogger, Sample
+from grpo.training.report import write_report
+
+
+class Reporter:
+    """Console, loggers and the final report behind one object.
+
+    Args:
+        console: the screen.
+        loggers: metrics and samples on disk and elsewhere.
+        tokenizer: turns rows into text.
+        run_dir: folder of the run.
+        num_samples: completions shown and saved at each evaluation.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        loggers: MetricLogger,
+        tokenizer: Any,
+        *,
+        run_dir: Path,
+        num_samples: int,
+    ) -> None:
+        self.console, self.loggers, self.tokenizer = console, loggers, tokenizer
+        self.run_dir, self.num_samples = run_dir, num_samples
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """A finished iteration."""
+        self.loggers.log(step, metrics)
+        if step > 0:
+            self.console.update(step, metrics)
+
+    def samples(self, step: int, batch: TensorDictBase, problems: Sequence[Problem]) -> None:
+        """Show and save the first completions of a batch."""
+        samples = self._samples(batch[: self.num_samples], problems)
+        if samples:
+            self.loggers.log_samples(step, samples)
+            self.console.samples_table(samples, step=step)
+
+    def finish(self, config: dict[str, Any], *, title: str, headline: str) -> Path:
+        """Write the report and say where everything lies."""
+        self.loggers.close()
+        report = write_report(self.run_dir, title=title, config=config)
+        self.console.finish(
+            {"report": report, "model": self.run_dir / "final_model",
+             "metrics": self.run_dir / "metrics.jsonl", "run": self.run_dir}, headline)
+        return report
+
+    def _samples(self, batch: TensorDictBase, problems: Sequence[Problem]) -> list[Sample]:
+        advantage = batch.get(data.ADVANTAGE, None)
+        reward = torch.where(batch[data.REWARD_ERROR], torch.nan, batch[data.REWARD])
+        rows = range(batch.batch_size[0])
+        return [Sample(
+            prompt=self._text(batch[i][data.PROMPT_TOKENS], batch[i][data.PROMPT_MASK]),
+            completion=self._text(batch[i][data.TOKENS], batch[i][data.ASSISTANT_MASK]),
+            reward=float(reward[i]),
+            advantage=0.0 if advantage is None else float(advantage[i].max()),
+            success=bool(batch[i][data.SUCCESS]),
+            truncated=bool(batch[i][data.TRUNCATED]),
+            answer=problems[i].answer) for i in rows]
+
+    def _text(self, tokens: torch.Tensor, mask: torch.Tensor) -> str:
+        return self.tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=True)

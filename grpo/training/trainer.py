@@ -1,0 +1,208 @@
+"""The loop: generate, score, update, publish, prove, report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from grpo import data
+from grpo.collectors.sync import SyncCollector
+from grpo.evaluation import Evaluation, Evaluator
+from grpo.objectives.advantages import GroupAdvantage
+from grpo.training.checkpoint import (
+    Checkpoint,
+    restore_random_state,
+    save_checkpoint,
+    save_model,
+)
+from grpo.training.learner import Learner
+from grpo.training.reporter import Reporter
+from grpo.weights import Canary, WeightSync
+
+
+class Trainer:
+    """On-policy GRPO with rollouts on demand.
+
+    One iteration: collect a rollout with the current weights, turn rewards into advantages, take
+    the optimizer steps, publish the weights to the engine, let the canary prove that they arrived.
+
+    Args:
+        collector: rollouts.
+        advantage: rewards to advantages, on whole groups.
+        learner: advantages to weights.
+        weights: weights to the engine.
+        canary: the proof after each update.
+        evaluator: held-out accuracy.
+        reporter: screen, files and loggers.
+        tokenizer: saved beside the model.
+        run_dir: folder of the run.
+        config: resolved configuration, saved with checkpoints.
+        iterations: how many to run in all.
+        eval_frequency: iterations between evaluations; 0: only at the start and the end.
+        checkpoint_frequency: iterations between checkpoints; 0: none.
+        keep_checkpoints: how many stay.
+        reference: writes the reference policy's log-probs into a rollout, where a KL to it is
+            part of the loss.
+    """
+
+    def __init__(
+        self,
+        *,
+        collector: SyncCollector,
+        advantage: GroupAdvantage,
+        learner: Learner,
+        weights: WeightSync,
+        canary: Canary,
+        evaluator: Evaluator,
+        reporter: Reporter,
+        tokenizer: Any,
+        run_dir: Path,
+        config: dict[str, Any],
+        iterations: int,
+        eval_frequency: int = 10,
+        checkpoint_frequency: int = 0,
+        keep_checkpoints: int = 3,
+        reference: Callable[[TensorDictBase], TensorDictBase] | None = None,
+    ) -> None:
+        self.collector, self.advantage, self.learner = collector, advantage, learner
+        self.weights, self.canary, self.evaluator = weights, canary, evaluator
+        self.reporter, self.tokenizer = reporter, tokenizer
+        self.run_dir, self.config, self.reference = run_dir, config, reference
+        self.iterations, self.eval_frequency = iterations, eval_frequency
+        self.checkpoint_frequency = checkpoint_frequency
+        self.keep_checkpoints = keep_checkpoints
+        self.step = 0
+        self.first_accuracy = self.last_accuracy = float("nan")
+        self._seconds: dict[str, float] = {}
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.learner.loss.actor_network
+
+    def fit(self) -> None:
+        """Run all iterations that are left, then save ``final_model/``."""
+        if self.step == 0:
+            self.canary.check()
+            evaluation = self._evaluate()
+            self.first_accuracy = evaluation.accuracy
+            self.reporter.step(0, {"eval/accuracy": evaluation.accuracy,
+                                   "eval/reward": evaluation.reward})
+        while self.step < self.iterations:
+            self.iterate()
+        save_model(self.model, self.tokenizer, self.run_dir / "final_model")
+
+    def iterate(self) -> dict[str, float]:
+        """One iteration; returns its metrics."""
+        start, self._seconds = time.perf_counter(), {}
+        rollout = self.collector.collect()
+        metrics = rollout_metrics(rollout)
+        with self._timed("advantage"):
+            self.advantage(rollout)
+            metrics |= advantage_metrics(rollout)
+        if self.reference is not None:
+            with self._timed("reference"):
+                self.reference(rollout)
+        metrics |= self.learner.update(rollout, iteration=self.step)
+        with self._timed("sync"):
+            metrics["policy/version"] = self.weights.publish()
+        with self._timed("canary"):
+            report = self.canary.check()
+        metrics["canary/mean_abs_diff"] = report.mean_abs_diff
+        metrics["canary/max_abs_diff"] = report.max_abs_diff
+        self.step += 1
+        self._seconds |= self.collector.seconds | self.learner.seconds
+        metrics["time/step"] = seconds = time.perf_counter() - start
+        metrics["tokens/per_second"] = metrics.pop("tokens/total") / seconds
+        if self._due(self.eval_frequency) or self.step == self.iterations:
+            with self._timed("eval"):
+                evaluation = self._evaluate()
+            metrics |= {"eval/accuracy": evaluation.accuracy, "eval/reward": evaluation.reward}
+        metrics |= {f"time/{phase}": value for phase, value in self._seconds.items()}
+        self.reporter.step(self.step, metrics)
+        if self._due(self.checkpoint_frequency):
+            self.save()
+        return metrics
+
+    def save(self) -> Checkpoint:
+        """Write a checkpoint of the whole run."""
+        return save_checkpoint(self.run_dir, self.step, model=self.model, tokenizer=self.tokenizer,
+                               state=self.state_dict(), config=self.config,
+                               keep=self.keep_checkpoints)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the model that the next iteration depends on."""
+        return {
+            "step": self.step,
+            "optimizer": self.learner.optimizer.state_dict(),
+            "env": self.collector.env.state_dict(),
+            "version": self.weights.version,
+            "calls": {name: policy.calls for name, policy in self._policies().items()},
+            "accuracy": [self.first_accuracy, self.last_accuracy],
+        }
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint whose model has already been loaded."""
+        state = checkpoint.state()
+        self.step = state["step"]
+        self.learner.optimizer.load_state_dict(state["optimizer"])
+        self.collector.env.load_state_dict(state["env"])
+        self.weights.version = state["version"]
+        for name, policy in self._policies().items():
+            policy.calls = state["calls"][name]
+        self.first_accuracy, self.last_accuracy = state["accuracy"]
+        self.canary.check()
+        # Last, because loading and checking may have drawn numbers.
+        restore_random_state(state["random"])
+
+    def _policies(self) -> dict[str, Any]:
+        return {"train": self.collector.policy, "eval": self.evaluator.policy,
+                "canary": self.canary.policy}
+
+    def _evaluate(self) -> Evaluation:
+        evaluation = self.evaluator.run()
+        self.last_accuracy = evaluation.accuracy
+        self.reporter.samples(self.step, evaluation.batch, evaluation.problems)
+        return evaluation
+
+    def _due(self, frequency: int) -> bool:
+        return frequency > 0 and self.step % frequency == 0
+
+    @contextmanager
+    def _timed(self, phase: str):
+        start = time.perf_counter()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def rollout_metrics(rollout: TensorDictBase) -> dict[str, float]:
+    """Rewards and lengths of a rollout; rows without a reward are counted, not averaged in."""
+    valid = ~rollout[data.REWARD_ERROR].flatten()
+    sizes = rollout[data.ASSISTANT_MASK].sum(-1).float()
+    metrics = {
+        "reward/errors": (~valid).sum().item(),
+        "tokens/response_mean": sizes.mean().item(),
+        "tokens/response_max": sizes.max().item(),
+        "tokens/total": rollout[data.ATTENTION_MASK].sum().item(),
+        "tokens/truncated_fraction": rollout[data.TRUNCATED].float().mean().item(),
+    }
+    if valid.any():
+        rewards = rollout[data.REWARD].flatten()[valid]
+        metrics["reward/mean"] = rewards.mean().item()
+        metrics["reward/std"] = rewards.std(correction=0).item()
+        metrics["reward/success_rate"] = (
+            rollout[data.SUCCESS].flatten()[valid].float().mean().item())
+    return metrics
+
+
+def advantage_metrics(rollout: TensorDictBase) -> dict[str, float]:
+    """How many groups carry no signal because all their advantages are zero."""
+    _, group = rollout[data.GROUP_ID].unique(return_inverse=True)
+    magnitude = rollout[data.ADVANTAGE].abs().sum(-1)
+    per_group = torch.zeros(int(group.max()) + 1).index_add(0, group, magnitude)
+    return {"reward/zero_variance_groups": (per_group == 0).float().mean().item()}

@@ -1,0 +1,130 @@
+"""GRPO, synchronous: generate, score, update, publish, repeat.
+
+    python sota-implementations/grpo/grpo.py                                # embedded model, CPU
+    python sota-implementations/grpo/grpo.py --config-name grpo_gsm8k model.name=Qwen/Qwen2.5-1.5B-Instruct
+
+One process holds everything: a vLLM engine generates, a Hugging Face model trains, and both read
+the same memory, so a weight update costs no copy. Every key is in ``config/``; unknown keys and
+keys that the chosen mode would ignore are errors. ``resume=auto`` goes on where a run was stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+# Run as a script, this file's own folder is first on the path, and `import grpo` would find it.
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import hydra  # noqa: E402
+from hydra.core.hydra_config import HydraConfig  # noqa: E402
+from omegaconf import DictConfig  # noqa: E402
+
+from grpo import build  # noqa: E402
+from grpo.collectors import SyncCollector  # noqa: E402
+from grpo.config import Config, ConfigError, load_config  # noqa: E402
+from grpo.evaluation import Evaluator  # noqa: E402
+from grpo.objectives import GroupAdvantage  # noqa: E402
+from grpo.training import Trainer  # noqa: E402
+from grpo.training.checkpoint import Checkpoint, changed_keys, find_checkpoint  # noqa: E402
+from grpo.training.console import Console  # noqa: E402
+from grpo.training.loggers import make_loggers  # noqa: E402
+from grpo.training.reporter import Reporter  # noqa: E402
+from grpo.weights import Canary  # noqa: E402
+
+
+def train(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Trainer:
+    """Build the parts of a run and run it."""
+    settings = config.model_dump(mode="json")
+
+    # What is trained, on what, where
+    device = build.resolve_device(config)
+    dtype = build.resolve_dtype(config, device)
+    backend = build.resolve_backend(config)
+    task = build.build_task(config)
+    base_model = build.model_folder(config, task)
+    start_model = str(checkpoint.model_folder) if checkpoint else base_model
+    tokenizer = build.load_tokenizer(start_model)
+    prompts = build.build_prompts(config, task, tokenizer, start_model)
+
+    # Trainer and engine around one copy of the weights
+    actor = build.build_actor(config, start_model, tokenizer, prompts,
+                              device=device, dtype=dtype, backend=backend)
+    env = build.build_env(config, task, prompts, tokenizer, actor.policy)
+    eval_env = build.build_eval_env(config, task, prompts, tokenizer, actor.policy)
+
+    # Rollouts -> advantages -> loss -> weights -> proof
+    collector = SyncCollector(env, actor.policy, turns_per_batch=config.turns_per_batch)
+    loss = build.build_loss(config, actor.model, tokenizer)
+    learner = build.build_learner(config, loss)
+    canary = Canary(actor.policy, loss.scorer, actor.weights,
+                    prompts=[prompt.tokens for prompt in prompts.test[:4]])
+    reference = build.build_reference(config, base_model, device=device, dtype=dtype)
+
+    loggers = make_loggers(
+        config.logging.backends, run_dir=run_dir, config=settings,
+        project=config.logging.wandb_project or "grpo", name=config.logging.wandb_run_name,
+        group=config.logging.wandb_group, wandb_mode=config.logging.wandb_mode or "online",
+        resume_step=checkpoint.step if checkpoint else None)
+    with Console(config.iterations) as console:
+        console.banner(build.describe(config, actor, task, prompts, device=device, dtype=dtype,
+                                      backend=backend, run_dir=run_dir))
+        trainer = Trainer(
+            collector=collector,
+            advantage=GroupAdvantage(estimator=config.train.advantage_estimator),
+            learner=learner,
+            weights=actor.weights,
+            canary=canary,
+            evaluator=Evaluator(eval_env, actor.policy),
+            reporter=Reporter(console, loggers, tokenizer, run_dir=run_dir,
+                              num_samples=config.logging.num_samples),
+            tokenizer=tokenizer,
+            run_dir=run_dir,
+            config=settings,
+            iterations=config.iterations,
+            eval_frequency=config.train.eval_frequency,
+            checkpoint_frequency=config.train.checkpoint_frequency,
+            keep_checkpoints=config.train.keep_checkpoints,
+            reference=reference,
+        )
+        if checkpoint:
+            trainer.restore(checkpoint)
+            console.info(f"resumed at iteration {checkpoint.step} from {checkpoint.folder}")
+        trainer.fit()
+        trainer.reporter.finish(
+            settings, title=config.train.exp_name,
+            headline=f"held-out accuracy {trainer.first_accuracy:.3f} -> "
+                     f"{trainer.last_accuracy:.3f} in {trainer.step} iterations")
+    return trainer
+
+
+def open_run(config: Config) -> tuple[Path, Checkpoint | None]:
+    """Folder of the run, and the checkpoint it goes on from."""
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    if config.resume is None:
+        return run_dir, None
+    checkpoint = find_checkpoint(config.resume, root=Path("outputs"),
+                                 exp_name=config.train.exp_name)
+    if checkpoint is None:
+        print(f"resume=auto: no checkpoint of {config.train.exp_name!r} yet, starting a new run")
+        return run_dir, None
+    changes = changed_keys(checkpoint.info()["config"], config.model_dump(mode="json"))
+    for change in changes:
+        if not change.startswith("resume:"):
+            logging.getLogger("grpo").warning("changed since the checkpoint: %s", change)
+    return checkpoint.run_dir, checkpoint
+
+
+@hydra.main(version_base=None, config_path="../../config", config_name="grpo")
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    run_dir, checkpoint = open_run(config)
+    train(config, run_dir, checkpoint)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
