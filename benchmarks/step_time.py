@@ -111,7 +111,8 @@ def describe_machine() -> dict:
 
     from grpo.training.checkpoint import versions
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPO, capture_output=True, text=True)
+    commit = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], cwd=REPO,
+                            capture_output=True, text=True)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {"machine": gpu or f"{platform.machine()} CPU, {os.cpu_count()} cores",
             "versions": versions() | {"python": platform.python_version()},

@@ -9,24 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 
-from grpo import data
 from grpo.config import Config, ConfigError
 from grpo.embedded import EmbeddedSpec, embedded_model
 from grpo.engines.inprocess import start_engine, vllm_available
 from grpo.envs import Prompt, VerifiableEnv, render_all
-from grpo.objectives import GRPOLoss, TokenScorer
+from grpo.objectives import GRPOLoss
 from grpo.policies import Policy, Sampling, TransformersPolicy, VLLMPolicy
+from grpo.policies.reference import ReferenceScorer
 from grpo.rewards import compute_rewards, get_reward
 from grpo.tasks import Task, make_task
 from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH, Learner
 from grpo.training.optim import MasterAdamW
 from grpo.weights import SameModule, SingleCopy, WeightSync
-
-# One GPU holds the trainer as well; the engine takes this share for weights and KV cache.
-DEFAULT_GPU_MEMORY_UTILIZATION = 0.3
 
 
 @dataclass(frozen=True)
@@ -185,16 +181,16 @@ def build_actor(
     return Actor(model, policy, weights)
 
 
-def _build_engine(config: Config, path: str, prompts: Prompts, *, device, dtype) -> Any:
+def _build_engine(
+    config: Config, path: str, prompts: Prompts, *, device: torch.device, dtype: torch.dtype
+) -> Any:
     inference = config.inference_model
-    utilization = inference.gpu_memory_utilization
-    if utilization is None and device.type == "cuda" and inference.kv_cache_memory_bytes is None:
-        utilization = DEFAULT_GPU_MEMORY_UTILIZATION
     rows = config.env.num_envs * config.env.repeats
     return start_engine(
         path, device=device, dtype=dtype, max_model_len=prompts.max_model_len,
         max_num_seqs=inference.max_num_seqs or min(rows, 1024), seed=config.train.seed,
-        enforce_eager=inference.enforce_eager, gpu_memory_utilization=utilization,
+        enforce_eager=inference.enforce_eager,
+        gpu_memory_utilization=inference.gpu_memory_utilization,
         kv_cache_memory_bytes=inference.kv_cache_memory_bytes)
 
 
@@ -289,35 +285,6 @@ def build_learner(config: Config, loss: GRPOLoss) -> Learner:
         width_multiple=64 if config.train_model.compile else 1)
 
 
-class ReferenceScorer:
-    """Write the log-probs of a frozen reference policy into rollouts.
-
-    Args:
-        model: the reference, frozen here.
-        temperature: of the rollouts.
-        max_tokens: token budget of a micro-batch.
-    """
-
-    def __init__(self, model: nn.Module, *, temperature: float, max_tokens: int) -> None:
-        self.scorer = TokenScorer(model.eval().requires_grad_(False), temperature=temperature)
-        self.max_tokens = max_tokens
-        self.device = next(model.parameters()).device
-
-    @torch.no_grad()
-    def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
-        rows = rollout.batch_size[0]
-        out = torch.zeros_like(rollout[data.LOG_PROBS])
-        numbered = rollout.select(data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK)
-        numbered["row"] = torch.arange(rows)
-        for part in data.split_rows(numbered, max_tokens=self.max_tokens):
-            part = part.to(self.device)
-            log_probs, _ = self.scorer(part[data.TOKENS], part[data.ATTENTION_MASK],
-                                       part[data.ASSISTANT_MASK])
-            out[part["row"].cpu(), : log_probs.shape[1]] = log_probs.float().cpu()
-        rollout[data.REF_LOG_PROBS] = out
-        return rollout
-
-
 def build_reference(
     config: Config, path: str, *, device: torch.device, dtype: torch.dtype
 ) -> ReferenceScorer | None:
@@ -338,8 +305,8 @@ def describe(
     count = sum(param.numel() for param in actor.model.parameters())
     model = f"{config.model.name}, {count / 1e6:,.1f} M parameters, {str(dtype)[6:]}"
     if config.model.name == "embedded":
-        model += ("\nmade here: warm-started on deliberately noisy additions, so that there is "
-                  "something to learn")
+        model += (", made here and warm-started on additions of which a share is deliberately "
+                  "wrong: there is something to learn")
     graphs = device.type == "cuda" and not config.inference_model.enforce_eager
     engine = f"{backend}, in process" + (", CUDA graphs" if backend == "vllm" and graphs else "")
     sharing = "one copy, shared by trainer and engine; a canary checks it after every update"

@@ -8,7 +8,7 @@ An unknown key is an error, and so is a key that the chosen mode would not read.
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -16,14 +16,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from grpo.objectives.advantages import AdvantageEstimator
 from grpo.objectives.aggregate import Aggregation
 from grpo.objectives.kl import KLEstimator
+from grpo.objectives.surrogates import check_clip_epsilon, get_surrogate
 
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the message names the key, its value and the fix."""
 
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class EnvConfig(_Section):
@@ -74,7 +78,7 @@ class TrainConfig(_Section):
     epochs: int = Field(1, ge=1)
     gradient_accumulation_steps: int | None = Field(None, ge=1)
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
-    """Split by token budget; null together with the previous key: 32768 tokens."""
+    """Split by token budget; null together with the previous key: 8192 tokens."""
     packing: bool = False
     objective: str = "ppo_clip"
     clip_epsilon: float | tuple[float, float] | None = (0.2, 0.2)
@@ -89,6 +93,12 @@ class TrainConfig(_Section):
     checkpoint_frequency: int = Field(100, ge=0)
     """Iterations between checkpoints; 0: none."""
     keep_checkpoints: int = Field(3, ge=1)
+
+    @model_validator(mode="after")
+    def _objective_is_known(self) -> TrainConfig:
+        get_surrogate(self.objective)
+        check_clip_epsilon(self.objective, self.clip_epsilon)
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_split(self) -> TrainConfig:
@@ -143,7 +153,7 @@ class OptimizerConfig(_Section):
     """AdamW over float32 master weights."""
 
     lr: float = Field(1e-5, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     clip_grad_norm: float | None = Field(1.0, gt=0)
@@ -199,10 +209,10 @@ class Config(_Section):
     @model_validator(mode="before")
     @classmethod
     def _accept_the_earlier_kl_coef(cls, values: dict[str, Any]) -> dict[str, Any]:
-        kl_coef = (values.get("policy") or {}).get("kl_coef")
-        if kl_coef is None:
+        policy, train = values.get("policy"), values.get("train", {})
+        kl_coef = policy.get("kl_coef") if isinstance(policy, dict) else None
+        if kl_coef is None or not isinstance(train, dict):  # ill-typed sections: reported later
             return values
-        train = dict(values.get("train") or {})
         if train.get("kl_to_ref_coeff") not in (None, kl_coef):
             raise ValueError(f"policy.kl_coef={kl_coef} and train.kl_to_ref_coeff="
                              f"{train['kl_to_ref_coeff']} are the same setting; give one")

@@ -9,11 +9,10 @@ key                                             dtype     shape       meaning
 ``("tokens", "prompt")``                        int64     ``[B, P]``  prompt, right-padded
 ``("masks", "prompt_attention_mask")``          bool      ``[B, P]``  True on prompt tokens
 ``("tokens", "response")``                      int64     ``[B, R]``  sampled tokens, right-padded
-``("tokens", "full")``                          int64     ``[B, T]``  prompt, then response, then pad
+``("tokens", "full")``                          int64     ``[B, T]``  prompt, response, padding
 ``("masks", "all_attention_mask")``             bool      ``[B, T]``  True on prompt and response
 ``("masks", "all_assistant_mask")``             bool      ``[B, T]``  True on sampled tokens
-``("log_probs", "full")``                       float32   ``[B, T]``  of each sampled token, under the
-                                                                      distribution that sampled it
+``("log_probs", "full")``                       float32   ``[B, T]``  of each token as sampled, else 0
 ``("next", "reward")``                          float32   ``[B, 1]``
 ``("next", "truncated")``                       bool      ``[B, 1]``  cut by the length limit
 ``("next", "reward_error")``                    bool      ``[B, 1]``  no reward: the row is masked

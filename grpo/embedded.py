@@ -2,7 +2,7 @@
 
 With no network and no downloaded weights there is nothing to fine-tune, so a run with
 ``model.name=embedded`` first makes its own model and **warm-starts** it for well under a minute on
-solutions of which a share is deliberately wrong (the carry is dropped). The model then knows the
+solutions of which a share is deliberately wrong: the carry is dropped. The model then knows the
 format and a systematic mistake; GRPO takes it from there with rewards alone. The result is cached
 under a key of everything that went into it.
 """
@@ -39,7 +39,7 @@ class EmbeddedSpec:
         steps: optimizer steps of the warm start.
         batch_size: solutions a step.
         learning_rate: peak of AdamW's learning rate.
-        noise: share of solutions that are deliberately wrong.
+        noise: share of solutions in which the carry is forgotten.
         seed: of the initial weights and of the noise.
         context: greatest number of tokens the model accepts.
     """
@@ -63,7 +63,10 @@ def byte_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    # No byte is unknown. Without a name for it AutoTokenizer would add Qwen2's, one token more than
+    # the model has.
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>",
+                                   unk_token="<pad>")
     fast.chat_template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}")
@@ -82,7 +85,9 @@ def small_qwen2(spec: EmbeddedSpec, vocabulary: int) -> nn.Module:
         tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None))
 
 
-def embedded_model(task: ArithmeticTask, spec: EmbeddedSpec, *, cache_dir: Path | None = None) -> Path:
+def embedded_model(
+    task: ArithmeticTask, spec: EmbeddedSpec, *, cache_dir: Path | None = None
+) -> Path:
     """Folder of the warm-started model and its tokenizer, made if it is not cached.
 
     Args:
@@ -107,6 +112,7 @@ def default_cache() -> Path:
 
 def _key(task: ArithmeticTask, spec: EmbeddedSpec) -> str:
     content = {"spec": asdict(spec), "prompts": [p.prompt + p.answer for p in task.train],
+               "slips": [task.slip(p) for p in task.train],
                "torch": torch.__version__}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -143,8 +149,7 @@ def warm_start(model: nn.Module, tokenizer: Any, task: ArithmeticTask, spec: Emb
     loss = torch.zeros(())
     for _ in range(spec.steps):
         problems = rng.choices(task.train, k=spec.batch_size)
-        answers = [task.noisy_solution(p, rng) if rng.random() < spec.noise else p.answer
-                   for p in problems]
+        answers = [task.slip(p) if rng.random() < spec.noise else p.answer for p in problems]
         rows = [prompts[p.id] + tokenizer(a)["input_ids"] + [tokenizer.eos_token_id]
                 for p, a in zip(problems, answers, strict=True)]
         tokens = torch.tensor(rows)

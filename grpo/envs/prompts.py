@@ -91,7 +91,7 @@ class PromptStream:
         """The next ``count`` prompts."""
         taken = []
         while len(taken) < count:
-            if self.position == len(self.prompts):
+            if self.position >= len(self.prompts):  # more than: resumed with fewer prompts
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._make_order()
             taken.append(self.prompts[self._order[self.position]])

@@ -18,6 +18,17 @@ from grpo.data import ADVANTAGE, GROUP_ID, REWARD, REWARD_ERROR
 AdvantageEstimator = Literal["group_norm", "group_norm_population", "group_mean", "rloo"]
 
 
+def check_estimator(estimator: str) -> None:
+    """Validate the name once, when a module is built.
+
+    Raises:
+        ValueError: for an unknown estimator.
+    """
+    if estimator not in get_args(AdvantageEstimator):
+        raise ValueError(f"advantage_estimator={estimator!r} is unknown; use one of "
+                         f"{get_args(AdvantageEstimator)}")
+
+
 def group_advantages(
     rewards_B: Tensor,
     group_id_B: Tensor,
@@ -56,9 +67,7 @@ def group_advantages(
         ...                  estimator="group_mean").tolist()
         [0.5, -0.5, 0.0, 0.0]
     """
-    if estimator not in get_args(AdvantageEstimator):
-        raise ValueError(f"advantage estimator {estimator!r} is unknown; use one of "
-                         f"{get_args(AdvantageEstimator)}")
+    check_estimator(estimator)
     valid_B = torch.ones_like(rewards_B, dtype=torch.bool) if valid_B is None else valid_B
     bad = valid_B & ~rewards_B.isfinite()
     if bad.any():
@@ -110,9 +119,7 @@ class GroupAdvantage(TensorDictModuleBase):
 
     def __init__(self, *, estimator: AdvantageEstimator = "group_norm", eps: float = 1e-4) -> None:
         super().__init__()
-        if estimator not in get_args(AdvantageEstimator):
-            raise ValueError(f"advantage estimator {estimator!r} is unknown; use one of "
-                             f"{get_args(AdvantageEstimator)}")
+        check_estimator(estimator)
         self.estimator, self.eps = estimator, eps
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -53,8 +53,7 @@ def normalizer(
         constant_length: tokens; for ``dr_grpo``.
 
     Returns:
-        float64 scalar, at least 1 so that an empty batch gives a zero loss. Counts of several
-        batches or ranks add up.
+        float64 scalar. Counts of several batches or ranks add up; that of an empty one is 0.
 
     Examples:
         >>> mask = torch.tensor([[True, True], [True, False]])
@@ -65,8 +64,7 @@ def normalizer(
         count = mask_BT.sum()
     else:
         count = mask_BT.any(-1).sum()
-    count = count.double() * (constant_length if aggregation == "dr_grpo" else 1)
-    return count.clamp(min=1)
+    return count.double() * (constant_length if aggregation == "dr_grpo" else 1)
 
 
 def aggregate(
@@ -78,7 +76,8 @@ def aggregate(
         values_BT: one value a token; anything (NaN included) is allowed outside the mask.
         mask_BT: bool ``[B, T]``.
         aggregation: see the module's table.
-        normalizer: from :func:`normalizer` over the whole optimizer batch.
+        normalizer: from :func:`normalizer` over the whole optimizer batch; 0, of a batch without
+            any token, gives a zero loss.
 
     Examples:
         >>> values = torch.tensor([[1.0, 3.0], [5.0, 7.0]])
@@ -92,6 +91,5 @@ def aggregate(
     if aggregation == "sequence":
         values_BT = values_BT / mask_BT.sum(-1, keepdim=True).clamp(min=1)
     total = values_BT.sum()
-    if isinstance(normalizer, Tensor):
-        normalizer = normalizer.to(device=total.device, dtype=total.dtype)
-    return total / normalizer
+    normalizer = torch.as_tensor(normalizer, dtype=total.dtype, device=total.device)
+    return total / torch.where(normalizer == 0, 1.0, normalizer)

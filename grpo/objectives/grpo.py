@@ -11,7 +11,7 @@ from torchrl.objectives import LossModule
 
 from grpo import data
 from grpo.data_torchrl import from_torchrl, is_dense
-from grpo.objectives.advantages import AdvantageEstimator, group_advantages
+from grpo.objectives.advantages import AdvantageEstimator, check_estimator, group_advantages
 from grpo.objectives.aggregate import Aggregation, aggregate, check_aggregation, normalizer
 from grpo.objectives.diagnostics import summarize, token_stats
 from grpo.objectives.head import HeadKind, TokenScorer
@@ -23,8 +23,8 @@ class GRPOLoss(LossModule):
     r"""Group relative policy optimisation over token log-probs.
 
     .. math::
-        L = \mathrm{agg}\big[\ell(r_t, A_t)\big] + \beta_{ref} \mathrm{agg}\big[KL_t(\pi \| ref)\big]
-            + \beta_{inf} \mathrm{agg}\big[KL_t(\pi \| \pi_{inf})\big] - c\,\mathrm{agg}\big[H_t\big]
+        L = \mathrm{agg}[\ell(r_t, A_t)] + \beta_{ref} \mathrm{agg}[KL_t(\pi \| \pi_{ref})]
+            + \beta_{inf} \mathrm{agg}[KL_t(\pi \| \pi_{inf})] - c\,\mathrm{agg}[H_t]
 
     where :math:`r_t` is the ratio of the current to the sampling probability of token *t* and
     ``agg`` sums over the assistant tokens of the whole optimizer batch divided by one global
@@ -122,6 +122,7 @@ class GRPOLoss(LossModule):
     ) -> None:
         super().__init__()
         check_aggregation(aggregation, constant_length)
+        check_estimator(advantage_estimator)
         kl_estimate(torch.zeros(1), torch.zeros(1), estimator=kl_estimator)  # checks the name
         for name, value in (("kl_to_ref_coeff", kl_to_ref_coeff), ("entropy_coeff", entropy_coeff),
                             ("kl_to_inference_coeff", kl_to_inference_coeff)):
@@ -174,9 +175,7 @@ class GRPOLoss(LossModule):
 
         Under data parallelism add up the values of all ranks.
         """
-        batch = self._standard(batch)
-        return normalizer(self._loss_mask(batch), aggregation=self.aggregation,
-                          constant_length=self.constant_length)
+        return self._count(self._loss_mask(self._standard(batch)))
 
     def forward(
         self, tensordict: TensorDictBase, *, normalizer: Tensor | float | None = None
@@ -197,7 +196,7 @@ class GRPOLoss(LossModule):
         mask_BT = self._loss_mask(batch)
         advantage_B1 = self._advantage(batch, whole=normalizer is None)
         if normalizer is None:
-            normalizer = self.normalizer(batch)
+            normalizer = self._count(mask_BT)
         log_probs_BT, entropy_BT = self.scorer(
             batch[data.TOKENS], batch[data.ATTENTION_MASK], mask_BT)
         # Outside the mask both are set to the same value, so the ratio there is exactly 1.
@@ -234,34 +233,40 @@ class GRPOLoss(LossModule):
         stats = torch.cat([out["token_stats"] for out in outputs])
         return total | summarize(stats, clip_epsilon=self.clip_epsilon)
 
+    def _count(self, mask_BT: Tensor) -> Tensor:
+        return normalizer(mask_BT, aggregation=self.aggregation,
+                          constant_length=self.constant_length)
+
     # -- reading the batch ------------------------------------------------------------------------
 
     def _standard(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The batch under the standard names of :mod:`grpo.data`, checked."""
-        renamed = {f.name: getattr(self.tensor_keys, f.name) for f in fields(self.tensor_keys)}
-        standard = {f.name: f.default for f in fields(GRPOLoss._AcceptedKeys)}
-        moved = {name: key for name, key in renamed.items() if standard.get(name) != key}
+        configured = {f.default: getattr(self.tensor_keys, f.name)
+                      for f in fields(GRPOLoss._AcceptedKeys)}
+        moved = {standard: tensordict.get(key, None)
+                 for standard, key in configured.items() if standard != key}
         if moved:
-            tensordict = tensordict.copy()
-            for name, key in moved.items():
-                if key in tensordict.keys(True):
-                    tensordict[standard[name]] = tensordict[key]
+            # An entry under the standard name is not what the caller asked to be read.
+            tensordict = tensordict.exclude(*moved)
+            for standard, value in moved.items():
+                if value is not None:
+                    tensordict[standard] = value
         if not is_dense(tensordict):
             tensordict = from_torchrl(tensordict, pad_token_id=self.pad_token_id)
-        required = {data.TOKENS: "the policy writes it", data.ATTENTION_MASK: "the policy writes it",
-                    data.ASSISTANT_MASK: "the policy writes it",
-                    data.LOG_PROBS: "sample with log-probs on"}
+        written = "the policy writes it"
+        required = {data.TOKENS: written, data.ATTENTION_MASK: written,
+                    data.ASSISTANT_MASK: written, data.LOG_PROBS: "sample with log-probs on"}
         if self.kl_to_ref_coeff is not None:
             required[data.REF_LOG_PROBS] = ("score the batch with the reference model, or set "
                                             "kl_to_ref_coeff=None")
         present = tensordict.keys(True)
         for key, fix in required.items():
             if key not in present:
-                raise KeyError(f"the batch has no {key}: {fix}")
+                raise KeyError(f"the batch has no {configured[key]}: {fix}")
         shape = tensordict[data.TOKENS].shape
         for key in required:
             if tensordict[key].shape != shape:
-                raise ValueError(f"{key} has shape {tuple(tensordict[key].shape)} but "
+                raise ValueError(f"{configured[key]} has shape {tuple(tensordict[key].shape)} but "
                                  f"{data.TOKENS} has {tuple(shape)}")
         return tensordict
 
@@ -280,13 +285,15 @@ class GRPOLoss(LossModule):
         rows, width = batch[data.TOKENS].shape
         if advantage is not None:
             if tuple(advantage.shape) not in ((rows, 1), (rows, width)):
-                raise ValueError(f"{data.ADVANTAGE!r} has shape {tuple(advantage.shape)}; expected "
-                                 f"{(rows, 1)} or {(rows, width)}")
+                raise ValueError(f"{self.tensor_keys.advantage!r} has shape "
+                                 f"{tuple(advantage.shape)}; expected {(rows, 1)} or "
+                                 f"{(rows, width)}")
             return advantage
         if not whole or any(k not in batch.keys(True) for k in (data.REWARD, data.GROUP_ID)):
             raise KeyError(
-                f"the batch has no {data.ADVANTAGE!r}: call GroupAdvantage on the whole rollout "
-                f"before splitting it (needs {data.REWARD} and {data.GROUP_ID!r})")
+                f"the batch has no {self.tensor_keys.advantage!r}: call GroupAdvantage on the "
+                f"whole rollout before splitting it (needs {self.tensor_keys.reward} and "
+                f"{self.tensor_keys.group_id!r})")
         error = batch.get(data.REWARD_ERROR, None)
         return group_advantages(
             batch[data.REWARD].flatten(), batch[data.GROUP_ID].flatten(),

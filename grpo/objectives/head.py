@@ -173,7 +173,10 @@ class TokenScorer(nn.Module):
         targets_N = tokens_BT.flatten()[index_N]
         if self.packing:
             packed = pack(tokens_BT, attention_mask_BT)
-            inputs = {"input_ids": packed.tokens, "position_ids": packed.position_ids}
+            # With a cache, Transformers takes the packed rows for one row: each then attends to
+            # those before it.
+            inputs = {"input_ids": packed.tokens, "position_ids": packed.position_ids,
+                      "use_cache": False}
             slot_of = torch.zeros(tokens_BT.numel(), dtype=torch.int64, device=tokens_BT.device)
             slot_of[packed.index] = torch.arange(len(packed.index), device=tokens_BT.device)
             source_N = slot_of[index_N - 1]
@@ -188,7 +191,7 @@ class TokenScorer(nn.Module):
             logits = self.model(**inputs).logits
             return log_probs_from_logits(logits.flatten(0, 1)[source_N], targets_N,
                                          temperature=self.temperature)
-        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        hidden = self.model.base_model(**{**inputs, "use_cache": False}).last_hidden_state
         return chunked_log_probs(
             hidden.flatten(0, 1)[source_N],
             self.model.get_output_embeddings().weight,

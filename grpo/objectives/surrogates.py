@@ -38,11 +38,12 @@ def register_surrogate(
     """
 
     def register(function: Surrogate) -> Surrogate:
-        if _SURROGATES.get(name, function).__qualname__ != function.__qualname__:
+        known = _SURROGATES.get(name, function)
+        # The same function again, from a reloaded module or a repeated notebook cell, is fine.
+        if (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
             raise ValueError(f"objective {name!r} is already registered; choose another name")
         _SURROGATES[name] = function
-        if clips:
-            _CLIPPING.add(name)
+        (_CLIPPING.add if clips else _CLIPPING.discard)(name)
         return function
 
     return register

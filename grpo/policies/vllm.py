@@ -52,7 +52,7 @@ class VLLMPolicy(Policy):
         params = SamplingParams(
             temperature=self.sampling.temperature,
             max_tokens=self.sampling.max_tokens,
-            stop_token_ids=list(self.eos_token_ids),
+            stop_token_ids=None if self.ignore_eos else list(self.eos_token_ids),
             ignore_eos=self.ignore_eos,
             logprobs=0,  # the sampled token's alone
             flat_logprobs=True,

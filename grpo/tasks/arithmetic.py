@@ -96,46 +96,35 @@ class ArithmeticTask(Task):
         answer = self._format(_apply(a, operator, b))
         return Problem(prompt=f"{text}=", answer=answer, id=f"arithmetic/{text}")
 
-    def noisy_solution(self, problem: Problem, rng: random.Random) -> str:
-        """A wrong answer of the right form, as someone who forgets to carry would give it.
+    def slip(self, problem: Problem) -> str:
+        """The answer of someone who forgets to carry; the right one where nothing is carried.
 
-        Training a fresh model on a mix of these and right answers gives it a format, a systematic
-        mistake, and something left to learn from rewards. The slips:
+        Warm-starting a fresh model on a mix of slips and right answers gives it the format, a
+        systematic mistake, and something left to learn from rewards. The slips:
 
         * addition: each column is added modulo 10, no carry (``17+25 -> 32``);
         * subtraction: each column of larger minus smaller modulo 10, no borrow (``42-17 -> 35``),
           with the sign of the true result;
-        * multiplication: each column of partial products modulo 10, no carry (``12*15 -> 170``).
-
-        Where nothing is carried that slip would be right; then one random digit is off by one.
+        * multiplication: each column of partial products modulo 10, no carry (``12*15 -> 150``).
 
         Args:
             problem: a problem of this task.
-            rng: picks the digit where nothing is carried.
 
         Returns:
-            Text as wide as the answer, and different from it.
+            Text as wide as the answer.
 
         Raises:
             ValueError: if the prompt is no arithmetic problem.
 
         Examples:
             >>> task = ArithmeticTask()
-            >>> task.noisy_solution(task.problem(17, "+", 25), random.Random(0))
-            '32'
+            >>> task.slip(task.problem(17, "+", 25)), task.slip(task.problem(12, "+", 25))
+            ('32', '37')
         """
         match = re.fullmatch(r"([0-9]+)([-+*])([0-9]+)=", str(problem.prompt))
         if match is None:
             raise ValueError(f"problem {problem.id!r} is no arithmetic problem: {problem.prompt!r}")
-        a, operator, b = int(match[1]), match[2], int(match[3])
-        slip = self._without_carry(a, operator, b)
-        if slip != problem.answer:
-            return slip
-        digits = list(problem.answer)
-        # Counted from the right, so that a sign is never picked.
-        place = -1 - rng.randrange(self.answer_width)
-        digits[place] = str((int(digits[place]) + rng.choice((1, 9))) % 10)
-        return "".join(digits)
+        return self._without_carry(int(match[1]), match[2], int(match[3]))
 
     def _without_carry(self, a: int, operator: str, b: int) -> str:
         high, low = self._columns(max(a, b)), self._columns(min(a, b))

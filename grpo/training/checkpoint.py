@@ -70,7 +70,7 @@ def save_checkpoint(
     config: dict[str, Any],
     keep: int = 3,
 ) -> Checkpoint:
-    """Write ``run_dir/checkpoints/step_NNNNNN`` and drop all but the ``keep`` newest.
+    """Write ``run_dir/checkpoints/step_NNNNNN`` and drop all but the ``keep`` newest up to it.
 
     The folder is filled under another name and renamed at the end, so a process that is killed
     while saving leaves the previous checkpoint as the newest one.
@@ -99,7 +99,11 @@ def save_checkpoint(
     if target.exists():
         shutil.rmtree(target)
     os.replace(partial, target)
-    for old in list_checkpoints(run_dir)[:-keep]:
+    earlier = [found for found in list_checkpoints(run_dir) if found.step <= step]
+    # Later steps are of a run that has since been resumed from an earlier checkpoint. Left here,
+    # they would pass for the newest ones.
+    later = [found for found in list_checkpoints(run_dir) if found.step > step]
+    for old in later + earlier[:-keep]:
         shutil.rmtree(old.folder)
     return Checkpoint(target, step)
 
@@ -128,8 +132,9 @@ def find_checkpoint(resume: str, *, root: Path, exp_name: str) -> Checkpoint | N
     """
     if resume != "auto":
         path = Path(resume)
-        if (path / "state.pt").exists():
-            return Checkpoint(path, int(path.name.removeprefix(_PREFIX)))
+        number = path.name.removeprefix(_PREFIX)
+        if number.isdigit() and (path / "state.pt").exists():
+            return Checkpoint(path, int(number))
         found = list_checkpoints(path)
         if not found:
             raise FileNotFoundError(f"resume={resume}: no checkpoint there; give a run's folder, "

@@ -13,7 +13,7 @@ from grpo import data
 from grpo.objectives.grpo import GRPOLoss, total_loss
 from grpo.training.optim import MasterAdamW
 
-DEFAULT_TOKENS_PER_MICRO_BATCH = 32_768
+DEFAULT_TOKENS_PER_MICRO_BATCH = 8_192
 
 
 class Learner:
@@ -74,7 +74,12 @@ class Learner:
         rollout = rollout.to(self.device)
         steps = [self._optimizer_step(batch) for batch in self._optimizer_batches(rollout,
                                                                                    iteration)]
-        return {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+        # A step without a single valid token reports its loss, but no ratio, entropy or ESS.
+        values: dict[str, list[float]] = {}
+        for step in steps:
+            for key, value in step.items():
+                values.setdefault(key, []).append(value)
+        return {key: sum(of_steps) / len(of_steps) for key, of_steps in values.items()}
 
     def _optimizer_batches(
         self, rollout: TensorDictBase, iteration: int

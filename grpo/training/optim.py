@@ -6,6 +6,7 @@ would be rounded away. Masters keep them; the weights both sides read are rounde
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -69,10 +70,10 @@ class MasterAdamW:
         self.adamw = torch.optim.AdamW(
             self.masters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
             fused=self.params[0].is_cuda)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.adamw, lambda step: lr_factor(
-                step, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps,
-                final_fraction=final_lr_fraction))
+        self.peak_lr, self.steps = lr, 0
+        self._factor = functools.partial(
+            lr_factor, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps,
+            final_fraction=final_lr_fraction)
 
     @staticmethod
     def _master_of(param: nn.Parameter) -> Tensor:
@@ -93,7 +94,7 @@ class MasterAdamW:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return self.adamw.param_groups[0]["lr"]
+        return self.peak_lr * self._factor(self.steps)
 
     def step(self) -> float:
         """Clip, update the masters, write the parameters, clear the gradients.
@@ -113,8 +114,9 @@ class MasterAdamW:
                 "checkpoint")
         if self.clip_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self.masters, self.clip_grad_norm, norm)
+        self.adamw.param_groups[0]["lr"] = self.lr
         self.adamw.step()
-        self.scheduler.step()
+        self.steps += 1
         self.adamw.zero_grad(set_to_none=True)
         self._write_params()
         return value
@@ -128,16 +130,18 @@ class MasterAdamW:
             torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, schedule and masters."""
+        """Moments, masters and the number of steps; the options are the constructor's."""
         masters = [master.detach() for param, master in zip(self.params, self.masters, strict=True)
                    if param is not master]
-        return {"adamw": self.adamw.state_dict(), "scheduler": self.scheduler.state_dict(),
+        return {"adamw": self.adamw.state_dict()["state"], "steps": self.steps,
                 "masters": masters}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.adamw.load_state_dict(state["adamw"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        """Go on from a saved state, with the options this optimizer was built with."""
+        options = self.adamw.state_dict()["param_groups"]
+        self.adamw.load_state_dict({"state": state["adamw"], "param_groups": options})
+        self.steps = state["steps"]
         own = [master for param, master in zip(self.params, self.masters, strict=True)
                if param is not master]
         for master, saved in zip(own, state["masters"], strict=True):

@@ -42,8 +42,7 @@ class Reporter:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """A finished iteration."""
         self.loggers.log(step, metrics)
-        if step > 0:
-            self.console.update(step, metrics)
+        self.console.update(step, metrics)
 
     def samples(self, step: int, batch: TensorDictBase, problems: Sequence[Problem]) -> None:
         """Show and save the first completions of a batch."""

@@ -86,16 +86,25 @@ class Trainer:
         return self.learner.loss.actor_network
 
     def fit(self) -> None:
-        """Run all iterations that are left, then save ``final_model/``."""
-        if self.step == 0:
-            self.canary.check()
-            evaluation = self._evaluate()
-            self.first_accuracy = evaluation.accuracy
-            self.reporter.step(0, {"eval/accuracy": evaluation.accuracy,
-                                   "eval/reward": evaluation.reward})
-        while self.step < self.iterations:
-            self.iterate()
-        save_model(self.model, self.tokenizer, self.run_dir / "final_model")
+        """Run all iterations that are left, save ``final_model/``, write the report."""
+        with self.reporter.console:
+            if self.step == 0:
+                self._first_look()
+            while self.step < self.iterations:
+                self.iterate()
+            save_model(self.model, self.tokenizer, self.run_dir / "final_model")
+            self.reporter.finish(
+                self.config, title=self.config["train"]["exp_name"],
+                headline=f"held-out accuracy {self.first_accuracy:.3f} -> "
+                         f"{self.last_accuracy:.3f} in {self.step} iterations")
+
+    def _first_look(self) -> None:
+        """Before any update: do engine and trainer agree, and how good is the model?"""
+        self.canary.check()
+        evaluation = self._evaluate()
+        self.first_accuracy = evaluation.accuracy
+        self.reporter.step(0, {"eval/accuracy": evaluation.accuracy,
+                               "eval/reward": evaluation.reward})
 
     def iterate(self) -> dict[str, float]:
         """One iteration; returns its metrics."""
@@ -153,11 +162,11 @@ class Trainer:
         self.learner.optimizer.load_state_dict(state["optimizer"])
         self.collector.env.load_state_dict(state["env"])
         self.weights.version = state["version"]
-        for name, policy in self._policies().items():
-            policy.calls = state["calls"][name]
         self.first_accuracy, self.last_accuracy = state["accuracy"]
         self.canary.check()
-        # Last, because loading and checking may have drawn numbers.
+        # Last, because loading and checking may have drawn numbers and counted calls.
+        for name, policy in self._policies().items():
+            policy.calls = state["calls"][name]
         restore_random_state(state["random"])
 
     def _policies(self) -> dict[str, Any]:

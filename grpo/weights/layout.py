@@ -63,7 +63,7 @@ def engine_layout(
     places: dict[str, Place] = {}
     problems: list[str] = []
     for name, param in trainer_params.items():
-        place = _place_of(name, param, trainer_params)
+        place = _place_of(name, param, trainer_params, engine_params)
         target = engine_params.get(place.name)
         if target is None:
             problems.append(f"{name}: the engine has no tensor {place.name}")
@@ -85,13 +85,17 @@ def view(place: Place, engine_params: dict[str, Tensor]) -> Tensor:
     return engine_params[place.name].data[place.start : place.stop]
 
 
-def _place_of(name: str, param: Tensor, trainer_params: dict[str, Tensor]) -> Place:
+def _place_of(
+    name: str, param: Tensor, trainer_params: dict[str, Tensor], engine_params: dict[str, Tensor]
+) -> Place:
     module, part, suffix = _split_fused(name)
-    if part is None:
+    # Feed-forward layers without a gate have an up projection of their own.
+    if part is None or name in engine_params:
         return Place(name, 0, param.shape[0])
     fused, index = FUSED[part]
-    before = (trainer_params[f"{module}{other}{suffix}"] for other in _PARTS[fused][:index])
-    start = sum(other.shape[0] for other in before)
+    # A part that is missing leaves rows without an owner, which is reported for the whole tensor.
+    before = (trainer_params.get(f"{module}{other}{suffix}") for other in _PARTS[fused][:index])
+    start = sum(other.shape[0] for other in before if other is not None)
     return Place(f"{module}{fused}{suffix}", start, start + param.shape[0])
 
 

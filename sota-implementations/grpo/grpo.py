@@ -1,7 +1,8 @@
 """GRPO, synchronous: generate, score, update, publish, repeat.
 
-    python sota-implementations/grpo/grpo.py                                # embedded model, CPU
-    python sota-implementations/grpo/grpo.py --config-name grpo_gsm8k model.name=Qwen/Qwen2.5-1.5B-Instruct
+    python sota-implementations/grpo/grpo.py                        # embedded model, no GPU needed
+    python sota-implementations/grpo/grpo.py --config-name grpo_gsm8k \\
+        model.name=Qwen/Qwen2.5-1.5B-Instruct                       # one GPU
 
 One process holds everything: a vLLM engine generates, a Hugging Face model trains, and both read
 the same memory, so a weight update costs no copy. Every key is in ``config/``; unknown keys and
@@ -14,8 +15,9 @@ import logging
 import sys
 from pathlib import Path
 
-# Run as a script, this file's own folder is first on the path, and `import grpo` would find it.
-sys.path[0] = str(Path(__file__).resolve().parents[2])
+# A script's own folder is on its path, where this very file would be found as the package `grpo`.
+HERE = Path(__file__).resolve().parent
+sys.path = [str(HERE.parents[1]), *(p for p in sys.path if Path(p).resolve() != HERE)]
 
 import hydra  # noqa: E402
 from hydra.core.hydra_config import HydraConfig  # noqa: E402
@@ -23,7 +25,7 @@ from omegaconf import DictConfig  # noqa: E402
 
 from grpo import build  # noqa: E402
 from grpo.collectors import SyncCollector  # noqa: E402
-from grpo.config import Config, ConfigError, load_config  # noqa: E402
+from grpo.config import Config, load_config  # noqa: E402
 from grpo.evaluation import Evaluator  # noqa: E402
 from grpo.objectives import GroupAdvantage  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
@@ -34,8 +36,8 @@ from grpo.training.reporter import Reporter  # noqa: E402
 from grpo.weights import Canary  # noqa: E402
 
 
-def train(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Trainer:
-    """Build the parts of a run and run it."""
+def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Trainer:
+    """Put the parts of a run together."""
     settings = config.model_dump(mode="json")
 
     # What is trained, on what, where
@@ -62,40 +64,37 @@ def train(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Train
                     prompts=[prompt.tokens for prompt in prompts.test[:4]])
     reference = build.build_reference(config, base_model, device=device, dtype=dtype)
 
+    # What people see
+    console = Console(config.iterations)
+    console.banner(build.describe(config, actor, task, prompts, device=device, dtype=dtype,
+                                  backend=backend, run_dir=run_dir))
     loggers = make_loggers(
         config.logging.backends, run_dir=run_dir, config=settings,
         project=config.logging.wandb_project or "grpo", name=config.logging.wandb_run_name,
         group=config.logging.wandb_group, wandb_mode=config.logging.wandb_mode or "online",
         resume_step=checkpoint.step if checkpoint else None)
-    with Console(config.iterations) as console:
-        console.banner(build.describe(config, actor, task, prompts, device=device, dtype=dtype,
-                                      backend=backend, run_dir=run_dir))
-        trainer = Trainer(
-            collector=collector,
-            advantage=GroupAdvantage(estimator=config.train.advantage_estimator),
-            learner=learner,
-            weights=actor.weights,
-            canary=canary,
-            evaluator=Evaluator(eval_env, actor.policy),
-            reporter=Reporter(console, loggers, tokenizer, run_dir=run_dir,
-                              num_samples=config.logging.num_samples),
-            tokenizer=tokenizer,
-            run_dir=run_dir,
-            config=settings,
-            iterations=config.iterations,
-            eval_frequency=config.train.eval_frequency,
-            checkpoint_frequency=config.train.checkpoint_frequency,
-            keep_checkpoints=config.train.keep_checkpoints,
-            reference=reference,
-        )
-        if checkpoint:
-            trainer.restore(checkpoint)
-            console.info(f"resumed at iteration {checkpoint.step} from {checkpoint.folder}")
-        trainer.fit()
-        trainer.reporter.finish(
-            settings, title=config.train.exp_name,
-            headline=f"held-out accuracy {trainer.first_accuracy:.3f} -> "
-                     f"{trainer.last_accuracy:.3f} in {trainer.step} iterations")
+
+    trainer = Trainer(
+        collector=collector,
+        advantage=GroupAdvantage(estimator=config.train.advantage_estimator),
+        reference=reference,
+        learner=learner,
+        weights=actor.weights,
+        canary=canary,
+        evaluator=Evaluator(eval_env, actor.policy),
+        reporter=Reporter(console, loggers, tokenizer, run_dir=run_dir,
+                          num_samples=config.logging.num_samples),
+        tokenizer=tokenizer,
+        run_dir=run_dir,
+        config=settings,
+        iterations=config.iterations,
+        eval_frequency=config.train.eval_frequency,
+        checkpoint_frequency=config.train.checkpoint_frequency,
+        keep_checkpoints=config.train.keep_checkpoints,
+    )
+    if checkpoint:
+        trainer.restore(checkpoint)
+        console.info(f"resumed at iteration {checkpoint.step} from {checkpoint.folder}")
     return trainer
 
 
@@ -118,13 +117,15 @@ def open_run(config: Config) -> tuple[Path, Checkpoint | None]:
 
 @hydra.main(version_base=None, config_path="../../config", config_name="grpo")
 def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
-    run_dir, checkpoint = open_run(config)
-    train(config, run_dir, checkpoint)
+    try:
+        config = load_config(cfg)
+        run_dir, checkpoint = open_run(config)
+        trainer = build_trainer(config, run_dir, checkpoint)
+    except (ValueError, OSError, ImportError) as error:  # bad input; a bug shows its traceback
+        logging.getLogger("grpo").debug("set-up failed", exc_info=True)
+        sys.exit(f"error: {error}")
+    trainer.fit()
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    main()

@@ -1,8 +1,6 @@
-"""Tests of the arithmetic task: layout, splits, and the slips of its noisy solutions."""
+"""Tests of the arithmetic task: layout, splits, and the slips of its wrong solutions."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 from hypothesis import given
@@ -140,7 +138,7 @@ class TestErrors:
             ArithmeticTask(**options)
 
 
-class TestNoisySolution:
+class TestSlip:
     @pytest.mark.parametrize(
         ("triple", "expected"),
         [
@@ -155,30 +153,25 @@ class TestNoisySolution:
     def test_what_should_be_carried_is_dropped(self, triple, expected):
         task = ArithmeticTask(operators=OPERATORS)
         problem = task.problem(*triple)
-        assert task.noisy_solution(problem, random.Random(0)) == expected
+        assert task.slip(problem) == expected
 
-    @given(tasks(), st.integers(0, 2**32))
-    def test_is_wrong_but_of_the_right_form(self, options, seed):
-        task, rng = ArithmeticTask(**options), random.Random(seed)
+    @given(tasks())
+    def test_has_the_form_of_the_answer(self, options):
+        task = ArithmeticTask(**options)
         for problem in task.train[:50]:
-            noisy = task.noisy_solution(problem, rng)
-            assert not exact_match(noisy, problem).success
-            assert len(noisy) == len(problem.answer)
-            assert noisy.startswith("-") == problem.answer.startswith("-")
-            assert noisy.removeprefix("-").isdecimal()
+            slip = task.slip(problem)
+            assert len(slip) == len(problem.answer)
+            assert slip.startswith("-") == problem.answer.startswith("-")
+            assert slip.removeprefix("-").isdecimal()
 
-    def test_is_systematic_where_something_is_carried(self):
+    @given(st.integers(0, 49), st.integers(0, 49))
+    def test_a_sum_is_wrong_exactly_where_something_is_carried(self, a, b):
         task = ArithmeticTask()
-        problem = task.problem(17, "+", 25)
-        assert {task.noisy_solution(problem, random.Random(seed)) for seed in range(20)} == {"32"}
-
-    def test_is_off_by_one_in_one_digit_where_nothing_is_carried(self):
-        task = ArithmeticTask()
-        problem = task.problem(11, "+", 22)
-        noisy = {task.noisy_solution(problem, random.Random(seed)) for seed in range(50)}
-        assert noisy == {"32", "34", "23", "43"}
+        problem = task.problem(a, "+", b)
+        carries = a % 10 + b % 10 >= 10
+        assert exact_match(task.slip(problem), problem).success != carries
 
     def test_refuses_a_problem_of_another_kind(self):
         chat = Problem(prompt=({"role": "user", "content": "1+1=?"},), answer="2", id="p7")
         with pytest.raises(ValueError, match="'p7' is no arithmetic problem"):
-            ArithmeticTask().noisy_solution(chat, random.Random(0))
+            ArithmeticTask().slip(chat)

@@ -1,0 +1,55 @@
+"""Running ``grpo.py`` as its users do: as a command, in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+SCRIPT = REPO / "sota-implementations" / "grpo" / "grpo.py"
+
+
+class Runner:
+    """Start the script with overrides; read what it wrote.
+
+    Args:
+        folder: where the script runs, so where ``outputs/`` appears.
+        cache: kept between tests, so that one warm start serves all.
+    """
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self.folder = folder
+        self.environment = os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1",
+                                         "COLUMNS": "100"}
+
+    def start(self, *overrides: str) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, str(SCRIPT), *overrides], cwd=self.folder,
+                                env=self.environment, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True)
+
+    def run(self, *overrides: str, expect: int = 0) -> str:
+        """Output of a finished run."""
+        process = self.start(*overrides)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == expect, output[-4000:]
+        return output
+
+    @staticmethod
+    def metrics(run_dir: Path) -> list[dict]:
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def runner(tmp_path, cache) -> Runner:
+    return Runner(tmp_path, cache)

@@ -1,0 +1,56 @@
+"""Killed at any moment, a run goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+SMALL = ("model.warm_start_steps=20", "env.num_envs=8", "env.repeats=4",
+         "train.total_dialog_turns=384", "train.eval_frequency=3", "train.checkpoint_frequency=4",
+         "train.optim_batch_size=16", "optimizer.warmup_steps=2", "train.entropy_coeff=0.01")
+
+
+def comparable(rows: list[dict], *, after: int) -> list[dict]:
+    """Metrics that do not depend on the clock."""
+    return [{key: value for key, value in row.items()
+             if not key.startswith("time") and key != "tokens/per_second"}
+            for row in rows if row["step"] > after]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("backend", ["vllm", "transformers"])
+def test_killed_run_resumes_with_the_metrics_of_an_uninterrupted_one(runner, backend):
+    pytest.importorskip("vllm")
+    chosen = (*SMALL, f"inference_model.backend={backend}")
+    runner.run(*chosen, "train.exp_name=whole", "hydra.run.dir=outputs/whole")
+    killed_dir = runner.folder / "outputs" / "killed"
+    process = runner.start(*chosen, "train.exp_name=killed", "hydra.run.dir=outputs/killed")
+    deadline = time.monotonic() + 180
+    while not (killed_dir / "metrics.jsonl").exists() or len(runner.metrics(killed_dir)) < 8:
+        assert process.poll() is None, process.stdout.read()[-4000:]
+        assert time.monotonic() < deadline, "the run did not reach iteration 7 in time"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+    reached = runner.metrics(killed_dir)[-1]["step"]
+    assert 7 <= reached < 12, "the run was over before it could be killed"
+
+    output = runner.run(*chosen, "train.exp_name=killed", "resume=auto")
+    assert "resumed at iteration" in output
+    whole = comparable(runner.metrics(runner.folder / "outputs" / "whole"), after=0)
+    resumed = comparable(runner.metrics(killed_dir), after=0)
+    assert [row["step"] for row in resumed] == list(range(1, 13))
+    assert resumed == whole
+
+
+def test_resume_auto_without_a_checkpoint_starts_a_new_run(runner):
+    output = runner.run(*SMALL, "inference_model.backend=transformers", "resume=auto",
+                        "train.total_dialog_turns=32", "train.exp_name=new")
+    assert "no checkpoint of 'new' yet" in output
+
+
+def test_resume_from_nowhere_is_an_error(runner):
+    output = runner.run(*SMALL, "resume=no/such/run", expect=1)
+    assert "resume=no/such/run: no checkpoint there" in output

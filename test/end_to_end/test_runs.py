@@ -1,0 +1,124 @@
+"""Whole runs of ``grpo.py``: what they learn, what they leave behind, how they refuse bad input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+TINY = ("model.warm_start_steps=20", "env.num_envs=4", "env.repeats=4",
+        "train.total_dialog_turns=32", "train.checkpoint_frequency=0")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("backend", ["vllm", "transformers"])
+def test_rewarding_short_answers_gives_empty_ones_within_15_steps(runner, backend):
+    """The trivial task that fails when ratios, signs or weight updates are wrong."""
+    if backend == "vllm":
+        pytest.importorskip("vllm")
+    runner.run(f"inference_model.backend={backend}", "env.reward=negative_length",
+               "model.warm_start_steps=150", "train.total_dialog_turns=7680",
+               "inference_model.max_tokens=8", "train.eval_frequency=0", "optimizer.lr=3e-3",
+               "optimizer.schedule=constant", "hydra.run.dir=outputs/short")
+    rows = runner.metrics(runner.folder / "outputs" / "short")
+    assert rows[-1]["step"] == 15
+    first, last = rows[1]["reward/mean"], rows[-1]["reward/mean"]
+    assert first < -1.5, "the model should start with answers of about two digits"
+    assert last > -0.1, f"answers are still {-last:.2f} characters long"
+
+
+@pytest.mark.vllm
+def test_a_run_leaves_model_report_metrics_and_samples(runner):
+    pytest.importorskip("vllm")
+    output = runner.run(*TINY, "hydra.run.dir=outputs/a", "logging.backends=[tensorboard,wandb]",
+                        "logging.wandb_mode=offline")
+    run_dir = runner.folder / "outputs" / "a"
+    assert "held-out accuracy" in output and str(run_dir / "report.html") in output
+    rows = runner.metrics(run_dir)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[1]["policy/ratio_min"] == pytest.approx(1, abs=1e-3)
+    assert rows[1]["policy/ratio_max"] == pytest.approx(1, abs=1e-3)
+    assert 0 <= rows[1]["canary/max_abs_diff"] < 1e-4
+    assert rows[2]["policy/version"] == 2
+    assert "<html" in (run_dir / "report.html").read_text()
+    assert {p.name for p in (run_dir / "curves").iterdir()} >= {"reward.png", "accuracy.png"}
+    assert json.loads((run_dir / "samples.jsonl").read_text().splitlines()[0])
+    assert list((run_dir / "tensorboard").iterdir())
+    assert list((run_dir / "wandb").glob("offline-run-*"))
+
+
+def test_final_model_loads_in_transformers(runner):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    runner.run(*TINY, "inference_model.backend=transformers", "hydra.run.dir=outputs/a")
+    folder = runner.folder / "outputs" / "a" / "final_model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = AutoTokenizer.from_pretrained(folder)("17+25=", return_tensors="pt")
+    assert model(**tokens).logits.isfinite().all()
+
+
+@pytest.mark.vllm
+def test_a_finished_model_can_be_trained_further(runner):
+    """``final_model/`` is loaded by Transformers and by vLLM, or this run could not start."""
+    pytest.importorskip("vllm")
+    runner.run(*TINY, "hydra.run.dir=outputs/a")
+    tiny = [option for option in TINY if not option.startswith("model.")]
+    output = runner.run(*tiny, f"model.name={runner.folder}/outputs/a/final_model",
+                        "train.kl_to_ref_coeff=0.05", "train_model.gradient_checkpointing=true",
+                        "train.packing=true", "hydra.run.dir=outputs/b")
+    assert "held-out accuracy" in output
+    assert "policy/kl_to_ref" in runner.metrics(runner.folder / "outputs" / "b")[-1]
+
+
+@pytest.mark.vllm
+def test_gsm8k_runs_on_real_rows(runner, gsm8k_folder):
+    pytest.importorskip("vllm")
+    runner.run("--config-name", "grpo_gsm8k", f"env.data_path={gsm8k_folder}", "env.num_envs=4",
+               "env.repeats=4", "env.task.num_test=8", "inference_model.max_tokens=16",
+               "train.total_dialog_turns=32", "hydra.run.dir=outputs/gsm8k")
+    rows = runner.metrics(runner.folder / "outputs" / "gsm8k")
+    assert rows[-1]["reward/errors"] == 0
+    assert rows[-1]["tokens/response_max"] <= 16
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["model.name=./missing"], "model.name=./missing: there is no config.json"),
+    (["env.repeats=1"], "env.repeats=1"),
+    (["train.learning_rate=1"], "learning_rate"),
+    (["+optimizer.beta=1"], "optimizer.beta: unknown key (given 1); did you mean 'betas'?"),
+    (["env.data_path=x"], "data_path"),
+    (["inference_model.backend=transformers", "inference_model.kv_cache_memory_bytes=1"],
+     "inference_model.kv_cache_memory_bytes=1 is not read"),
+    (["--config-name", "grpo_gsm8k", "env.data_path=./missing"], "env.data_path"),
+    (["env.task.num_test=0"], "split 'test' is empty"),
+    (["env.reward=nothing"], "unknown reward 'nothing'"),
+])
+def test_bad_input_is_named(runner, overrides, message):
+    output = runner.run(*overrides, "model.warm_start_steps=20"
+                        if "./missing" not in overrides[0] else "device=cpu", expect=1)
+    assert message in output
+    assert "Traceback" not in output, "a mistake of the user's is not a bug of ours"
+
+
+def test_a_malformed_row_is_named_by_file_and_line(runner):
+    folder = runner.folder / "data"
+    folder.mkdir()
+    good = json.dumps({"question": "1+1?", "answer": "#### 2"})
+    (folder / "train.jsonl").write_text(f"{good}\n{good}\n{{broken\n")
+    (folder / "test.jsonl").write_text(f"{good}\n")
+    output = runner.run("--config-name", "grpo_gsm8k", f"env.data_path={folder}", expect=1)
+    assert "train.jsonl" in output and "3" in output.split("train.jsonl", 1)[1][:20]
+
+
+def test_long_prompts_are_skipped_and_counted(runner):
+    folder = runner.folder / "data"
+    folder.mkdir()
+    rows = [json.dumps({"question": "1+1?" + " please" * count, "answer": "#### 2"})
+            for count in (0, 0, 1, 200)]
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+    output = runner.run(
+        "--config-name", "grpo_gsm8k", f"env.data_path={folder}", "env.num_envs=2", "env.repeats=2",
+        "env.max_prompt_tokens=600", "inference_model.max_tokens=4", "train.total_dialog_turns=4",
+        "inference_model.backend=transformers", "env.task.num_test=null")
+    assert "gsm8k train: 1 of 4 prompts are longer than env.max_prompt_tokens=600" in output

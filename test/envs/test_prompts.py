@@ -1,0 +1,105 @@
+"""Rendering of problems, and the stream that can be stopped and continued."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo.envs import Prompt, PromptStream, render, render_all
+from grpo.tasks.base import Problem
+
+CHAT = ({"role": "user", "content": "hi"},)
+
+
+def problem(name: str, prompt=None) -> Problem:
+    return Problem(name if prompt is None else prompt, name, name)
+
+
+def stream(count: int, **options) -> PromptStream:
+    return PromptStream([Prompt(problem(str(i)), [i]) for i in range(count)], **options)
+
+
+def ids(prompts: list[Prompt]) -> list[str]:
+    return [prompt.problem.id for prompt in prompts]
+
+
+@given(count=st.integers(1, 12), seed=st.integers(0, 1000), before=st.integers(0, 40),
+       after=st.integers(1, 40), shuffle=st.booleans())
+def test_a_restored_stream_continues_the_same_sequence(count, seed, before, after, shuffle):
+    first = stream(count, seed=seed, shuffle=shuffle)
+    first.take(before)
+    state = first.state_dict()
+    expected = ids(first.take(after))
+    second = stream(count, seed=seed, shuffle=shuffle)
+    second.load_state_dict(state)
+    assert ids(second.take(after)) == expected
+    assert second.state_dict() == first.state_dict()
+
+
+@given(count=st.integers(1, 12), seed=st.integers(0, 1000), sizes=st.lists(st.integers(1, 7),
+                                                                           min_size=1, max_size=20))
+def test_each_epoch_visits_every_prompt_once_however_it_is_cut(count, seed, sizes):
+    drawn = stream(count, seed=seed)
+    order = [name for size in sizes for name in ids(drawn.take(size))]
+    for start in range(0, len(order) - count + 1, count):
+        assert sorted(order[start : start + count], key=int) == [str(i) for i in range(count)]
+
+
+def test_epochs_and_seeds_have_different_orders():
+    one, two = stream(20, seed=0), stream(20, seed=1)
+    first, second = ids(one.take(20)), ids(one.take(20))
+    assert first != second
+    assert first != ids(two.take(20))
+    assert first != sorted(first, key=int)
+
+
+def test_without_shuffling_the_given_order_repeats():
+    assert ids(stream(3, shuffle=False).take(7)) == list("0120120")
+
+
+def test_a_stream_restored_over_fewer_prompts_starts_the_next_epoch():
+    drawn = stream(3, shuffle=False)
+    drawn.load_state_dict({"epoch": 0, "position": 5})
+    assert ids(drawn.take(3)) == list("012")
+    assert drawn.state_dict() == {"epoch": 1, "position": 3}
+
+
+def test_a_stream_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one prompt"):
+        PromptStream([])
+
+
+def test_text_is_tokenised_as_it_is_and_chats_by_their_template(tokenizer):
+    assert tokenizer.decode(render(problem("p", "3+4="), tokenizer)) == "3+4="
+    assert tokenizer.decode(render(problem("p", CHAT), tokenizer)) == "user: hi\nassistant: "
+
+
+def test_a_chat_without_a_template_says_what_to_use():
+    class Bare:
+        chat_template = None
+
+    with pytest.raises(ValueError, match="'p' is a chat .* no chat template; use an instruction"):
+        render(problem("p", CHAT), Bare())
+
+
+def test_prompts_that_are_too_long_are_skipped_counted_and_logged(tokenizer, caplog):
+    problems = [problem("a" * size) for size in (1, 3, 2, 5)]
+    with caplog.at_level(logging.WARNING, logger="grpo"):
+        kept = render_all(problems, tokenizer, max_prompt_tokens=2, what="numbers train")
+    assert ids(kept) == ["a", "aa"]
+    (record,) = caplog.records
+    for part in ("numbers train", "2 of 4", "max_prompt_tokens=2", "longest 5", "'aaa'", "skipped"):
+        assert part in record.message
+
+
+def test_nothing_is_logged_when_all_prompts_fit(tokenizer, caplog):
+    assert len(render_all([problem("a")], tokenizer, max_prompt_tokens=1, what="x")) == 1
+    assert not caplog.records
+
+
+def test_when_all_prompts_are_too_long_the_error_says_what_to_raise(tokenizer):
+    with pytest.raises(ValueError, match=r"1 of 1 .*nothing is left, raise env\.max_prompt_tokens"):
+        render_all([problem("aaa")], tokenizer, max_prompt_tokens=2, what="x")

@@ -1,0 +1,177 @@
+"""The dense batch: padding, joining, trimming, splitting and packing lose nothing."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from tensordict import TensorDict
+
+from grpo import data
+
+PAD = 0
+TOKENS = st.integers(1, 99)
+# Prompt and response of each row.
+ROWS = st.lists(st.tuples(st.lists(TOKENS, min_size=1, max_size=5), st.lists(TOKENS, max_size=6)),
+                min_size=1, max_size=7)
+
+
+def joined(rows, *, extra=0, junk=PAD):
+    """Dense batch of ``rows`` with ``extra`` columns and ``junk`` in the padding of its parts."""
+    prompts, responses = ([row[part] for row in rows] for part in (0, 1))
+    P, R = (max(map(len, part)) + extra for part in (prompts, responses))
+    prompt_mask = torch.arange(P) < torch.tensor([[len(p)] for p in prompts])
+    response_mask = torch.arange(R) < torch.tensor([[len(r)] for r in responses])
+    response = data.pad_rows(responses, R, junk)
+    log_probs = torch.where(response_mask, -response.float(), torch.nan)
+    return data.join_prompt_response(data.pad_rows(prompts, P, junk), prompt_mask, response,
+                                     response_mask, log_probs, pad_token_id=PAD)
+
+
+def dense(rows, *, token_level=False, **options):
+    """:func:`joined` with every optional entry; ``"row"`` numbers the rows."""
+    batch = joined(rows, **options)
+    B, T = batch["tokens", "full"].shape
+    values = torch.arange(B * T).view(B, T).float()
+    batch["next"] = {"ref_log_probs": {"full": -values}, "reward": torch.arange(B).float()[:, None]}
+    batch["advantage"] = values if token_level else torch.arange(B).float()[:, None]
+    batch["row"] = torch.arange(B)
+    return batch
+
+
+class TestPad:
+    @given(rows=st.lists(st.lists(TOKENS, max_size=6), max_size=6), extra=st.integers(0, 3))
+    def test_round_trip(self, rows, extra):
+        width = max(map(len, rows), default=0) + extra
+        out = data.pad_rows(rows, width, -1)
+        assert out.dtype == torch.int64 and out.shape == (len(rows), width)
+        for row, padded in zip(rows, out.tolist(), strict=True):
+            assert padded == row + [-1] * (width - len(row))
+
+    def test_a_row_that_does_not_fit_is_an_error(self):
+        with pytest.raises(ValueError, match="3 tokens.*width is 2"):
+            data.pad_rows([[1], [1, 2, 3]], 2, 0)
+
+
+class TestJoin:
+    @given(rows=ROWS, extra=st.integers(0, 2), junk=st.sampled_from([PAD, 77]))
+    def test_puts_each_response_right_after_its_prompt(self, rows, extra, junk):
+        batch = joined(rows, extra=extra, junk=junk)
+        T = batch["tokens", "full"].shape[1]
+        assert data.lengths(batch).tolist() == [len(p) + len(r) for p, r in rows]
+        for out, (prompt, response) in zip(batch, rows, strict=True):
+            padding = T - len(prompt) - len(response)
+
+            def lay(before, sampled, after, prompt=prompt, response=response, padding=padding):
+                return [before] * len(prompt) + sampled(response) + [after] * padding
+
+            assert out["tokens", "full"].tolist() == prompt + response + [PAD] * padding
+            assert out["masks", "all_attention_mask"].tolist() == (
+                [True] * (T - padding) + [False] * padding)
+            assert out["masks", "all_assistant_mask"].tolist() == lay(
+                False, lambda r: [True] * len(r), False)
+            assert out["log_probs", "full"].tolist() == lay(0, lambda r: [-float(t) for t in r], 0)
+
+    def test_types(self):
+        batch = joined([([1], [2])])
+        types = {key: value.dtype for key, value in batch.items(True, True)}
+        assert types == {data.TOKENS: torch.int64, data.ATTENTION_MASK: torch.bool,
+                         data.ASSISTANT_MASK: torch.bool, data.LOG_PROBS: torch.float32}
+
+
+class TestTrim:
+    @given(rows=ROWS, extra=st.integers(0, 4), multiple_of=st.integers(1, 5),
+           token_level=st.booleans())
+    def test_drops_unused_columns_and_nothing_else(self, rows, extra, multiple_of, token_level):
+        batch = dense(rows, extra=extra, token_level=token_level)
+        before = batch.clone()
+        out = data.trim(batch, multiple_of=multiple_of)
+        longest, T = max(len(p) + len(r) for p, r in rows), batch["tokens", "full"].shape[1]
+        width = out["tokens", "full"].shape[1]
+        assert width == T or (width % multiple_of == 0 and longest <= width < longest + multiple_of)
+        for key in data.TOKEN_KEYS + (("advantage",) if token_level else ()):
+            assert torch.equal(out[key], batch[key][:, :width])
+        assert torch.equal(out["next", "reward"], batch["next", "reward"])
+        assert (batch == before).all()
+
+    def test_keeps_one_advantage_a_row(self):
+        batch = dense([([1], [2, 3])], extra=1)
+        assert data.trim(batch)["advantage"].shape == (1, 1)
+        assert "advantage" not in data.token_keys(batch)
+        assert "advantage" in data.token_keys(dense([([1], [2, 3])], token_level=True))
+
+
+class TestSplit:
+    @given(rows=ROWS, num=st.integers(1, 9), extra=st.integers(0, 3), token_level=st.booleans())
+    def test_into_a_number_of_pieces(self, rows, num, extra, token_level):
+        batch = dense(rows, extra=extra, token_level=token_level)
+        pieces = data.split_rows(batch, num_micro_batches=num)
+        sizes = [len(piece) for piece in pieces]
+        assert len(pieces) == min(num, len(rows)) and max(sizes) - min(sizes) <= 1
+        assert torch.cat([piece["row"] for piece in pieces]).tolist() == list(range(len(rows)))
+        self.check_contents(pieces, batch)
+
+    @given(rows=ROWS, budget=st.integers(1, 60), extra=st.integers(0, 3), token_level=st.booleans())
+    def test_by_token_budget(self, rows, budget, extra, token_level):
+        batch = dense(rows, extra=extra, token_level=token_level)
+        pieces = data.split_rows(batch, max_tokens=budget)
+        for piece in pieces:
+            assert piece["tokens", "full"].numel() <= budget or len(piece) == 1
+        assert sorted(torch.cat([p["row"] for p in pieces]).tolist()) == list(range(len(rows)))
+        self.check_contents(pieces, batch)
+
+    def check_contents(self, pieces, batch):
+        for piece in pieces:
+            assert piece["tokens", "full"].shape[1] == data.lengths(piece).max()
+            for row in piece:
+                source, length = batch[int(row["row"])], int(row["masks", "all_attention_mask"].sum())
+                assert length == source["masks", "all_attention_mask"].sum()
+                for key in data.token_keys(batch):
+                    assert torch.equal(row[key][:length], source[key][:length]), key
+                assert row["next", "reward"] == source["next", "reward"]
+
+    @given(rows=ROWS)
+    def test_a_budget_for_all_gives_one_piece(self, rows):
+        batch = dense(rows)
+        assert len(data.split_rows(batch, max_tokens=batch["tokens", "full"].numel())) == 1
+
+    @pytest.mark.parametrize("options", [
+        {}, {"num_micro_batches": 1, "max_tokens": 9}, {"num_micro_batches": 0}, {"max_tokens": 0},
+        {"max_tokens": -1}])
+    def test_wrong_options_are_errors(self, options):
+        with pytest.raises(ValueError, match="num_micro_batches.*max_tokens"):
+            data.split_rows(dense([([1], [2])]), **options)
+
+
+class TestPack:
+    @given(rows=ROWS, extra=st.integers(0, 3))
+    def test_round_trip(self, rows, extra):
+        batch = dense(rows, extra=extra)
+        tokens, attention = batch[data.TOKENS], batch[data.ATTENTION_MASK]
+        packed = data.pack(tokens, attention)
+        contents = [prompt + response for prompt, response in rows]
+        assert packed.tokens[0].tolist() == sum(contents, [])
+        assert packed.position_ids[0].tolist() == sum((list(range(len(c))) for c in contents), [])
+        assert packed.cu_seqlens.dtype == torch.int32
+        starts = packed.cu_seqlens.tolist()
+        for i, content in enumerate(contents):
+            assert packed.tokens[0, starts[i] : starts[i + 1]].tolist() == content
+        assert starts[0] == 0 and starts[-1] == packed.tokens.numel()
+        assert packed.max_seqlen == max(map(len, contents))
+        assert torch.equal(packed.unpack(packed.tokens[0], tokens.shape), tokens * attention)
+
+    def test_unpack_passes_gradients_on(self):
+        packed = data.pack(torch.tensor([[5, 0], [6, 7]]),
+                           torch.tensor([[True, False], [True, True]]))
+        values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+        weights = torch.tensor([[10.0, 20.0], [30.0, 40.0]])
+        (packed.unpack(values, (2, 2)) * weights).sum().backward()
+        assert values.grad.tolist() == [10.0, 30.0, 40.0]
+
+
+def test_keys_of_a_batch_without_optional_entries():
+    batch = joined([([1], [2])])
+    assert data.token_keys(batch) == [data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK,
+                                      data.LOG_PROBS]
+    assert isinstance(data.trim(batch), TensorDict)

@@ -1,0 +1,216 @@
+"""Checkpoints: whole or absent, found again, exact."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo.training import checkpoint as module
+from grpo.training.checkpoint import (
+    changed_keys,
+    find_checkpoint,
+    list_checkpoints,
+    random_state,
+    restore_random_state,
+    save_checkpoint,
+    save_model,
+    versions,
+)
+
+TOKENS = torch.tensor([[5, 6, 7, 8]])
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, eos_token_id=1,
+        bos_token_id=None, tie_word_embeddings=True))
+
+
+@pytest.fixture
+def save(model, tokenizer):
+    def save(run_dir, step, *, exp_name="run", state=None, keep=3):
+        return save_checkpoint(run_dir, step, model=model, tokenizer=tokenizer, state=state or {},
+                               config={"train": {"exp_name": exp_name}}, keep=keep)
+
+    return save
+
+
+def steps(run_dir) -> list[int]:
+    return [found.step for found in list_checkpoints(run_dir)]
+
+
+def folders(run_dir) -> set[str]:
+    return {path.name for path in (run_dir / "checkpoints").iterdir()}
+
+
+# -- Writing --------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_has_state_information_and_a_model(save, tmp_path):
+    saved = save(tmp_path, 7, state={"weights": torch.arange(3.0), "step": 7})
+    assert saved.folder == tmp_path / "checkpoints" / "step_000007"
+    assert saved.run_dir == tmp_path
+    state = saved.state()  # loads with weights_only, so nothing in it can run code
+    assert torch.equal(state["weights"], torch.arange(3.0))
+    assert state["step"] == 7
+    info = saved.info()
+    assert info["step"] == 7
+    assert info["config"]["train"]["exp_name"] == "run"
+    assert info["versions"]["torch"] == torch.__version__
+
+
+def test_the_newest_are_kept(save, tmp_path):
+    for step in (1, 2, 10, 11):
+        save(tmp_path, step, keep=2)
+    assert folders(tmp_path) == {"step_000010", "step_000011"}
+
+
+def test_a_run_resumed_from_an_earlier_checkpoint_leaves_no_later_one_of_its_former_self(
+        save, tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    saved = save(tmp_path, 15, keep=1)
+    assert folders(tmp_path) == {"step_000015"}
+    assert saved.folder.exists()
+    assert find_checkpoint(str(tmp_path), root=tmp_path, exp_name="x").step == 15
+
+
+def test_saving_a_step_again_replaces_it(save, tmp_path):
+    save(tmp_path, 5, state={"value": 1})
+    assert save(tmp_path, 5, state={"value": 2}).state()["value"] == 2
+    assert folders(tmp_path) == {"step_000005"}
+
+
+@pytest.mark.parametrize("broken", ["save_model", "versions", "_flush"])
+def test_a_write_that_is_interrupted_leaves_the_previous_checkpoint_as_the_newest(
+        save, tmp_path, monkeypatch, broken):
+    save(tmp_path, 1, state={"value": 1})
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, broken, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 2)
+    assert folders(tmp_path) == {"step_000001", "step_000002.partial"}
+    assert steps(tmp_path) == [1]
+    for resume in ("auto", str(tmp_path)):
+        assert find_checkpoint(resume, root=tmp_path, exp_name="run").state()["value"] == 1
+    save(tmp_path, 3)
+    assert folders(tmp_path) == {"step_000001", "step_000003"}
+
+
+# -- Finding --------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_newest_run_of_the_same_name(save, tmp_path):
+    old, new, other = (tmp_path / name for name in ("day1/a", "day2/b", "day3/c"))
+    saved = [save(old, 50), save(new, 10), save(other, 99, exp_name="another")]
+    for age, checkpoint in zip((30, 20, 10), saved, strict=True):
+        time = checkpoint.folder.stat().st_mtime - age
+        os.utime(checkpoint.folder / "info.json", (time, time))
+    # The newest by time, not the one with most steps.
+    assert find_checkpoint("auto", root=tmp_path, exp_name="run") == saved[1]
+    assert find_checkpoint("auto", root=tmp_path, exp_name="another") == saved[2]
+    assert find_checkpoint("auto", root=tmp_path, exp_name="new") is None
+    assert find_checkpoint("auto", root=tmp_path / "nothing", exp_name="run") is None
+
+
+def test_a_path_may_be_a_run_or_one_of_its_checkpoints(save, tmp_path):
+    first, second = save(tmp_path, 1), save(tmp_path, 2)
+    assert find_checkpoint(str(tmp_path), root=tmp_path / "x", exp_name="y") == second
+    assert find_checkpoint(str(first.folder), root=tmp_path / "x", exp_name="y") == first
+    assert find_checkpoint(str(first.folder) + "/", root=tmp_path, exp_name="y") == first
+
+
+def test_a_path_without_a_checkpoint_is_an_error_that_says_what_to_give(save, tmp_path):
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(FileNotFoundError, match=f"resume={path}: .*give a run's folder"):
+            find_checkpoint(str(path), root=tmp_path, exp_name="run")
+    partial = save(tmp_path, 1).folder.rename(tmp_path / "checkpoints" / "step_000001.partial")
+    with pytest.raises(FileNotFoundError, match="no checkpoint there"):
+        find_checkpoint(str(partial), root=tmp_path, exp_name="run")
+
+
+# -- Exactness ------------------------------------------------------------------------------------
+
+
+def test_random_numbers_continue_exactly_after_a_restart(save, tmp_path):
+    def draw():
+        return ([random.random() for _ in range(3)], np.random.rand(3).tolist(),
+                np.random.standard_normal(), torch.rand(3).tolist())
+
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    np.random.standard_normal()  # numpy keeps the second half of a pair for later
+    saved = save(tmp_path, 1)
+    restore_random_state(saved.state()["random"])
+    expected = draw()
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
+    assert draw() != expected
+    restore_random_state(saved.state()["random"])
+    assert draw() == expected
+
+
+def test_reading_the_random_state_draws_nothing():
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    random_state()
+    assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_model_loads_with_the_same_logits(byte_model, tokenizer, tmp_path, tied):
+    model = byte_model
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model = type(model)(model.config)
+        assert model.lm_head.weight is not model.model.embed_tokens.weight
+    # As when an engine owns the memory: parameters are views into larger tensors.
+    for param in model.parameters():
+        memory = torch.randn(3, *param.shape)
+        memory[1] = param.data
+        param.data = memory[1]
+    save_model(model, tokenizer, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path)("3+4=")["input_ids"] == \
+        tokenizer("3+4=")["input_ids"]
+
+
+def test_the_precision_of_a_saved_model_is_kept(model, tokenizer, tmp_path):
+    save_model(copy.deepcopy(model).bfloat16(), tokenizer, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
+
+
+def test_versions_name_installed_packages_only():
+    found = versions()
+    assert found["torchrl"] and found["tensordict"] and found["transformers"]
+    assert all(found.values())
+
+
+def test_changed_keys_name_both_values_at_any_depth():
+    old = {"a": {"b": 1, "c": {"d": 2}}, "e": 3, "same": 0}
+    new = {"a": {"b": 1, "c": {"d": 4}}, "f": 5, "same": 0}
+    assert changed_keys(old, new) == ["a.c.d: 2 -> 4", "e: 3 -> None", "f: None -> 5"]

@@ -1,0 +1,235 @@
+"""Learner: the update does not depend on the split; order, epochs and checkpointing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from grpo import data
+from grpo.objectives import GRPOLoss
+from grpo.training.learner import CheckpointingProbe, Learner
+from grpo.training.optim import MasterAdamW
+
+ROWS, PROMPT, RESPONSE = 8, 3, 5
+
+
+@pytest.fixture
+def model(tiny_model):
+    return tiny_model
+
+
+def make_rollout(*, seed: int = 0, errors: tuple[int, ...] = ()) -> TensorDict:
+    """Eight rows of random tokens with different lengths and advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt_sizes = torch.randint(1, PROMPT + 1, (ROWS,), generator=generator)
+    sizes = torch.randint(1, RESPONSE + 1, (ROWS,), generator=generator)
+    rollout = data.join_prompt_response(
+        torch.randint(2, 23, (ROWS, PROMPT), generator=generator),
+        torch.arange(PROMPT) < prompt_sizes[:, None],
+        torch.randint(2, 23, (ROWS, RESPONSE), generator=generator),
+        torch.arange(RESPONSE) < sizes[:, None],
+        -3.0 + 0.3 * torch.randn(ROWS, RESPONSE, generator=generator), pad_token_id=0)
+    rollout[data.ADVANTAGE] = torch.randn(ROWS, 1, generator=generator)
+    error = torch.zeros(ROWS, 1, dtype=torch.bool)
+    error[list(errors)] = True
+    rollout[data.REWARD_ERROR] = error
+    return rollout
+
+
+def make_learner(model, *, loss=None, lr=0.05, **options) -> Learner:
+    loss = GRPOLoss(model, **{"clip_epsilon": (0.2, 0.2), "entropy_coeff": 0.01, **(loss or {})})
+    # A large eps makes the step proportional to the gradient instead of to its sign.
+    optimizer = MasterAdamW(model.parameters(), lr=lr, eps=1.0, clip_grad_norm=None)
+    if not {"num_micro_batches", "max_tokens_per_micro_batch"} & set(options):
+        options["num_micro_batches"] = 1
+    return Learner(loss, optimizer, **{"rows_per_step": ROWS, **options})
+
+
+def weights_after(model, rollout, *, updates: int = 1, **options):
+    """Parameters and metrics of a copy of the model after some updates."""
+    model = copy.deepcopy(model)
+    learner = make_learner(model, **options)
+    for iteration in range(updates):
+        metrics = learner.update(rollout, iteration=iteration)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), metrics
+
+
+def flat(model) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(split=st.one_of(st.builds(lambda n: {"num_micro_batches": n}, st.integers(1, 10)),
+                       st.builds(lambda n: {"max_tokens_per_micro_batch": n},
+                                 st.integers(1, 80))),
+       aggregation=st.sampled_from(["token", "sequence"]), width=st.sampled_from([1, 4]))
+def test_the_update_does_not_depend_on_the_split(split, aggregation, width, model):
+    rollout = make_rollout(errors=(2,))
+    loss = {"aggregation": aggregation}
+    expected, metrics = weights_after(model, rollout, loss=loss)
+    weights, other = weights_after(model, rollout, loss=loss, width_multiple=width, **split)
+    assert (expected - flat(model)).abs().max() > 1e-3
+    torch.testing.assert_close(weights, expected, atol=1e-6, rtol=0)
+    assert metrics.keys() == other.keys()
+    assert other == pytest.approx(metrics, abs=1e-6)
+
+
+def test_a_packed_update_is_the_padded_one(model):
+    rollout = make_rollout()
+    padded, _ = weights_after(model, rollout)
+    packed, _ = weights_after(model, rollout, loss={"packing": True}, num_micro_batches=2)
+    torch.testing.assert_close(packed, padded, atol=1e-6, rtol=0)
+
+
+def test_the_order_of_rows_does_not_matter_within_an_optimizer_step(model):
+    rollout = make_rollout()
+    expected, _ = weights_after(model, rollout)
+    shuffled = rollout[torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))]
+    weights, _ = weights_after(model, shuffled, num_micro_batches=3)
+    torch.testing.assert_close(weights, expected, atol=1e-6, rtol=0)
+
+
+def test_the_rows_of_an_update_are_cut_into_steps_that_visit_each_once_an_epoch(model):
+    learner = make_learner(model, rows_per_step=2, epochs=3)
+    rollout = make_rollout()
+    rollout["row"] = torch.arange(ROWS)
+    batches = list(learner._optimizer_batches(rollout, 4))
+    assert len(batches) == 12
+    epochs = [torch.cat([b["row"] for b in batches[i : i + 4]]) for i in (0, 4, 8)]
+    for order in epochs:
+        assert order.sort().values.tolist() == list(range(ROWS))
+    assert not torch.equal(epochs[0], epochs[1])
+    again = torch.cat([b["row"] for b in learner._optimizer_batches(rollout, 4)])
+    assert torch.equal(again, torch.cat(epochs))
+    other = torch.cat([b["row"] for b in learner._optimizer_batches(rollout, 5)])
+    assert not torch.equal(other, torch.cat(epochs))
+    seeded = make_learner(model, rows_per_step=2, epochs=3, seed=1)
+    other = torch.cat([b["row"] for b in seeded._optimizer_batches(rollout, 4)])
+    assert not torch.equal(other, torch.cat(epochs))
+
+
+def test_epochs_and_optimizer_batches_are_that_many_steps(model):
+    rollout = make_rollout()
+    learner = make_learner(model, rows_per_step=4, epochs=3)
+    metrics = learner.update(rollout, iteration=0)
+    assert learner.optimizer.steps == 6
+    assert metrics["train/lr"] == pytest.approx(0.05)
+    # Two epochs of the whole batch are the same batch twice.
+    weights, _ = weights_after(model, rollout, epochs=2)
+    expected, _ = weights_after(model, rollout, updates=2)
+    assert torch.equal(weights, expected)
+
+
+def test_an_update_is_the_step_that_autograd_gives_for_the_whole_batch(model):
+    rollout = make_rollout()
+    weights, metrics = weights_after(model, rollout, num_micro_batches=3)
+    loss = GRPOLoss(model, clip_epsilon=(0.2, 0.2), entropy_coeff=0.01)
+    out = loss(rollout)
+    (out["loss_objective"] + out["loss_entropy"]).backward()
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1.0, weight_decay=0.0)
+    adamw.step()
+    torch.testing.assert_close(weights, flat(model), atol=1e-6, rtol=0)
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    assert metrics["train/grad_norm"] == pytest.approx(norm)
+    for key in ("objective", "entropy"):
+        assert metrics[f"loss/{key}"] == pytest.approx(out[f"loss_{key}"].item())
+    assert metrics["policy/ess"] == pytest.approx(out["ess"].item())
+
+
+def test_metrics_are_means_over_the_optimizer_steps(model):
+    # A learning rate of almost nothing: the steps see the same weights.
+    rollout = make_rollout()
+    _, metrics = weights_after(model, rollout, rows_per_step=4, lr=1e-12)
+    learner = make_learner(model, rows_per_step=4, lr=1e-12)
+    parts = [learner._optimizer_step(part) for part in learner._optimizer_batches(rollout, 0)]
+    assert len(parts) == 2
+    assert metrics == pytest.approx({key: (parts[0][key] + parts[1][key]) / 2 for key in parts[0]},
+                                    rel=1e-6)
+
+
+def test_rows_without_a_reward_do_not_move_the_weights(model):
+    rollout = make_rollout(errors=(1, 5))
+    expected, _ = weights_after(model, rollout)
+    changed = rollout.clone()
+    for row in (1, 5):
+        changed[data.LOG_PROBS][row] = -7.0
+        changed[data.TOKENS][row] = 3
+    weights, _ = weights_after(model, changed, num_micro_batches=8)
+    torch.testing.assert_close(weights, expected, atol=1e-6, rtol=0)
+    without = rollout[[0, 2, 3, 4, 6, 7]]
+    weights, _ = weights_after(model, without, rows_per_step=6)
+    torch.testing.assert_close(weights, expected, atol=1e-6, rtol=0)
+
+
+def test_an_optimizer_batch_without_any_reward_changes_no_weight_and_hides_no_metric(model):
+    weights, metrics = weights_after(model, make_rollout(errors=tuple(range(ROWS))))
+    assert torch.equal(weights, flat(model))
+    assert metrics["train/grad_norm"] == 0.0
+    # One such step beside ordinary ones does not hide their diagnostics, whatever the order.
+    for seed in range(4):
+        _, metrics = weights_after(model, make_rollout(errors=(0,)), rows_per_step=1, seed=seed)
+        assert 0 < metrics["policy/ess"] <= 1
+
+
+def test_the_time_of_the_last_update_is_kept(model):
+    learner = make_learner(model)
+    learner.update(make_rollout(), iteration=0)
+    assert learner.seconds["train"] > 0
+    assert learner.seconds["optimizer"] > 0
+
+
+# -- Gradient checkpointing ------------------------------------------------------------------------
+
+
+def with_checkpointing(model):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_checkpointing_gives_the_same_weights(packing, model):
+    rollout, loss = make_rollout(), {"packing": packing}
+    plain, _ = weights_after(model, rollout, updates=2, loss=loss)
+    weights, _ = weights_after(with_checkpointing(model), rollout, updates=2, loss=loss,
+                               num_micro_batches=2)
+    torch.testing.assert_close(weights, plain, atol=1e-6, rtol=0)
+
+
+def test_a_model_that_generated_before_is_put_into_training_mode_for_the_update(model):
+    learner = make_learner(with_checkpointing(model).eval())
+    learner.update(make_rollout(), iteration=0)  # the probe would have raised
+    assert learner._probe is None
+
+
+def test_a_model_that_says_it_checkpoints_and_does_not_is_found_out(model):
+    with_checkpointing(model)
+    learner = make_learner(model)
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False
+    before = flat(model)
+    with pytest.raises(RuntimeError, match="ran 1 times in 1 forward .* not 2: .*not recomputed"):
+        learner.update(make_rollout(), iteration=0)
+    assert torch.equal(flat(model), before)
+
+
+def test_a_model_in_evaluation_mode_does_not_recompute_and_the_probe_says_so(model):
+    with_checkpointing(model).eval()
+    probe = CheckpointingProbe(model)
+    model(input_ids=torch.tensor([[3, 4]])).logits.sum().backward()
+    with pytest.raises(RuntimeError, match="not recomputed"):
+        probe.check(1)
+
+
+def test_a_model_whose_layers_do_not_support_checkpointing_is_refused():
+    with pytest.raises(ValueError, match="gradient_checkpointing=true.*Linear.*set it to false"):
+        CheckpointingProbe(torch.nn.Linear(2, 2))
+
+
+def test_without_checkpointing_nothing_is_probed(model):
+    assert make_learner(model)._probe is None

@@ -1,0 +1,106 @@
+"""The canary: silent when both sides agree, precise when they do not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from grpo.objectives.head import TokenScorer
+from grpo.policies import Sampling, TransformersPolicy
+from grpo.weights import Canary, SameModule, StaleWeightsError
+
+PROMPTS = [[5, 6, 7], [8], [9, 10]]
+
+
+def make_policy(model, *, temperature: float = 1.0) -> TransformersPolicy:
+    return TransformersPolicy(model, Sampling(max_tokens=8, temperature=temperature),
+                              pad_token_id=0, eos_token_ids=(), max_model_len=32)
+
+
+def make_canary(model, policy, *, temperature: float = 1.0, **options) -> Canary:
+    return Canary(policy, TokenScorer(model, temperature=temperature),
+                  SameModule(model, version=7), prompts=PROMPTS, **options)
+
+
+def train(model) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.01 * torch.randn_like(param))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_trainer_and_policy_agree_before_and_after_an_update(byte_model, temperature):
+    policy = make_policy(byte_model, temperature=temperature)
+    canary = make_canary(byte_model, policy, temperature=temperature)
+    for _ in range(2):
+        report = canary.check()
+        assert 0 <= report.mean_abs_diff <= report.max_abs_diff < 1e-4
+        train(byte_model)
+
+
+def test_a_policy_at_another_temperature_is_found_and_the_temperature_suspected(byte_model):
+    canary = make_canary(byte_model, make_policy(byte_model, temperature=0.8))
+    with pytest.raises(StaleWeightsError) as error:
+        canary.check()
+    text = str(error.value)
+    assert "policy version 7: engine and trainer disagree on the same tokens" in text
+    assert "(allowed 2e-05, 1e-04)" in text
+    assert "temperature" in text
+
+
+def test_a_policy_with_stale_weights_is_found_only_once_they_are_stale(byte_model):
+    canary = make_canary(byte_model, make_policy(copy.deepcopy(byte_model)))
+    canary.check()
+    train(byte_model)
+    with pytest.raises(StaleWeightsError, match="engine and trainer disagree"):
+        canary.check()
+
+
+def test_the_parameters_that_differ_are_named(byte_model):
+    engine = copy.deepcopy(byte_model)
+
+    class Copies(SameModule):
+        def differing(self):
+            theirs = dict(engine.named_parameters())
+            return [name for name, param in self.model.named_parameters()
+                    if not torch.equal(param, theirs[name])]
+
+    canary = Canary(make_policy(engine), TokenScorer(byte_model), Copies(byte_model),
+                    prompts=PROMPTS)
+    with torch.no_grad():
+        byte_model.model.layers[1].mlp.down_proj.weight.add_(0.5)
+    with pytest.raises(StaleWeightsError, match=r"these parameters differ: "
+                                                r"model\.layers\.1\.mlp\.down_proj\.weight$"):
+        canary.check()
+
+
+def test_a_nan_is_a_disagreement(byte_model):
+    canary = make_canary(byte_model, make_policy(copy.deepcopy(byte_model)))
+    with torch.no_grad():
+        byte_model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(StaleWeightsError):
+        canary.check()
+
+
+def test_the_tolerance_can_be_set_and_follows_the_precision(byte_model):
+    policy = make_policy(byte_model, temperature=0.99)
+    with pytest.raises(StaleWeightsError):
+        make_canary(byte_model, policy).check()
+    report = make_canary(byte_model, policy, tolerance=(1.0, 1.0)).check()
+    assert report.max_abs_diff > 1e-4
+    assert make_canary(byte_model.bfloat16(), policy).tolerance[1] > 0.1
+
+
+def test_checking_does_not_disturb_the_random_numbers_of_the_policy(byte_model):
+    policy = make_policy(byte_model)
+    make_canary(byte_model, policy).check()
+    assert policy.calls == 0
+    assert policy.sampling.max_tokens == 8
+
+
+def test_same_module_counts_its_updates(byte_model):
+    weights = SameModule(byte_model, version=3)
+    assert [weights.publish(), weights.publish(), weights.version] == [4, 5, 5]
+    assert weights.differing() == []

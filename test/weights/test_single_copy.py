@@ -1,0 +1,182 @@
+"""One copy of the weights with a real vLLM engine: sharing, updates, what the canary catches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo import GRPOLoss, data, total_loss
+from grpo.objectives import TokenScorer
+from grpo.policies import Sampling, VLLMPolicy
+from grpo.training import MasterAdamW
+from grpo.weights import Canary, SingleCopy, StaleWeightsError
+
+pytestmark = pytest.mark.vllm
+
+# One is long enough to fill a block of the prefix cache (128 tokens on a CPU).
+PROMPTS = [[5 + (7 * row + i) % 200 for i in range(40 + 50 * row)] for row in range(4)]
+
+
+@pytest.fixture
+def shared(model_folder, engine):
+    """Model, weights and policy around the session's engine, which gets its weights back."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    weights = SingleCopy(model, engine)
+    original = {name: tensor.detach().clone() for name, tensor in weights.engine_params.items()}
+    policy = VLLMPolicy(engine, Sampling(max_tokens=12), pad_token_id=0, eos_token_ids=(1,),
+                        version=lambda: weights.version)
+    yield model, weights, policy
+    with torch.no_grad():
+        for name, tensor in weights.engine_params.items():
+            tensor.copy_(original[name])
+    engine.reset_prefix_cache()
+
+
+def canary(model, weights, policy, **options) -> Canary:
+    return Canary(policy, TokenScorer(model), weights, prompts=PROMPTS, **options)
+
+
+def gap(model, policy) -> float:
+    """Greatest difference between the engine's log-probs and a plain Hugging Face forward."""
+    batch = data.trim(policy.generate_from_ids(PROMPTS))
+    tokens, mask = batch[data.TOKENS], batch[data.ASSISTANT_MASK]
+    with torch.no_grad():
+        logits = model(input_ids=tokens,
+                       attention_mask=batch[data.ATTENTION_MASK]).logits / (
+                           policy.sampling.temperature)
+    log_probs = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    return (log_probs - batch[data.LOG_PROBS][:, 1:])[mask[:, 1:]].abs().max().item()
+
+
+def train_once(model, policy, optimizer) -> float:
+    """A GRPO step that rewards even tokens; returns how far the weights moved."""
+    batch = policy.generate_from_ids(PROMPTS * 4)
+    even = (batch[data.TOKENS] % 2 == 0) & batch[data.ASSISTANT_MASK]
+    batch[data.REWARD] = even.sum(-1, keepdim=True).float()
+    batch[data.GROUP_ID] = torch.arange(4).repeat(4)
+    before = model.model.embed_tokens.weight.detach().clone()
+    total_loss(GRPOLoss(model)(batch)).backward()
+    optimizer.step()
+    return (model.model.embed_tokens.weight - before).abs().max().item()
+
+
+def test_every_parameter_lies_in_the_engines_memory(shared):
+    model, weights, _ = shared
+    assert weights.unshared() == []
+    engine_storages = {t.untyped_storage().data_ptr() for t in weights.engine_params.values()}
+    assert {p.untyped_storage().data_ptr() for p in model.parameters()} == engine_storages
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_agree_before_and_after_updates(shared, temperature):
+    model, weights, policy = shared
+    policy = policy.with_sampling(temperature=temperature)
+    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
+    assert gap(model, policy) < 1e-4
+    for version in range(1, 4):
+        assert train_once(model, policy, optimizer) > 1e-3
+        assert weights.publish() == version
+        assert gap(model, policy) < 1e-4
+    assert weights.unshared() == []
+
+
+def test_greedy_output_follows_the_update(shared):
+    model, weights, policy = shared
+    greedy = policy.with_sampling(temperature=0.0)
+    before = greedy.generate_from_ids(PROMPTS)[data.RESPONSE_TOKENS]
+    optimizer = MasterAdamW(model.parameters(), lr=3e-2)
+    for _ in range(3):
+        train_once(model, policy, optimizer)
+        weights.publish()
+    after = greedy.generate_from_ids(PROMPTS)[data.RESPONSE_TOKENS]
+    assert not torch.equal(before, after)
+
+
+def test_rows_carry_the_version_that_sampled_them(shared):
+    _, weights, policy = shared
+    weights.publish()
+    weights.publish()
+    assert policy.generate_from_ids(PROMPTS)[data.POLICY_VERSION].tolist() == [2] * 4
+
+
+def test_canary_passes_while_weights_are_shared(shared):
+    model, weights, policy = shared
+    check = canary(model, weights, policy)
+    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        train_once(model, policy, optimizer)
+        weights.publish()
+        assert check.check().max_abs_diff < 1e-4
+
+
+def test_canary_names_a_parameter_whose_storage_was_replaced(shared):
+    model, weights, policy = shared
+    check = canary(model, weights, policy)
+    layer = model.model.layers[1].mlp.down_proj
+    layer.weight.data = layer.weight.data.clone()  # the sharing is broken, the values still agree
+    with pytest.raises(StaleWeightsError, match=r"layers\.1\.mlp\.down_proj\.weight"):
+        check.check()
+
+
+def test_canary_compares_values_where_memory_cannot_be_compared(shared):
+    """The numeric check alone catches a stale engine, and names what differs."""
+    model, weights, policy = shared
+    check = canary(model, weights, policy)
+    weights.unshared = lambda: []  # as for an engine in another process
+    for param in model.parameters():
+        param.data = param.data.clone()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
+    weights.publish()
+    with pytest.raises(StaleWeightsError, match=r"differ: model\.layers\.0\.self_attn\.v_proj"):
+        check.check()
+
+
+def test_canary_notices_a_prefix_cache_that_was_not_reset(shared):
+    model, weights, policy = shared
+    check = canary(model, weights, policy)
+    check.check()  # fills the cache with keys and values of the old weights
+    train_once(model, policy.with_sampling(max_tokens=4), MasterAdamW(model.parameters(), lr=1e-2))
+    with pytest.raises(StaleWeightsError, match="caches"):
+        check.check()
+    weights.publish()
+    check.check()
+
+
+def test_canary_notices_a_different_temperature(shared):
+    model, weights, policy = shared
+    check = Canary(policy.with_sampling(temperature=0.5), TokenScorer(model, temperature=1.0),
+                   weights, prompts=PROMPTS)
+    with pytest.raises(StaleWeightsError, match="temperature"):
+        check.check()
+
+
+def test_models_with_other_weights_are_refused(model_folder, engine):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1.0)
+    with pytest.raises(ValueError, match=r"different weights.*model\.norm\.weight"):
+        SingleCopy(model, engine)
+
+
+def test_publish_while_requests_run_is_an_error(shared):
+    from vllm import SamplingParams
+
+    _, weights, policy = shared
+    core = policy.engine.llm_engine
+    core.add_request("busy", {"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=20,
+                                                                            ignore_eos=True))
+    core.step()
+    try:
+        with pytest.raises(RuntimeError, match="requests are still running"):
+            weights.publish()
+    finally:
+        core.abort_request(["busy"])
+        while core.has_unfinished_requests():
+            core.step()
+    weights.publish()
