@@ -12,7 +12,7 @@ key                                             dtype     shape       meaning
 ``("tokens", "full")``                          int64     ``[B, T]``  prompt, response, padding
 ``("masks", "all_attention_mask")``             bool      ``[B, T]``  True on prompt and response
 ``("masks", "all_assistant_mask")``             bool      ``[B, T]``  True on sampled tokens
-``("log_probs", "full")``                       float32   ``[B, T]``  of each token as sampled, else 0
+``("log_probs", "full")``                       float32   ``[B, T]``  of each sampled token, else 0
 ``("next", "reward")``                          float32   ``[B, 1]``
 ``("next", "truncated")``                       bool      ``[B, 1]``  cut by the length limit
 ``("next", "reward_error")``                    bool      ``[B, 1]``  no reward: the row is masked

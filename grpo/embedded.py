@@ -46,10 +46,10 @@ class EmbeddedSpec:
 
     hidden_size: int = 128
     num_layers: int = 2
-    steps: int = 500
-    batch_size: int = 256
+    steps: int = 1000
+    batch_size: int = 128
     learning_rate: float = 2e-3
-    noise: float = 0.6
+    noise: float = 0.7
     seed: int = 0
     context: int = 2048
 
@@ -119,6 +119,8 @@ def _key(task: ArithmeticTask, spec: EmbeddedSpec) -> str:
 
 def _make(folder: Path, task: ArithmeticTask, spec: EmbeddedSpec) -> None:
     tokenizer = byte_tokenizer()
+    logger.info("making the embedded model: %d warm-start steps on additions, %.0f %% of them with "
+                "a forgotten carry; kept in %s", spec.steps, 100 * spec.noise, folder.parent)
     with torch.random.fork_rng([]):
         model = small_qwen2(spec, len(tokenizer))
         start = time.monotonic()
@@ -158,6 +160,7 @@ def warm_start(model: nn.Module, tokenizer: Any, task: ArithmeticTask, spec: Emb
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, first:].flatten())
         optimizer.zero_grad()
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
     return loss.item()

@@ -92,8 +92,8 @@ def test_the_task_options_of_yaml_are_those_of_the_task(file):
 
 
 def test_overrides_of_the_command_line_reach_the_configuration():
-    config = load_config(composed("grpo", "optimizer.lr=3e-4", "env.num_envs=4", "env.repeats=3",
-                                  "train.clip_epsilon=[0.1,0.3]", "resume=auto"))
+    config = load_config(composed("grpo_gsm8k", "optimizer.lr=3e-4", "env.num_envs=4",
+                                  "env.repeats=3", "train.clip_epsilon=[0.1,0.3]", "resume=auto"))
     assert (config.optimizer.lr, config.turns_per_batch, config.train.clip_epsilon, config.resume) \
         == (3e-4, 12, (0.1, 0.3), "auto")
 

@@ -125,11 +125,19 @@ class TestSplit:
         for piece in pieces:
             assert piece["tokens", "full"].shape[1] == data.lengths(piece).max()
             for row in piece:
-                source, length = batch[int(row["row"])], int(row["masks", "all_attention_mask"].sum())
+                source = batch[int(row["row"])]
+                length = int(row["masks", "all_attention_mask"].sum())
                 assert length == source["masks", "all_attention_mask"].sum()
                 for key in data.token_keys(batch):
                     assert torch.equal(row[key][:length], source[key][:length]), key
                 assert row["next", "reward"] == source["next", "reward"]
+
+    @pytest.mark.parametrize(("budget", "sizes"), [
+        (1, [1, 1, 1, 1]), (5, [1, 1, 1, 1]), (6, [2, 2]), (8, [2, 2]), (9, [3, 1]), (11, [3, 1]),
+        (12, [4])])
+    def test_a_budget_is_filled_but_not_exceeded(self, budget, sizes):
+        pieces = data.split_rows(dense([([1], [2, 3])] * 4), max_tokens=budget)
+        assert [len(piece) for piece in pieces] == sizes
 
     @given(rows=ROWS)
     def test_a_budget_for_all_gives_one_piece(self, rows):

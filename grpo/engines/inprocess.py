@@ -97,6 +97,17 @@ def start_engine(
     )
 
 
+def stop_engine(engine: LLM) -> None:
+    """Stop an in-process engine and leave torch.distributed, which it had initialised.
+
+    The engine's tensors live on while somebody holds a view of them.
+    """
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    engine.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+
+
 def kv_cache_bytes(
     model_path: str, *, rows: int, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> int:

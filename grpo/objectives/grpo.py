@@ -16,7 +16,11 @@ from grpo.objectives.aggregate import Aggregation, aggregate, check_aggregation,
 from grpo.objectives.diagnostics import summarize, token_stats
 from grpo.objectives.head import HeadKind, TokenScorer
 from grpo.objectives.kl import KLEstimator, kl_estimate
-from grpo.objectives.surrogates import check_clip_epsilon, get_surrogate
+from grpo.objectives.surrogates import (
+    DEFAULT_CLIP_EPSILON,
+    check_clip_epsilon,
+    get_surrogate,
+)
 
 
 class GRPOLoss(LossModule):
@@ -105,7 +109,7 @@ class GRPOLoss(LossModule):
         actor_network: nn.Module,
         *,
         objective: str = "ppo_clip",
-        clip_epsilon: float | tuple[float, float] | None = (0.2, 0.2),
+        clip_epsilon: float | tuple[float, float] | None = DEFAULT_CLIP_EPSILON,
         aggregation: Aggregation = "token",
         constant_length: int | None = None,
         kl_to_ref_coeff: float | None = None,
@@ -126,8 +130,8 @@ class GRPOLoss(LossModule):
         kl_estimate(torch.zeros(1), torch.zeros(1), estimator=kl_estimator)  # checks the name
         for name, value in (("kl_to_ref_coeff", kl_to_ref_coeff), ("entropy_coeff", entropy_coeff),
                             ("kl_to_inference_coeff", kl_to_inference_coeff)):
-            if value is not None and value < 0:
-                raise ValueError(f"{name}={value} must not be negative")
+            if value is not None and not value >= 0:  # NaN included
+                raise ValueError(f"{name}={value} must be a number that is not negative")
         if hasattr(actor_network, "get_dist"):  # a TorchRL LLM wrapper
             actor_network = actor_network.model
         self.scorer = TokenScorer(
@@ -264,8 +268,8 @@ class GRPOLoss(LossModule):
             if key not in present:
                 raise KeyError(f"the batch has no {configured[key]}: {fix}")
         shape = tensordict[data.TOKENS].shape
-        for key in required:
-            if tensordict[key].shape != shape:
+        for key in {**required, data.REF_LOG_PROBS: ""}:
+            if key in present and tensordict[key].shape != shape:
                 raise ValueError(f"{configured[key]} has shape {tuple(tensordict[key].shape)} but "
                                  f"{data.TOKENS} has {tuple(shape)}")
         return tensordict

@@ -138,7 +138,7 @@ class TokenScorer(nn.Module):
         compile_head: bool = False,
     ) -> None:
         super().__init__()
-        if temperature <= 0:
+        if not temperature > 0:
             raise ValueError(f"temperature={temperature} must be positive: tokens sampled greedily "
                              "have no sampling distribution to train on")
         if head not in ("auto", "chunked", "logits"):

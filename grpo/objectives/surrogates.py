@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 Surrogate = Callable[..., Tensor]
+DEFAULT_CLIP_EPSILON = (0.2, 0.2)
 _SURROGATES: dict[str, Surrogate] = {}
 _CLIPPING: set[str] = set()
 
@@ -66,13 +67,17 @@ def check_clip_epsilon(
     """The ``(low, high)`` an objective is called with; None where it has no clip.
 
     Raises:
-        ValueError: if the bounds are missing or out of range.
+        ValueError: if the bounds are missing or out of range, or would not be read: an objective
+            without a clip accepts None and, because it says nothing, the default.
 
     Examples:
-        >>> check_clip_epsilon("ppo_clip", 0.2), check_clip_epsilon("reinforce", 0.2)
+        >>> check_clip_epsilon("ppo_clip", 0.2), check_clip_epsilon("reinforce", None)
         ((0.2, 0.2), None)
     """
     if objective not in _CLIPPING:
+        if clip_epsilon is not None and clip_epsilon != DEFAULT_CLIP_EPSILON:
+            raise ValueError(f"objective={objective!r} does not clip and would ignore "
+                             f"clip_epsilon={clip_epsilon!r}; remove it")
         return None
     if clip_epsilon is None:
         raise ValueError(f"objective={objective!r} needs clip_epsilon, for example (0.2, 0.2)")

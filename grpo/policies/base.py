@@ -145,6 +145,9 @@ class Policy(TensorDictModuleBase):
                                                           self.version())
         return tensordict
 
+    def close(self) -> None:
+        """Release what the backend holds; the policy cannot be used afterwards."""
+
     def generate_from_ids(self, prompts: list[list[int]]) -> TensorDict:
         """Convenience for lists of token ids: pad them, call the policy, return its batch."""
         width = max(map(len, prompts))

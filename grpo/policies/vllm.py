@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from grpo.engines.inprocess import stop_engine
 from grpo.policies.base import Completions, Policy, Sampling
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ class VLLMPolicy(Policy):
             max_model_len=engine.llm_engine.model_config.max_model_len, version=version)
         self.engine = engine
         self.ignore_eos = ignore_eos
+
+    def close(self) -> None:
+        stop_engine(self.engine)
 
     def _generate(self, prompts: list[list[int]]) -> Completions:
         from vllm import SamplingParams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Reporter:
     ) -> None:
         self.console, self.loggers, self.tokenizer = console, loggers, tokenizer
         self.run_dir, self.num_samples = run_dir, num_samples
+        self.sample_rows: list[int] | None = None
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """A finished iteration."""
@@ -45,9 +47,19 @@ class Reporter:
         self.console.update(step, metrics)
 
     def samples(self, step: int, batch: TensorDictBase, problems: Sequence[Problem]) -> None:
-        """Show and save the first completions of a batch."""
-        samples = self._samples(batch[: self.num_samples], problems)
-        if samples:
+        """Show and save completions of a batch, of the same rows each time.
+
+        The rows are chosen at the first call: as many that failed then as that succeeded, so that
+        later calls show what has been learnt and what has been kept.
+        """
+        if self.sample_rows is None:
+            success = batch[data.SUCCESS].flatten()
+            failed, solved = (~success).nonzero()[:, 0].tolist(), success.nonzero()[:, 0].tolist()
+            mixed = [row for pair in zip_longest(failed, solved) for row in pair]
+            self.sample_rows = [row for row in mixed if row is not None][: self.num_samples]
+        if self.sample_rows:
+            chosen = [problems[row] for row in self.sample_rows]
+            samples = self._samples(batch[torch.tensor(self.sample_rows)], chosen)
             self.loggers.log_samples(step, samples)
             self.console.samples_table(samples, step=step)
 

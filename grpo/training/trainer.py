@@ -153,6 +153,7 @@ class Trainer:
             "version": self.weights.version,
             "calls": {name: policy.calls for name, policy in self._policies().items()},
             "accuracy": [self.first_accuracy, self.last_accuracy],
+            "sample_rows": self.reporter.sample_rows,
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -163,6 +164,7 @@ class Trainer:
         self.collector.env.load_state_dict(state["env"])
         self.weights.version = state["version"]
         self.first_accuracy, self.last_accuracy = state["accuracy"]
+        self.reporter.sample_rows = state["sample_rows"]
         self.canary.check()
         # Last, because loading and checking may have drawn numbers and counted calls.
         for name, policy in self._policies().items():

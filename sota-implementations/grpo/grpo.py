@@ -124,7 +124,10 @@ def main(cfg: DictConfig) -> None:
     except (ValueError, OSError, ImportError) as error:  # bad input; a bug shows its traceback
         logging.getLogger("grpo").debug("set-up failed", exc_info=True)
         sys.exit(f"error: {error}")
-    trainer.fit()
+    try:
+        trainer.fit()
+    finally:
+        trainer.collector.policy.close()  # a sweep starts the next run in this process
 
 
 if __name__ == "__main__":

@@ -25,8 +25,10 @@ def model(make_model):
 
 @pytest.fixture(scope="module")
 def batch(model, make_batch):
-    return make_batch(model, prompts=(2, 4, 1, 3, 2), responses=(5, 1, 6, 3, 0), error_rows=(3,),
-                      noise=0.7, seed=1)
+    batch = make_batch(model, prompts=(2, 4, 1, 3, 2), responses=(5, 1, 6, 3, 0), error_rows=(3,),
+                       noise=0.7)
+    batch["advantage"] = torch.tensor([[1.0], [0.5], [-1.0], [2.0], [-2.0]])
+    return batch
 
 
 def scalars(out):

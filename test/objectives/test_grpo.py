@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from grpo import GRPOLoss, GroupAdvantage, total_loss
+from grpo import GroupAdvantage, GRPOLoss, total_loss
 from grpo.data import split_rows
 from grpo.data_torchrl import to_torchrl
 from grpo.objectives import register_surrogate, surrogates
@@ -43,11 +43,12 @@ class TestGradient:
     def test_matches_finite_differences(self, make_model, make_batch, options, direction):
         model = make_model()
         # Transformers computes norms in float32, which would drown the differences.
-        for name, module in list(model.named_modules()):
+        for name in dict(model.named_modules()):
             if name.endswith("norm"):
                 model.set_submodule(name, nn.RMSNorm(16, eps=1e-6, dtype=torch.float64))
         batch = make_batch(model, token_level=True, seed=direction)
-        loss = GRPOLoss(model, clip_epsilon=CLIP, **options)
+        clip = None if options.get("objective") == "reinforce" else CLIP
+        loss = GRPOLoss(model, clip_epsilon=clip, **options)
         expected = gradient(loss, batch)
         torch.manual_seed(direction)
         step = torch.randn_like(expected)
@@ -146,6 +147,29 @@ class TestOptions:
         for i, one in enumerate(grads):
             for other in grads[:i]:
                 assert (one - other).abs().max() > 1e-3 * one.abs().max()
+
+    def test_advantages_made_here_leave_out_rows_without_a_reward(self, model, make_batch):
+        batch = make_batch(model, error_rows=(1,)).exclude("advantage")
+        batch["group_id"] = torch.tensor([0, 0, 0, 0])
+        batch["next", "reward"][1] = torch.nan
+        expected = gradient(GRPOLoss(model), GroupAdvantage()(batch.copy()))
+        assert torch.equal(gradient(GRPOLoss(model), batch), expected) and expected.any()
+
+    def test_the_way_of_computing_is_passed_on(self, model, batch, monkeypatch):
+        """These options leave the gradient alone, so their effect is looked for elsewhere."""
+        widths, chunks = [], []
+        model_hook = model.model.register_forward_pre_hook(
+            lambda module, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)),
+            with_kwargs=True)
+        monkeypatch.setattr(torch, "compile", lambda function: lambda hidden, *args: (
+            chunks.append(len(hidden)), function(hidden, *args))[1])
+        try:
+            GRPOLoss(model, packing=True, head_chunk_size=8, compile_head=True)(batch)
+            assert widths == [(1, 25)] and chunks == [8, 7]
+            GRPOLoss(model, head="logits", compile_head=True)(batch)
+            assert widths[1:] == [(4, 10)] and chunks == [8, 7]
+        finally:
+            model_hook.remove()
 
     @pytest.mark.parametrize(("option", "value"), [
         ("objective", "ppo"), ("aggregation", "mean"), ("kl_estimator", "k4"), ("head", "fused"),

@@ -61,7 +61,7 @@ def test_reinforce_weighs_the_score_with_the_ratio_and_never_clips(ratio, advant
 def test_an_advantage_a_row_is_spread_over_its_tokens():
     log_ratio = torch.tensor([[0.0, 0.1], [0.2, -0.1]])
     for name in ("ppo_clip", "reinforce"):
-        surrogate, clip = get_surrogate(name), check_clip_epsilon(name, CLIP)
+        surrogate, clip = get_surrogate(name), CLIP if name == "ppo_clip" else None
         row = surrogate(log_ratio, torch.tensor([[1.0], [-2.0]]), clip_epsilon=clip)
         token = surrogate(log_ratio, torch.tensor([[1.0, 1.0], [-2.0, -2.0]]), clip_epsilon=clip)
         assert torch.equal(row, token)
@@ -103,7 +103,10 @@ class TestRegistry:
         register_surrogate("with")(lambda *args, clip_epsilon: args[0])
         register_surrogate("without", clips=False)(lambda *args, clip_epsilon: args[0])
         assert check_clip_epsilon("with", 0.1) == (0.1, 0.1)
-        assert check_clip_epsilon("without", 0.1) is None
+        assert check_clip_epsilon("without", None) is None
+        assert check_clip_epsilon("without", (0.2, 0.2)) is None  # the default says nothing
+        with pytest.raises(ValueError, match="'without' does not clip"):
+            check_clip_epsilon("without", 0.1)
         with pytest.raises(ValueError, match="clip_epsilon"):
             check_clip_epsilon("with", None)
 

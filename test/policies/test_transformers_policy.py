@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from grpo import data
 from grpo.policies import Sampling, TransformersPolicy
@@ -47,6 +48,18 @@ def test_log_probs_are_those_of_an_independent_forward_pass(byte_model, temperat
     assert lengths == {1, 3, 4, 5}
     # Log-probs of samples vary; a constant would not have been a comparison.
     assert batch[data.LOG_PROBS][batch[data.ASSISTANT_MASK]].std() > 0.1
+
+
+def test_padding_does_not_shift_the_positions_of_a_model_that_learned_them():
+    # Rotary positions are relative and would forgive a shift; GPT-2's are absolute.
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=23, n_positions=32, n_embd=16, n_layer=1,
+                                       n_head=2, initializer_range=0.5, bos_token_id=None,
+                                       eos_token_id=EOS)).eval()
+    for prompt, response, log_probs in rows(make_policy(model).generate_from_ids(PROMPTS)):
+        logits = next_logits(model, prompt + response)[len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)[range(len(response)), response]
+        torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
 
 
 def test_greedy_decoding_takes_the_most_likely_token(byte_model):

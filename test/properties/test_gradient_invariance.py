@@ -36,7 +36,9 @@ def cases(draw):
 
 @pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["f64", "f32"])
 def model(request, make_model):
-    return make_model(dtype=request.param)
+    # At the usual scale of fresh weights. With larger ones the terms of tokens cancel, and the
+    # float32 gradient of the whole batch is itself further than 1e-6 from its float64 value.
+    return make_model(dtype=request.param, initializer_range=0.02)
 
 
 def gradient(model, loss, pieces, normalizer=None):
@@ -47,14 +49,13 @@ def gradient(model, loss, pieces, normalizer=None):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-# Of the largest component. In float32 this model's gradient is itself only within 3e-6 of its
-# float64 value, because the terms of tokens cancel; float64 is where a wrong sum cannot hide.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+#: Of the gradient's norm.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
 def assert_same(actual, expected, tolerance=None):
     tolerance = tolerance or TOLERANCE[expected.dtype]
-    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+    assert (actual - expected).norm() <= tolerance * expected.norm()
 
 
 def whole_batch(model, make_batch, case):

@@ -10,6 +10,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.training import checkpoint as module
@@ -183,12 +184,14 @@ def test_a_saved_model_loads_with_the_same_logits(byte_model, tokenizer, tmp_pat
         model.config.tie_word_embeddings = False
         model = type(model)(model.config)
         assert model.lm_head.weight is not model.model.embed_tokens.weight
-    # As when an engine owns the memory: parameters are views into larger tensors.
-    for param in model.parameters():
-        memory = torch.randn(3, *param.shape)
-        memory[1] = param.data
-        param.data = memory[1]
+    # As when an engine owns the memory: parameters are neighbours in one tensor.
+    params = list(model.parameters())
+    memory = torch.cat([param.detach().flatten() for param in params])
+    for param, part in zip(params, memory.split([p.numel() for p in params]), strict=True):
+        param.data = part.view_as(param)
     save_model(model, tokenizer, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert sum(tensor.numel() for tensor in stored.values()) == memory.numel()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     model.eval()

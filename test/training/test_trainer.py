@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo import build, data
@@ -29,6 +30,12 @@ from grpo.weights import Canary, StaleWeightsError
 def by_text(completion: str, problem) -> RewardResult:
     """Something that differs between completions of a random model."""
     return RewardResult(sum(map(ord, completion)) % 7 / 7, len(completion) > 2)
+
+
+def by_text_and_chance(completion: str, problem) -> RewardResult:
+    """A reward that draws from every generator of the process, as a sampling judge may."""
+    chance = random.random() + np.random.rand() + torch.rand(()).item()
+    return RewardResult(by_text(completion, problem).reward + chance, chance > 1.5)
 
 
 def fails_sometimes(completion: str, problem) -> RewardResult:
@@ -57,6 +64,16 @@ def tiny_folder(tmp_path_factory, tokenizer):
         bos_token_id=None)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def reports(monkeypatch, request):
+    """Folders a report was asked for; drawing it takes seconds, so only one test does."""
+    asked = []
+    if "slow" not in request.keywords:
+        monkeypatch.setattr("grpo.training.reporter.write_report",
+                            lambda run_dir, **kwargs: asked.append(run_dir) or run_dir / "none")
+    return asked
 
 
 @pytest.fixture
@@ -199,13 +216,14 @@ def test_the_reward_rises(make_config, tmp_path):
 # -- The loop -------------------------------------------------------------------------------------
 
 
-def test_evaluations_and_checkpoints_come_when_they_are_due(make_config, tmp_path):
+def test_evaluations_and_checkpoints_come_when_they_are_due(make_config, tmp_path, reports):
     trainer = make_trainer(make_config(iterations=5, train={"keep_checkpoints": 1}), tmp_path)
     trainer.fit()
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2, 4, 5]
     assert [c.step for c in list_checkpoints(tmp_path)] == [4]
+    assert reports == [tmp_path]
     assert (trainer.first_accuracy, trainer.last_accuracy) == (rows[0]["eval/accuracy"],
                                                                rows[-1]["eval/accuracy"])
     samples = read_jsonl(tmp_path / "samples.jsonl")
@@ -222,6 +240,16 @@ def test_frequencies_of_zero_leave_the_first_and_the_last_evaluation(make_config
     assert not list_checkpoints(tmp_path)
 
 
+@pytest.mark.slow
+def test_a_run_ends_with_its_report_on_disk_and_on_the_screen(make_config, tmp_path, capsys):
+    make_trainer(make_config(iterations=1), tmp_path).fit()
+    screen = "".join(capsys.readouterr().out.split())
+    assert "held-outaccuracy" in screen
+    reports = [path for path in tmp_path.iterdir() if path.name.startswith("report")]
+    assert reports
+    assert all(path.stat().st_size > 100 for path in reports)
+
+
 class Killed(BaseException):
     """Stands for a signal: nothing in the library may catch it."""
 
@@ -234,11 +262,17 @@ class Killed(BaseException):
 ], ids=["on-policy", "several steps and epochs"])
 def test_a_killed_and_resumed_run_has_the_metrics_of_an_uninterrupted_one(
         make_config, tmp_path, changes):
-    config = make_config(iterations=5, **changes)
-    torch.manual_seed(1)
+    config = make_config(iterations=5, reward="by_text_and_chance", **changes)
+
+    def seed(value):
+        for seed_one in (random.seed, np.random.seed, torch.manual_seed):
+            seed_one(value)
+
+    seed(1)
     whole = make_trainer(config, tmp_path / "whole")
     whole.fit()
 
+    seed(1)
     stopped = make_trainer(config, tmp_path / "stopped")
     log = stopped.reporter.step
 
@@ -253,8 +287,7 @@ def test_a_killed_and_resumed_run_has_the_metrics_of_an_uninterrupted_one(
     stopped.reporter.loggers.close()
 
     # Another process: other random numbers, nothing but the folder survives.
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(99)
+    seed(99)
     checkpoint = find_checkpoint("auto", root=tmp_path / "stopped", exp_name="grpo")
     assert checkpoint.step == 2
     resumed = make_trainer(config, checkpoint.run_dir, checkpoint)
@@ -274,7 +307,6 @@ def test_a_finished_run_that_is_resumed_has_nothing_left_to_do(make_config, tmp_
     config = make_config(iterations=2)
     first = make_trainer(config, tmp_path)
     first.fit()
-    first.reporter.loggers.close()
     checkpoint = find_checkpoint(str(tmp_path), root=tmp_path, exp_name="grpo")
     again = make_trainer(config, tmp_path, checkpoint)
     again.fit()
@@ -287,8 +319,6 @@ def test_a_finished_run_that_is_resumed_has_nothing_left_to_do(make_config, tmp_
 
 
 def make_rollout(rewards, errors, truncated):
-    from tensordict import TensorDict
-
     rows = len(rewards)
     mask = torch.arange(6) < torch.arange(2, 2 + rows)[:, None]
     return TensorDict({

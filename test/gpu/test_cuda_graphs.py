@@ -1,0 +1,111 @@
+"""On a GPU: weight updates reach an engine whose CUDA graphs were captured before them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo import GRPOLoss, data, total_loss
+from grpo.engines.inprocess import start_engine, stop_engine
+from grpo.objectives import TokenScorer
+from grpo.policies import Sampling, VLLMPolicy
+from grpo.training import MasterAdamW
+from grpo.weights import Canary, SingleCopy, StaleWeightsError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
+
+PROMPTS = [[5 + (7 * row + i) % 200 for i in range(40)] for row in range(8)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=512,
+        tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None))
+    path = tmp_path_factory.mktemp("model")
+    model.to(torch.bfloat16).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def shared(folder):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    from transformers import AutoModelForCausalLM
+
+    device = torch.device("cuda", 0)
+    engine = start_engine(str(folder), device=device, dtype=torch.bfloat16, max_model_len=128,
+                          max_num_seqs=64)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    weights = SingleCopy(model, engine)
+    policy = VLLMPolicy(engine, Sampling(max_tokens=16), pad_token_id=0, eos_token_ids=(1,),
+                        version=lambda: weights.version)
+    yield model, weights, policy
+    stop_engine(engine)
+
+
+def test_graphs_are_on_and_follow_every_update(shared):
+    model, weights, policy = shared
+    config = policy.engine.llm_engine.vllm_config
+    assert not config.model_config.enforce_eager
+    assert config.compilation_config.cudagraph_mode.name != "NONE"
+    assert all(param.is_cuda for param in model.parameters())
+    canary = Canary(policy, TokenScorer(model), weights, prompts=PROMPTS[:4])
+    greedy = policy.with_sampling(temperature=0.0)
+    optimizer = MasterAdamW(model.parameters(), lr=2e-3)
+    canary.check()
+    before = greedy.generate_from_ids(PROMPTS)[data.RESPONSE_TOKENS]
+    for version in range(1, 6):
+        batch = policy.generate_from_ids(PROMPTS * 4).to("cuda")
+        even = (batch[data.TOKENS] % 2 == 0) & batch[data.ASSISTANT_MASK]
+        batch[data.REWARD] = even.sum(-1, keepdim=True).float()
+        batch[data.GROUP_ID] = torch.arange(8, device="cuda").repeat(4)
+        total_loss(GRPOLoss(model)(batch)).backward()
+        optimizer.step()
+        assert weights.publish() == version
+        assert canary.check().mean_abs_diff < 0.1
+    assert weights.unshared() == []
+    after = greedy.generate_from_ids(PROMPTS)[data.RESPONSE_TOKENS]
+    assert not torch.equal(before, after)
+
+
+def test_a_stale_engine_is_noticed_in_bfloat16(shared):
+    model, weights, policy = shared
+    canary = Canary(policy, TokenScorer(model), weights, prompts=PROMPTS[:4])
+    canary.check()
+    for param in model.parameters():
+        param.data = param.data.clone()
+    weights.unshared = lambda: []  # leave it to the numbers
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight.mul_(30.0)
+    weights.publish()
+    with pytest.raises(StaleWeightsError, match=r"layers\.2\.mlp\.down_proj"):
+        canary.check()
+
+
+def test_compiled_head_equals_the_plain_one(shared):
+    model, _, policy = shared
+    batch = policy.generate_from_ids(PROMPTS).to("cuda")
+    arguments = (batch[data.TOKENS], batch[data.ATTENTION_MASK], batch[data.ASSISTANT_MASK])
+    with torch.no_grad():
+        plain = TokenScorer(model)(*arguments)
+        compiled = TokenScorer(model, compile_head=True)(*arguments)
+    for a, b in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-2)
+
+
+def test_packed_rows_score_like_padded_ones(shared):
+    model, _, policy = shared
+    policy = VLLMPolicy(policy.engine, Sampling(max_tokens=16), pad_token_id=0,
+                        eos_token_ids=tuple(range(0, 60)))
+    batch = policy.generate_from_ids([p[: 5 + 4 * i] for i, p in enumerate(PROMPTS)]).to("cuda")
+    arguments = (batch[data.TOKENS], batch[data.ATTENTION_MASK], batch[data.ASSISTANT_MASK])
+    with torch.no_grad():
+        padded, _ = TokenScorer(model)(*arguments)
+        packed, _ = TokenScorer(model, packing=True)(*arguments)
+    torch.testing.assert_close(padded, packed, rtol=0, atol=0.1)
