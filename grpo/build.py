@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,14 @@ class Actor:
     model: nn.Module
     policy: Policy
     weights: WeightSync
+
+
+def quiet_libraries() -> None:
+    """Keep progress bars and repeated warnings of libraries out of the run's own display."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
 def resolve_device(config: Config) -> torch.device:
@@ -110,9 +119,7 @@ def load_tokenizer(path: str) -> Any:
 def load_model(path: str, config: Config, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """A Hugging Face causal language model in ``dtype`` on ``device``."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation=config.train_model.attn_implementation)
     return model.to(device)
@@ -206,13 +213,27 @@ def _refuse_engine_options(config: Config) -> None:
 
 def prepare_model(model: nn.Module, config: Config) -> None:
     """Training mode, gradient checkpointing and compiled layers, as configured."""
+    if config.train_model.compile and next(model.parameters()).device.type == "cpu":
+        raise ConfigError("train_model.compile=true is for GPUs: compiling takes longer than it "
+                          "saves on a CPU, and vLLM's CPU build switches the compiler off; set it "
+                          "to false")
     model.train()
     model.requires_grad_(True)
+    _switch_dropout_off(model)
     if config.train_model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.train_model.compile:
         for layer in model.base_model.layers:
             layer.forward = torch.compile(layer.forward)
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    """The engine samples without dropout, so with it on-policy ratios would not be 1."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
 
 
 def build_env(
@@ -259,7 +280,7 @@ def build_loss(config: Config, model: nn.Module, tokenizer: Any) -> GRPOLoss:
                          else None),
         kl_to_ref_coeff=train.kl_to_ref_coeff,
         kl_to_inference_coeff=train.kl_to_inference_coeff,
-        kl_estimator=train.kl_estimator,
+        kl_estimator=train.kl_estimator or "k3",
         entropy_coeff=train.entropy_coeff,
         temperature=config.inference_model.temperature,
         advantage_estimator=train.advantage_estimator,

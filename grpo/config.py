@@ -86,13 +86,15 @@ class TrainConfig(_Section):
     advantage_estimator: AdvantageEstimator = "group_norm"
     kl_to_ref_coeff: float | None = Field(None, ge=0)
     kl_to_inference_coeff: float | None = Field(None, ge=0)
-    kl_estimator: KLEstimator = "k3"
+    kl_estimator: KLEstimator | None = None
+    """null: k3."""
     entropy_coeff: float = Field(0.0, ge=0)
     eval_frequency: int = Field(10, ge=0)
     """Iterations between held-out evaluations; 0: at the start and the end only."""
     checkpoint_frequency: int = Field(100, ge=0)
     """Iterations between checkpoints; 0: none."""
-    keep_checkpoints: int = Field(3, ge=1)
+    keep_checkpoints: int | None = Field(None, ge=1)
+    """null: the 3 newest."""
 
     @model_validator(mode="after")
     def _objective_is_known(self) -> TrainConfig:
@@ -106,6 +108,18 @@ class TrainConfig(_Section):
             raise ValueError("train.gradient_accumulation_steps and "
                              "train.max_tokens_per_micro_batch both say how to split a batch; "
                              "set one of them to null")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_that_would_not_be_read(self) -> TrainConfig:
+        if self.kl_estimator and self.kl_to_ref_coeff is None and (
+                self.kl_to_inference_coeff is None):
+            raise ValueError(f"train.kl_estimator={self.kl_estimator!r} is not read because both "
+                             "train.kl_to_ref_coeff and train.kl_to_inference_coeff are null; set "
+                             "one of them, or remove it")
+        if self.keep_checkpoints and not self.checkpoint_frequency:
+            raise ValueError(f"train.keep_checkpoints={self.keep_checkpoints} is not read because "
+                             "train.checkpoint_frequency is 0; raise that, or remove it")
         return self
 
 

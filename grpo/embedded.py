@@ -131,9 +131,10 @@ def _make(folder: Path, task: ArithmeticTask, spec: EmbeddedSpec) -> None:
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
+    try:
+        partial.rename(folder)
+    except OSError:  # another run finished the same model first; it is as good as ours
+        shutil.rmtree(partial)
 
 
 def warm_start(model: nn.Module, tokenizer: Any, task: ArithmeticTask, spec: EmbeddedSpec) -> float:

@@ -93,6 +93,7 @@ def start_engine(
         enable_prefix_caching=enable_prefix_caching,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
+        use_tqdm_on_load=False,
         **options,
     )
 

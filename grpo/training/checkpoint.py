@@ -52,7 +52,7 @@ class Checkpoint:
 def save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     """Write model and tokenizer so that ``AutoModelForCausalLM`` and vLLM load them."""
     # Views into an engine's fused tensors are cut loose, or safetensors would refuse them.
-    weights = {name: tensor.detach().clone().contiguous()
+    weights = {name: tensor.detach().to("cpu", copy=True).contiguous()
                for name, tensor in model.state_dict().items()}
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     weights = {name: tensor for name, tensor in weights.items() if name not in tied}

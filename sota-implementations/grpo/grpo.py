@@ -38,6 +38,7 @@ from grpo.weights import Canary  # noqa: E402
 
 def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Trainer:
     """Put the parts of a run together."""
+    build.quiet_libraries()
     settings = config.model_dump(mode="json")
 
     # What is trained, on what, where
@@ -90,7 +91,7 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
         iterations=config.iterations,
         eval_frequency=config.train.eval_frequency,
         checkpoint_frequency=config.train.checkpoint_frequency,
-        keep_checkpoints=config.train.keep_checkpoints,
+        keep_checkpoints=config.train.keep_checkpoints or 3,
     )
     if checkpoint:
         trainer.restore(checkpoint)

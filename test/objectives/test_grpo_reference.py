@@ -88,7 +88,8 @@ def loss_of(model, options):
     return GRPOLoss(
         model, objective=options["objective"], aggregation=options["aggregation"],
         constant_length=CONSTANT_LENGTH if options["aggregation"] == "dr_grpo" else None,
-        clip_epsilon=CLIP if options["objective"] == "ppo_clip" else None, kl_to_ref_coeff=options["kl_ref"],
+        clip_epsilon=CLIP if options["objective"] == "ppo_clip" else None,
+        kl_to_ref_coeff=options["kl_ref"],
         kl_to_inference_coeff=options["kl_inf"], kl_estimator=options["estimator"],
         entropy_coeff=options["entropy_coeff"], temperature=options["temperature"])
 
