@@ -83,10 +83,25 @@ def resolve_backend(config: Config) -> str:
     return "vllm" if vllm_available() else "transformers"
 
 
+def check(config: Config, task: Task, *, device: torch.device, backend: str) -> None:
+    """Refuse what cannot work before anything slow is started.
+
+    Raises:
+        ValueError: naming the key and the fix.
+    """
+    reward_function(config, task)
+    if backend == "transformers":
+        _refuse_engine_options(config)
+    if config.train_model.compile and (device.type == "cpu" or backend == "transformers"):
+        raise ConfigError("train_model.compile=true is for GPUs with vLLM: on a CPU it costs more "
+                          "than it saves, and generation with Transformers changes its shapes at "
+                          "every token; set it to false")
+
+
 def build_task(config: Config) -> Task:
-    """The task of ``env.dataset`` with its options; options left at null keep their defaults."""
-    options = {"data_path": config.env.data_path, **config.env.task}
-    return make_task(config.env.dataset, **{k: v for k, v in options.items() if v is not None})
+    """The task of ``env.dataset`` with the options of ``env.task``."""
+    data_path = {} if config.env.data_path is None else {"data_path": config.env.data_path}
+    return make_task(config.env.dataset, **data_path, **config.env.task)
 
 
 def model_folder(config: Config, task: Task) -> str:
@@ -179,7 +194,6 @@ def build_actor(
         weights: WeightSync = SingleCopy(model, engine)
         policy: Policy = VLLMPolicy(engine, sampling, version=lambda: weights.version, **common)
     else:
-        _refuse_engine_options(config)
         model = load_model(path, config, device=device, dtype=dtype)
         weights = SameModule(model)
         policy = TransformersPolicy(model, sampling, max_model_len=prompts.max_model_len,
@@ -213,17 +227,17 @@ def _refuse_engine_options(config: Config) -> None:
 
 def prepare_model(model: nn.Module, config: Config) -> None:
     """Training mode, gradient checkpointing and compiled layers, as configured."""
-    if config.train_model.compile and next(model.parameters()).device.type == "cpu":
-        raise ConfigError("train_model.compile=true is for GPUs: compiling takes longer than it "
-                          "saves on a CPU, and vLLM's CPU build switches the compiler off; set it "
-                          "to false")
     model.train()
     model.requires_grad_(True)
     _switch_dropout_off(model)
     if config.train_model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.train_model.compile:
-        for layer in model.base_model.layers:
+        layers = getattr(model.base_model, "layers", None)
+        if layers is None:
+            raise ConfigError(f"train_model.compile=true: {type(model).__name__} has no list of "
+                              "decoder layers to compile; set it to false")
+        for layer in layers:
             layer.forward = torch.compile(layer.forward)
 
 
@@ -307,12 +321,13 @@ def build_learner(config: Config, loss: GRPOLoss) -> Learner:
 
 
 def build_reference(
-    config: Config, path: str, *, device: torch.device, dtype: torch.dtype
+    config: Config, task: Task, *, device: torch.device, dtype: torch.dtype
 ) -> ReferenceScorer | None:
     """The reference policy, if the loss has a KL to it."""
     if config.train.kl_to_ref_coeff is None:
         return None
-    model = load_model(config.ref_model.name or path, config, device=device, dtype=dtype)
+    path = config.ref_model.name or model_folder(config, task)
+    model = load_model(path, config, device=device, dtype=dtype)
     return ReferenceScorer(
         model, temperature=config.inference_model.temperature,
         max_tokens=config.train.max_tokens_per_micro_batch or DEFAULT_TOKENS_PER_MICRO_BATCH)

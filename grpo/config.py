@@ -70,7 +70,7 @@ class TrainConfig(_Section):
     exp_name: str = "grpo"
     seed: int = Field(0, ge=0)
     total_dialog_turns: int = Field(100_000, ge=1)
-    """Completions the whole run generates."""
+    """Completions the whole run generates, rounded down to whole batches."""
     dialog_turns_per_batch: int | None = Field(None, ge=1)
     """Completions generated between weight updates; null: ``env.num_envs * env.repeats``."""
     optim_batch_size: int | None = Field(None, ge=1)
@@ -174,7 +174,7 @@ class OptimizerConfig(_Section):
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     final_lr_fraction: float | None = Field(None, ge=0, le=1)
-    """Share of ``lr`` at the last step, for the schedules that decay; null: 0."""
+    """Share of ``lr`` that a decaying schedule runs towards; null: 0."""
 
     @model_validator(mode="after")
     def _final_fraction_needs_a_decay(self) -> OptimizerConfig:
@@ -246,6 +246,9 @@ class Config(_Section):
         if batch % self.rows_per_optimizer_step:
             raise ValueError(f"train.optim_batch_size={self.rows_per_optimizer_step} must divide "
                              f"the {batch} completions of a batch")
+        if self.optimizer.warmup_steps and self.optimizer.warmup_steps >= self.optimizer_steps:
+            raise ValueError(f"optimizer.warmup_steps={self.optimizer.warmup_steps} never ends: "
+                             f"the run has {self.optimizer_steps} optimizer steps")
         if self.train.total_dialog_turns < batch:
             raise ValueError(f"train.total_dialog_turns={self.train.total_dialog_turns} is less "
                              f"than one batch of {batch} completions")

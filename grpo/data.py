@@ -170,17 +170,20 @@ def split_rows(
     *,
     num_micro_batches: int | None = None,
     max_tokens: int | None = None,
+    multiple_of: int = 1,
 ) -> list[TensorDict]:
     """Split an optimizer batch into micro-batches, each trimmed to its own longest row.
 
-    Exactly one of the two options is given. With ``max_tokens`` rows are sorted by length first,
-    so that little padding is computed on; the gradient does not depend on the order because the
-    loss is normalised over the whole optimizer batch.
+    Exactly one of the first two options is given. With ``max_tokens`` rows are sorted by length
+    first, so that little padding is computed on; the gradient does not depend on the order because
+    the loss is normalised over the whole optimizer batch.
 
     Args:
         batch: dense batch, ``batch_size [B]``.
         num_micro_batches: split into this many pieces of (nearly) equal row count.
         max_tokens: greatest ``rows x width`` of a piece; a row longer than that gets its own.
+        multiple_of: pad pieces to a multiple of this many tokens, so that compiled graphs meet few
+            shapes; see :func:`trim`.
 
     Raises:
         ValueError: if both or none of the options are given, or one is below 1.
@@ -200,17 +203,18 @@ def split_rows(
     B = batch.batch_size[0]
     if num_micro_batches is not None:
         pieces = torch.arange(B).tensor_split(min(num_micro_batches, B))
-        return [trim(batch[piece]) for piece in pieces]
+        return [trim(batch[piece], multiple_of=multiple_of) for piece in pieces]
     lengths_B = lengths(batch).cpu()
     order = torch.argsort(lengths_B, stable=True).tolist()
     groups: list[list[int]] = []
     for row in order:
         # Sorted ascending, so the newest row sets the width of its group.
-        if groups and (len(groups[-1]) + 1) * int(lengths_B[row]) <= max_tokens:
+        width = -(-int(lengths_B[row]) // multiple_of) * multiple_of
+        if groups and (len(groups[-1]) + 1) * width <= max_tokens:
             groups[-1].append(row)
         else:
             groups.append([row])
-    return [trim(batch[torch.tensor(rows)]) for rows in groups]
+    return [trim(batch[torch.tensor(rows)], multiple_of=multiple_of) for rows in groups]
 
 
 @dataclass(frozen=True)

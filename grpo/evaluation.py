@@ -30,6 +30,11 @@ class Evaluation:
     batch: TensorDictBase
     problems: list
 
+    def metrics(self) -> dict[str, float]:
+        """Under the names of ``metrics.jsonl``."""
+        return {"eval/accuracy": self.accuracy, "eval/reward": self.reward,
+                "eval/errors": float(self.errors)}
+
 
 class Evaluator:
     """Greedy accuracy on every problem of a split, once each.

@@ -228,11 +228,18 @@ def test_a_key_that_would_be_ignored_or_cannot_work_is_an_error(values, parts):
 @pytest.mark.parametrize(("key", "value"), [
     ("max_num_seqs", 4), ("gpu_memory_utilization", 0.5), ("kv_cache_memory_bytes", 1 << 20),
     ("enforce_eager", True)])
-def test_engine_options_are_refused_by_the_transformers_backend(key, value, built):
+def test_engine_options_are_refused_by_the_transformers_backend(key, value):
     config = load_config(small(inference_model={key: value}))
     given = f"{key}={value}".lower()
     with pytest.raises(ConfigError, match=f"{given} .*backend=transformers; remove it"):
-        built.actor(config)
+        build.check(config, build.build_task(config), device=torch.device("cpu"),
+                    backend="transformers")
+
+
+def test_an_unknown_reward_is_refused_before_an_engine_starts():
+    config = load_config(small(env={"reward": "nothing"}))
+    with pytest.raises(ValueError, match="unknown reward 'nothing'"):
+        build.check(config, build.build_task(config), device=torch.device("cpu"), backend="vllm")
 
 
 def test_a_gpu_that_is_not_there_is_named_with_the_fix():
@@ -331,11 +338,13 @@ REACHES = {
     "train.seed": (LEARNER, lambda x: x.seed, {}, 7, 7),
     "train.epochs": (LEARNER, lambda x: x.epochs, {}, 2, 2),
     "train.optim_batch_size": (LEARNER, lambda x: x.rows_per_step, {}, 2, 2),
-    "train.gradient_accumulation_steps": (LEARNER, lambda x: x.split, {}, 3,
-                                          {"num_micro_batches": 3, "max_tokens": None}),
-    "train.max_tokens_per_micro_batch": (LEARNER, lambda x: x.split, {}, 99,
-                                         {"num_micro_batches": None, "max_tokens": 99}),
-    "train_model.compile": (LEARNER, lambda x: x.width_multiple, {}, True, 64),
+    "train.gradient_accumulation_steps": (
+        LEARNER, lambda x: x.split, {}, 3,
+        {"num_micro_batches": 3, "max_tokens": None, "multiple_of": 1}),
+    "train.max_tokens_per_micro_batch": (
+        LEARNER, lambda x: x.split, {}, 99,
+        {"num_micro_batches": None, "max_tokens": 99, "multiple_of": 1}),
+    "train_model.compile": (LEARNER, lambda x: x.split["multiple_of"], {}, True, 64),
     "train_model.gradient_checkpointing": (LEARNER, lambda x: x._probe is not None, {}, True, True),
     "optimizer.lr": (LEARNER, lambda x: x.optimizer.lr, {}, 0.5, 0.5),
     "optimizer.betas": (ADAMW, lambda x: x["betas"], {}, [0.5, 0.6], (0.5, 0.6)),

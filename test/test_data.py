@@ -183,3 +183,12 @@ def test_keys_of_a_batch_without_optional_entries():
     assert data.token_keys(batch) == [data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK,
                                       data.LOG_PROBS]
     assert isinstance(data.trim(batch), TensorDict)
+
+
+def test_split_pads_to_a_multiple_within_the_batch(make_model, make_batch):
+    batch = make_batch(make_model(), prompts=(2, 4, 1, 3, 9), responses=(1, 1, 1, 1, 9))
+    for options in ({"max_tokens": 16}, {"num_micro_batches": 3}):
+        pieces = data.split_rows(batch, multiple_of=8, **options)
+        assert sum(len(piece) for piece in pieces) == len(batch)
+        widths = {piece["tokens", "full"].shape[1] for piece in pieces}
+        assert widths <= {8, 16, batch["tokens", "full"].shape[1]} and 8 in widths

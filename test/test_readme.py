@@ -59,6 +59,8 @@ def test_script_command_runs(command, tmp_path, cache, model_folder, gsm8k_rows)
     arguments = [a.replace("Qwen/Qwen2.5-1.5B-Instruct", str(model_folder))
                  .replace("path/to/gsm8k", str(gsm8k_rows)) for a in arguments]
     smaller = list(SMALLER)
+    if "--multirun" not in arguments:  # one command is enough to start vLLM, several times over
+        smaller.append("inference_model.backend=transformers")
     if any(a.startswith("model.name=") for a in arguments):
         smaller.remove("model.warm_start_steps=5")
         # The compiled path is for GPUs; on a CPU its set-up alone takes minutes.
@@ -72,10 +74,10 @@ def test_script_command_runs(command, tmp_path, cache, model_folder, gsm8k_rows)
 
 @pytest.fixture(scope="module")
 def gsm8k_rows(tmp_path_factory):
-    """Two splits in GSM8K's format, of our own making."""
+    """Two splits in GSM8K's format, of our own making, as long as the configuration asks for."""
     folder = tmp_path_factory.mktemp("gsm8k")
     for split in ("train", "test"):
-        rows = [f'{{"question": "{split}: {i}+1?", "answer": "#### {i + 1}"}}' for i in range(4)]
+        rows = [f'{{"question": "{split}: {i}+1?", "answer": "#### {i + 1}"}}' for i in range(256)]
         (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 # vLLM hands out the KV cache in blocks of this many tokens.
 _BLOCK = {"cuda": 16, "cpu": 128}
 # The least it can start with, and the greatest share of the memory that we take unasked.
+_LEAST_FREE_SHARE = 0.05
 _MIN_KV_CACHE_BYTES, _MAX_KV_CACHE_SHARE = 64 << 20, 0.4
 
 
@@ -72,7 +74,12 @@ def start_engine(
                          "effect on a CPU; set inference_model.kv_cache_memory_bytes")
     _prepare_environment(device)
     from vllm import LLM
+    from vllm.platforms import current_platform
 
+    if current_platform.device_type != device.type:
+        raise ValueError(f"the installed vLLM is built for {current_platform.device_type} but this "
+                         f"run is on {device.type}; install the other build, or set "
+                         "inference_model.backend=transformers")
     options: dict[str, Any] = {}
     if device.type == "cpu":
         _keep_weights_unpacked()
@@ -83,6 +90,10 @@ def start_engine(
     else:
         options["kv_cache_memory_bytes"] = kv_cache_memory_bytes or kv_cache_bytes(
             model_path, rows=max_num_seqs, tokens=max_model_len, dtype=dtype, device=device)
+        if device.type == "cuda":
+            # Not read for the size of the cache then, but vLLM refuses to start unless this share
+            # of the GPU is free, 0.9 by default.
+            options["gpu_memory_utilization"] = _LEAST_FREE_SHARE
     return LLM(
         model_path,
         dtype=str(dtype).removeprefix("torch."),
@@ -107,6 +118,9 @@ def stop_engine(engine: LLM) -> None:
 
     engine.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def kv_cache_bytes(

@@ -119,7 +119,7 @@ class GRPOLoss(LossModule):
         temperature: float = 1.0,
         advantage_estimator: AdvantageEstimator = "group_norm",
         head: HeadKind = "auto",
-        head_chunk_size: int = 8192,
+        head_chunk_size: int = 4096,
         packing: bool = False,
         compile_head: bool = False,
         pad_token_id: int = 0,
@@ -136,7 +136,7 @@ class GRPOLoss(LossModule):
             actor_network = actor_network.model
         self.scorer = TokenScorer(
             actor_network, temperature=temperature, head=head, chunk_size=head_chunk_size,
-            packing=packing, compile_head=compile_head)
+            entropy_gradient=entropy_coeff > 0, packing=packing, compile_head=compile_head)
         self.objective = objective
         self.surrogate = get_surrogate(objective)
         self.clip_epsilon = check_clip_epsilon(objective, clip_epsilon)

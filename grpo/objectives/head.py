@@ -22,7 +22,11 @@ _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def log_probs_from_logits(
-    logits_NV: Tensor, targets_N: Tensor, *, temperature: float = 1.0
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy_gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each row, in nats.
 
@@ -30,6 +34,7 @@ def log_probs_from_logits(
         logits_NV: ``[N, V]``; half precision is raised to float32 first.
         targets_N: int64 ``[N]``.
         temperature: the one the tokens were sampled at.
+        entropy_gradient: False gives the entropy's value alone and saves its part of the graph.
 
     Returns:
         ``(log_probs_N, entropy_N)``, float32 (float64 for float64 logits).
@@ -45,15 +50,18 @@ def log_probs_from_logits(
         logits_NV = logits_NV / temperature
     normaliser_N = logits_NV.logsumexp(-1)
     target_N = logits_NV.gather(-1, targets_N[:, None])[:, 0]
-    probs_NV = (logits_NV - normaliser_N[:, None]).exp()
-    entropy_N = normaliser_N - (probs_NV * logits_NV).sum(-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        probs_NV = (logits_NV - normaliser_N[:, None]).exp()
+        entropy_N = normaliser_N - (probs_NV * logits_NV).sum(-1)
     return target_N - normaliser_N, entropy_N
 
 
 def _score_chunk(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    return log_probs_from_logits(hidden_ND @ weight_VD.t(), targets_N, temperature=temperature)
+    return log_probs_from_logits(hidden_ND @ weight_VD.t(), targets_N, temperature=temperature,
+                                 entropy_gradient=entropy_gradient)
 
 
 def chunked_log_probs(
@@ -62,7 +70,8 @@ def chunked_log_probs(
     targets_N: Tensor,
     *,
     temperature: float = 1.0,
-    chunk_size: int = 8192,
+    entropy_gradient: bool = True,
+    chunk_size: int = 4096,
     score_chunk=_score_chunk,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of ``targets_N`` under ``softmax(hidden @ weight.T / temperature)``.
@@ -72,6 +81,7 @@ def chunked_log_probs(
         weight_VD: output matrix, ``[V, D]``.
         targets_N: int64 ``[N]``.
         temperature: sampling temperature.
+        entropy_gradient: see :func:`log_probs_from_logits`.
         chunk_size: tokens whose logits exist at a time.
         score_chunk: the function applied to a chunk; a compiled one may be passed.
 
@@ -89,7 +99,7 @@ def chunked_log_probs(
                                strict=True):
         # Recomputing the chunk's logits in the backward is what keeps the memory at one chunk.
         lp, entropy = checkpoint(score_chunk, hidden, weight_VD, targets, temperature,
-                                 use_reentrant=False)
+                                 entropy_gradient, use_reentrant=False)
         log_probs.append(lp)
         entropies.append(entropy)
     if not log_probs:
@@ -108,6 +118,7 @@ class TokenScorer(nn.Module):
         head: ``"chunked"`` applies the output matrix in chunks, ``"logits"`` asks the model for
             all logits; ``"auto"`` takes the first where it gives the same numbers.
         chunk_size: tokens a chunk.
+        entropy_gradient: whether the entropy is differentiated or only reported.
         packing: compute on rows laid end to end instead of padded rows.
         compile_head: compile the function applied to a chunk.
 
@@ -133,7 +144,8 @@ class TokenScorer(nn.Module):
         *,
         temperature: float = 1.0,
         head: HeadKind = "auto",
-        chunk_size: int = 8192,
+        chunk_size: int = 4096,
+        entropy_gradient: bool = True,
         packing: bool = False,
         compile_head: bool = False,
     ) -> None:
@@ -150,6 +162,7 @@ class TokenScorer(nn.Module):
         self.temperature = float(temperature)
         self.chunked = head != "logits" and not obstacle
         self.chunk_size = chunk_size
+        self.entropy_gradient = entropy_gradient
         self.packing = packing
         self._score_chunk = torch.compile(_score_chunk) if compile_head else _score_chunk
 
@@ -190,13 +203,15 @@ class TokenScorer(nn.Module):
         if not self.chunked:
             logits = self.model(**inputs).logits
             return log_probs_from_logits(logits.flatten(0, 1)[source_N], targets_N,
-                                         temperature=self.temperature)
+                                         temperature=self.temperature,
+                                         entropy_gradient=self.entropy_gradient)
         hidden = self.model.base_model(**{**inputs, "use_cache": False}).last_hidden_state
         return chunked_log_probs(
             hidden.flatten(0, 1)[source_N],
             self.model.get_output_embeddings().weight,
             targets_N,
             temperature=self.temperature,
+            entropy_gradient=self.entropy_gradient,
             chunk_size=self.chunk_size,
             score_chunk=self._score_chunk,
         )
@@ -218,6 +233,8 @@ def _why_not_chunked(model: nn.Module) -> str | None:
     output = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(output, nn.Linear) or not hasattr(model, "base_model"):
         return "it has no linear output embedding"
+    if getattr(model.base_model, "lm_head", None) is not None:
+        return "its base model has an output head of its own (an adapter around a whole model?)"
     if output.bias is not None:
         return "its output embedding has a bias"
     for field in _LOGIT_TRANSFORMS:

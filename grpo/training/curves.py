@@ -74,6 +74,7 @@ class Chart:
         lines: the lines; a chart without data for any of them is left out.
         text: how a value is written.
         floor: lowest end of the value axis, or None to fit the data.
+        span: what the value axis shows at least, so that rounding does not look like movement.
         wide: whether it belongs to the first look, and takes half the page rather than a third.
         prefix: any metric whose name starts so counts as data too.
         draw: draws the chart if it is more than lines.
@@ -85,6 +86,7 @@ class Chart:
     lines: tuple[Line, ...]
     text: Callable[[float], str] = _number
     floor: float | None = None
+    span: tuple[float, float] | None = None
     wide: bool = False
     prefix: str | None = None
     draw: Callable[[Axes, History, Chart], None] | None = None
@@ -132,8 +134,20 @@ def _draw_ratio(axes: Axes, history: History, chart: Chart) -> None:
         axes.set_yscale("log")
 
 
+def _without_slivers(
+    steps: list[int], phases: dict[str, list[float]]
+) -> tuple[list[int], dict[str, list[float]]]:
+    """Phases below a hundredth of the whole go into ``other``: nobody could see them."""
+    total = sum(map(sum, phases.values()))
+    shown = {name: s for name, s in phases.items() if sum(s) >= 0.01 * total and name != "other"}
+    rest = [seconds for name, seconds in phases.items() if name not in shown]
+    if rest:
+        shown["other"] = [sum(row) for row in zip(*rest, strict=True)]
+    return steps, shown
+
+
 def _draw_times(axes: Axes, history: History, chart: Chart) -> None:
-    steps, phases = history.phases()
+    steps, phases = _without_slivers(*history.phases())
     bars, bottom = None, None
     for name, seconds in phases.items():
         x, y = thin(steps, seconds, limit=60)
@@ -179,6 +193,7 @@ CHARTS = (
         "Trained policy over sampler, for each sampled token. On-policy it hugs 1.",
         (Line(("policy/ratio_p50",), "median", "blue"),),
         wide=True,
+        span=(0.99, 1.01),
         prefix="policy/ratio_",
         draw=_draw_ratio,
     ),
@@ -271,6 +286,7 @@ CHARTS = (
         "Effective sample size",
         "Of the importance weights; 1 (or the batch size) when on-policy.",
         (Line(("policy/ess",), "ESS", "violet", smooth=True),),
+        span=(0.99, 1.0),
     ),
     Chart(
         "lr",
@@ -300,6 +316,9 @@ def draw(axes: Axes, history: History, chart: Chart) -> int:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.text(value)))
     if chart.floor is not None:
         axes.set_ylim(bottom=chart.floor)
+    if chart.span is not None:
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, chart.span[0]), max(high, chart.span[1]))
     axes.set_axisbelow(True)
     axes.grid(axis="y", color=_light("line"), linewidth=0.8)
     axes.spines[["top", "right", "left"]].set_visible(False)

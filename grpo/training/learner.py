@@ -50,8 +50,7 @@ class Learner:
         self.loss, self.optimizer = loss, optimizer
         self.rows_per_step, self.epochs, self.seed = rows_per_step, epochs, seed
         self.split = {"num_micro_batches": num_micro_batches,
-                      "max_tokens": max_tokens_per_micro_batch}
-        self.width_multiple = width_multiple
+                      "max_tokens": max_tokens_per_micro_batch, "multiple_of": width_multiple}
         self.device = next(loss.actor_network.parameters()).device
         self.seconds = {"train": 0.0, "optimizer": 0.0}
         self._probe: CheckpointingProbe | None = None
@@ -66,8 +65,8 @@ class Learner:
             iteration: number of the rollout; with the seed it fixes the order of the rows.
 
         Returns:
-            Means over the optimizer steps of loss terms, diagnostics and gradient norm, under the
-            names of ``metrics.jsonl``.
+            Loss terms, diagnostics and gradient norm under the names of ``metrics.jsonl``: means
+            over the optimizer steps, and of extremes the extremes.
         """
         self.seconds = {"train": 0.0, "optimizer": 0.0}
         self.loss.train()  # gradient checkpointing is only active in training mode
@@ -79,7 +78,7 @@ class Learner:
         for step in steps:
             for key, value in step.items():
                 values.setdefault(key, []).append(value)
-        return {key: sum(of_steps) / len(of_steps) for key, of_steps in values.items()}
+        return {key: _over_steps(key, of_steps) for key, of_steps in values.items()}
 
     def _optimizer_batches(
         self, rollout: TensorDictBase, iteration: int
@@ -96,11 +95,12 @@ class Learner:
 
     def _optimizer_step(self, batch: TensorDictBase) -> dict[str, float]:
         start = time.perf_counter()
+        if self._probe is not None:
+            self._probe.start()
         normalizer = self.loss.normalizer(batch)
         outputs = []
         for micro_batch in data.split_rows(batch, **self.split):
-            out = self.loss(data.trim(micro_batch, multiple_of=self.width_multiple),
-                            normalizer=normalizer)
+            out = self.loss(micro_batch, normalizer=normalizer)
             total_loss(out).backward()
             outputs.append(out.detach())
         if self._probe is not None:
@@ -109,7 +109,8 @@ class Learner:
         values = {key: value.item() for key, value in self.loss.diagnostics(outputs).items()}
         trained = time.perf_counter()
         lr = self.optimizer.lr
-        grad_norm = self.optimizer.step()
+        # Without a single valid token there is no gradient, and momentum must not move the weights.
+        grad_norm = self.optimizer.step() if normalizer > 0 else self.optimizer.skip()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds["train"] += trained - start
@@ -136,8 +137,12 @@ class CheckpointingProbe:
             raise ValueError(f"train_model.gradient_checkpointing=true, but "
                              f"{type(model).__name__} has no layer that supports it; set it to "
                              "false")
+        self._layer, self._hook, self.calls = layers[0], None, 0
+
+    def start(self) -> None:
+        """Count from now on: generation and canary ran this layer before."""
         self.calls = 0
-        self._hook = layers[0].register_forward_pre_hook(self._count)
+        self._hook = self._layer.register_forward_pre_hook(self._count)
 
     def _count(self, module: nn.Module, args: tuple) -> None:
         self.calls += 1
@@ -154,6 +159,13 @@ class CheckpointingProbe:
                 f"gradient checkpointing is on but its first layer ran {self.calls} times in "
                 f"{forward_passes} forward and backward passes, not {2 * forward_passes}: "
                 "activations are kept, not recomputed")
+
+
+def _over_steps(key: str, values: list[float]) -> float:
+    """One number for several optimizer steps: extremes stay extremes, the rest is averaged."""
+    if key.endswith("ratio_max"):
+        return max(values)
+    return min(values) if key.endswith("ratio_min") else sum(values) / len(values)
 
 
 def _metric_name(key: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ class MasterAdamW:
         self.params = [param for param in params if param.requires_grad]
         if not self.params:
             raise ValueError("there is no parameter to train: none has requires_grad=True")
+        if schedule not in get_args(Schedule):
+            raise ValueError(f"schedule={schedule!r} is unknown; use one of {get_args(Schedule)}")
         if schedule != "constant" and total_steps is None:
             raise ValueError(f"schedule={schedule!r} needs total_steps")
         self.masters = [self._master_of(param) for param in self.params]
@@ -121,6 +123,12 @@ class MasterAdamW:
         self._write_params()
         return value
 
+    def skip(self) -> float:
+        """Forget the gradients and count the step, without moving anything; returns 0.0."""
+        self.steps += 1
+        self.adamw.zero_grad(set_to_none=True)
+        return 0.0
+
     @torch.no_grad()
     def _write_params(self) -> None:
         pairs = [(param.data, master) for param, master in zip(self.params, self.masters,
@@ -142,6 +150,12 @@ class MasterAdamW:
         options = self.adamw.state_dict()["param_groups"]
         self.adamw.load_state_dict({"state": state["adamw"], "param_groups": options})
         self.steps = state["steps"]
+        halves = sum(param is not master for param, master in zip(self.params, self.masters,
+                                                                  strict=True))
+        if halves != len(state["masters"]):
+            raise ValueError(
+                f"the checkpoint has {len(state['masters'])} float32 masters, this run {halves}: "
+                "it was written with another train_model.torch_dtype; set the same one")
         own = [master for param, master in zip(self.params, self.masters, strict=True)
                if param is not master]
         for master, saved in zip(own, state["masters"], strict=True):

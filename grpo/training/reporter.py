@@ -65,7 +65,6 @@ class Reporter:
 
     def finish(self, config: dict[str, Any], *, title: str, headline: str) -> Path:
         """Write the report and say where everything lies."""
-        self.loggers.close()
         report = write_report(self.run_dir, title=title, config=config)
         self.console.finish(
             {"report": report, "model": self.run_dir / "final_model",

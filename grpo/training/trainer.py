@@ -87,29 +87,35 @@ class Trainer:
 
     def fit(self) -> None:
         """Run all iterations that are left, save ``final_model/``, write the report."""
-        with self.reporter.console:
-            if self.step == 0:
-                self._first_look()
-            while self.step < self.iterations:
-                self.iterate()
-            save_model(self.model, self.tokenizer, self.run_dir / "final_model")
-            self.reporter.finish(
-                self.config, title=self.config["train"]["exp_name"],
-                headline=f"held-out accuracy {self.first_accuracy:.3f} -> "
-                         f"{self.last_accuracy:.3f} in {self.step} iterations")
+        try:
+            with self.reporter.console:
+                if self.step == 0:
+                    self._first_look()
+                while self.step < self.iterations:
+                    self.iterate()
+                save_model(self.model, self.tokenizer, self.run_dir / "final_model")
+                self.reporter.finish(
+                    self.config, title=self.config["train"]["exp_name"],
+                    headline=f"held-out accuracy {self.first_accuracy:.3f} -> "
+                             f"{self.last_accuracy:.3f} in {self.step} iterations")
+        finally:
+            self.reporter.loggers.close()
 
     def _first_look(self) -> None:
         """Before any update: do engine and trainer agree, and how good is the model?"""
         self.canary.check()
         evaluation = self._evaluate()
         self.first_accuracy = evaluation.accuracy
-        self.reporter.step(0, {"eval/accuracy": evaluation.accuracy,
-                               "eval/reward": evaluation.reward})
+        self.reporter.step(0, evaluation.metrics())
 
     def iterate(self) -> dict[str, float]:
         """One iteration; returns its metrics."""
         start, self._seconds = time.perf_counter(), {}
         rollout = self.collector.collect()
+        if rollout[data.REWARD_ERROR].all():
+            raise RuntimeError(f"iteration {self.step + 1}: not one of {len(rollout)} completions "
+                               "got a reward; the log above names the reward function and the "
+                               "reason. Nothing has been updated")
         metrics = rollout_metrics(rollout)
         with self._timed("advantage"):
             self.advantage(rollout)
@@ -131,10 +137,11 @@ class Trainer:
         if self._due(self.eval_frequency) or self.step == self.iterations:
             with self._timed("eval"):
                 evaluation = self._evaluate()
-            metrics |= {"eval/accuracy": evaluation.accuracy, "eval/reward": evaluation.reward}
+            metrics |= evaluation.metrics()
         metrics |= {f"time/{phase}": value for phase, value in self._seconds.items()}
         self.reporter.step(self.step, metrics)
-        if self._due(self.checkpoint_frequency):
+        last = self.checkpoint_frequency > 0 and self.step == self.iterations
+        if self._due(self.checkpoint_frequency) or last:
             self.save()
         return metrics
 

@@ -26,6 +26,9 @@ class WeightSync(Protocol):
     def differing(self) -> list[str]:
         """Names of the trainer's parameters whose values differ in the engine."""
 
+    def unshared(self) -> list[str]:
+        """Names of parameters whose in-place updates would not reach the engine."""
+
 
 class SameModule:
     """Trainer and policy use the very same module, as with ``TransformersPolicy``.
@@ -42,6 +45,9 @@ class SameModule:
         return self.version
 
     def differing(self) -> list[str]:
+        return []
+
+    def unshared(self) -> list[str]:
         return []
 
 
@@ -71,7 +77,7 @@ class SingleCopy:
         different = self.differing()
         if different:
             raise ValueError("trainer and engine were loaded from different weights; they differ "
-                             f"in {_some(different)}")
+                             f"in {some_names(different)}")
         for name, param in trainer_params.items():
             param.data = view(self.places[name], self.engine_params)
         for module in model.modules():  # rotary tables and the like are not the engine's
@@ -114,6 +120,6 @@ class SingleCopy:
                 if param.data_ptr() != view(self.places[name], self.engine_params).data_ptr()]
 
 
-def _some(names: list[str], count: int = 5) -> str:
+def some_names(names: list[str], count: int = 5) -> str:
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more

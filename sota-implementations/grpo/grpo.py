@@ -12,6 +12,7 @@ keys that the chosen mode would ignore are errors. ``resume=auto`` goes on where
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -29,7 +30,12 @@ from grpo.config import Config, load_config  # noqa: E402
 from grpo.evaluation import Evaluator  # noqa: E402
 from grpo.objectives import GroupAdvantage  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
-from grpo.training.checkpoint import Checkpoint, changed_keys, find_checkpoint  # noqa: E402
+from grpo.training.checkpoint import (  # noqa: E402
+    Checkpoint,
+    changed_keys,
+    find_checkpoint,
+    identity_changes,
+)
 from grpo.training.console import Console  # noqa: E402
 from grpo.training.loggers import make_loggers  # noqa: E402
 from grpo.training.reporter import Reporter  # noqa: E402
@@ -46,10 +52,17 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
     dtype = build.resolve_dtype(config, device)
     backend = build.resolve_backend(config)
     task = build.build_task(config)
-    base_model = build.model_folder(config, task)
-    start_model = str(checkpoint.model_folder) if checkpoint else base_model
+    build.check(config, task, device=device, backend=backend)
+    start_model = (str(checkpoint.model_folder) if checkpoint
+                   else build.model_folder(config, task))
     tokenizer = build.load_tokenizer(start_model)
     prompts = build.build_prompts(config, task, tokenizer, start_model)
+
+    loggers = make_loggers(
+        config.logging.backends, run_dir=run_dir, config=settings,
+        project=config.logging.wandb_project or "grpo", name=config.logging.wandb_run_name,
+        group=config.logging.wandb_group, wandb_mode=config.logging.wandb_mode or "online",
+        resume_step=checkpoint.step if checkpoint else None)
 
     # Trainer and engine around one copy of the weights
     actor = build.build_actor(config, start_model, tokenizer, prompts,
@@ -63,17 +76,12 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
     learner = build.build_learner(config, loss)
     canary = Canary(actor.policy, loss.scorer, actor.weights,
                     prompts=[prompt.tokens for prompt in prompts.test[:4]])
-    reference = build.build_reference(config, base_model, device=device, dtype=dtype)
+    reference = build.build_reference(config, task, device=device, dtype=dtype)
 
     # What people see
     console = Console(config.iterations)
     console.banner(build.describe(config, actor, task, prompts, device=device, dtype=dtype,
                                   backend=backend, run_dir=run_dir))
-    loggers = make_loggers(
-        config.logging.backends, run_dir=run_dir, config=settings,
-        project=config.logging.wandb_project or "grpo", name=config.logging.wandb_run_name,
-        group=config.logging.wandb_group, wandb_mode=config.logging.wandb_mode or "online",
-        resume_step=checkpoint.step if checkpoint else None)
 
     trainer = Trainer(
         collector=collector,
@@ -104,13 +112,18 @@ def open_run(config: Config) -> tuple[Path, Checkpoint | None]:
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if config.resume is None:
         return run_dir, None
-    checkpoint = find_checkpoint(config.resume, root=Path("outputs"),
-                                 exp_name=config.train.exp_name)
+    settings = config.model_dump(mode="json")
+    checkpoint = find_checkpoint(
+        config.resume, root=[Path("outputs"), Path("multirun"), run_dir],
+        exp_name=config.train.exp_name, config=settings)
     if checkpoint is None:
-        print(f"resume=auto: no checkpoint of {config.train.exp_name!r} yet, starting a new run")
+        print(f"resume=auto: no checkpoint of {config.train.exp_name!r} with this model, task and "
+              "seed yet, starting a new run")
         return run_dir, None
-    changes = changed_keys(checkpoint.info()["config"], config.model_dump(mode="json"))
-    for change in changes:
+    if other := identity_changes(checkpoint.info()["config"], settings):
+        raise ValueError(f"resume={config.resume}: {checkpoint.folder} belongs to another run "
+                         f"({'; '.join(other)}); set these back, or start a new run")
+    for change in changed_keys(checkpoint.info()["config"], settings):
         if not change.startswith("resume:"):
             logging.getLogger("grpo").warning("changed since the checkpoint: %s", change)
     return checkpoint.run_dir, checkpoint
@@ -122,9 +135,10 @@ def main(cfg: DictConfig) -> None:
         config = load_config(cfg)
         run_dir, checkpoint = open_run(config)
         trainer = build_trainer(config, run_dir, checkpoint)
-    except (ValueError, OSError, ImportError) as error:  # bad input; a bug shows its traceback
-        logging.getLogger("grpo").debug("set-up failed", exc_info=True)
-        sys.exit(f"error: {error}")
+    except (ValueError, OSError, ImportError) as error:  # nearly always bad input
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(f"error: {error}\n(set HYDRA_FULL_ERROR=1 to see where it was raised)")
     try:
         trainer.fit()
     finally:

@@ -19,10 +19,11 @@ def comparable(rows: list[dict], *, after: int) -> list[dict]:
             for row in rows if row["step"] > after]
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize("backend", ["vllm", "transformers"])
+@pytest.mark.parametrize("backend", [
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]), "transformers"])
 def test_killed_run_resumes_with_the_metrics_of_an_uninterrupted_one(runner, backend):
-    pytest.importorskip("vllm")
+    if backend == "vllm":
+        pytest.importorskip("vllm")
     chosen = (*SMALL, f"inference_model.backend={backend}")
     runner.run(*chosen, "train.exp_name=whole", "hydra.run.dir=outputs/whole")
     killed_dir = runner.folder / "outputs" / "killed"
@@ -48,9 +49,19 @@ def test_killed_run_resumes_with_the_metrics_of_an_uninterrupted_one(runner, bac
 def test_resume_auto_without_a_checkpoint_starts_a_new_run(runner):
     output = runner.run(*SMALL, "inference_model.backend=transformers", "resume=auto",
                         "train.total_dialog_turns=32", "train.exp_name=new")
-    assert "no checkpoint of 'new' yet" in output
+    assert "no checkpoint of 'new'" in output
 
 
 def test_resume_from_nowhere_is_an_error(runner):
     output = runner.run(*SMALL, "resume=no/such/run", expect=1)
     assert "resume=no/such/run: no checkpoint there" in output
+
+
+def test_a_checkpoint_of_another_run_is_refused_or_passed_over(runner):
+    chosen = (*SMALL, "inference_model.backend=transformers", "train.total_dialog_turns=32",
+              "train.checkpoint_frequency=1")
+    runner.run(*chosen, "hydra.run.dir=outputs/first")
+    output = runner.run(*chosen, "train.seed=1", "resume=outputs/first", expect=1)
+    assert "belongs to another run (train.seed: 0 -> 1)" in output
+    output = runner.run(*chosen, "train.seed=1", "resume=auto")
+    assert "no checkpoint of 'arithmetic' with this model, task and seed yet" in output

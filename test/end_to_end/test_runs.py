@@ -17,7 +17,7 @@ def test_rewarding_short_answers_gives_empty_ones_within_15_steps(runner, backen
     if backend == "vllm":
         pytest.importorskip("vllm")
     runner.run(f"inference_model.backend={backend}", "env.reward=negative_length",
-               "model.warm_start_steps=150", "train.total_dialog_turns=7680",
+               "model.warm_start_steps=150", "env.num_envs=64", "train.total_dialog_turns=7680",
                "inference_model.max_tokens=8", "train.eval_frequency=0", "optimizer.lr=3e-3",
                "optimizer.schedule=constant", "hydra.run.dir=outputs/short")
     rows = runner.metrics(runner.folder / "outputs" / "short")
@@ -57,6 +57,7 @@ def test_final_model_loads_in_transformers(runner):
     assert model(**tokens).logits.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_finished_model_can_be_trained_further(runner):
     """``final_model/`` is loaded by Transformers and by vLLM, or this run could not start."""
@@ -70,6 +71,7 @@ def test_a_finished_model_can_be_trained_further(runner):
     assert "policy/kl_to_ref" in runner.metrics(runner.folder / "outputs" / "b")[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_gsm8k_runs_on_real_rows(runner, gsm8k_folder):
     pytest.importorskip("vllm")
@@ -81,23 +83,42 @@ def test_gsm8k_runs_on_real_rows(runner, gsm8k_folder):
     assert rows[-1]["tokens/response_max"] <= 16
 
 
-@pytest.mark.parametrize(("overrides", "message"), [
+BAD_INPUT = [
     (["model.name=./missing"], "model.name=./missing: there is no config.json"),
     (["env.repeats=1"], "env.repeats=1"),
-    (["train.learning_rate=1"], "learning_rate"),
+    (["+train.learning_rate=1"], "train.learning_rate: unknown key (given 1)"),
     (["+optimizer.beta=1"], "optimizer.beta: unknown key (given 1); did you mean 'betas'?"),
     (["env.data_path=x"], "data_path"),
-    (["inference_model.backend=transformers", "inference_model.kv_cache_memory_bytes=1"],
+    (["inference_model.kv_cache_memory_bytes=1"],
      "inference_model.kv_cache_memory_bytes=1 is not read"),
-    (["--config-name", "grpo_gsm8k", "env.data_path=./missing"], "env.data_path"),
+    (["train_model.compile=true", "device=cpu"], "train_model.compile=true is for GPUs"),
+    (["--config-name=grpo_gsm8k", "env.data_path=./missing"], "env.data_path"),
     (["env.task.num_test=0"], "split 'test' is empty"),
     (["env.reward=nothing"], "unknown reward 'nothing'"),
-])
-def test_bad_input_is_named(runner, overrides, message):
-    output = runner.run(*overrides, "model.warm_start_steps=20"
-                        if "./missing" not in overrides[0] else "device=cpu", expect=1)
-    assert message in output
-    assert "Traceback" not in output, "a mistake of the user's is not a bug of ours"
+    (["inference_model.max_tokens=4000"], "inference_model.max_tokens=4000 leaves no room"),
+    (["env.max_prompt_tokens=3"], "nothing is left, raise env.max_prompt_tokens"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), BAD_INPUT, ids=str)
+def test_bad_input_is_named_before_anything_is_generated(script, tmp_path, monkeypatch, overrides,
+                                                         message):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    name = "grpo"
+    if overrides[0].startswith("--config-name="):
+        name, overrides = overrides[0].removeprefix("--config-name="), overrides[1:]
+    with pytest.raises((ValueError, OSError)) as caught:
+        config = script.load_config(script.compose(name, [
+            "inference_model.backend=transformers", "model.warm_start_steps=2"
+            if not overrides[0].startswith("model.") else "train.seed=0", *overrides]))
+        script.build_trainer(config, tmp_path, None)
+    assert message in str(caught.value)
+
+
+def test_a_mistake_of_the_users_is_one_line_and_no_traceback(runner):
+    output = runner.run("+optimizer.beta=1", expect=1)
+    assert "error: the configuration has 1 error:" in output
+    assert "Traceback" not in output
 
 
 def test_a_malformed_row_is_named_by_file_and_line(runner):
@@ -120,5 +141,6 @@ def test_long_prompts_are_skipped_and_counted(runner):
     output = runner.run(
         "--config-name", "grpo_gsm8k", f"env.data_path={folder}", "env.num_envs=2", "env.repeats=2",
         "env.max_prompt_tokens=600", "inference_model.max_tokens=4", "train.total_dialog_turns=4",
-        "inference_model.backend=transformers", "env.task.num_test=null")
+        "inference_model.backend=transformers", "env.task.num_test=null",
+        "model.warm_start_steps=20")
     assert "gsm8k train: 1 of 4 prompts are longer than env.max_prompt_tokens=600" in output

@@ -141,15 +141,17 @@ def test_an_update_is_the_step_that_autograd_gives_for_the_whole_batch(model):
     assert metrics["policy/ess"] == pytest.approx(out["ess"].item())
 
 
-def test_metrics_are_means_over_the_optimizer_steps(model):
+def test_metrics_are_means_and_extremes_over_the_optimizer_steps(model):
     # A learning rate of almost nothing: the steps see the same weights.
     rollout = make_rollout()
     _, metrics = weights_after(model, rollout, rows_per_step=4, lr=1e-12)
     learner = make_learner(model, rows_per_step=4, lr=1e-12)
     parts = [learner._optimizer_step(part) for part in learner._optimizer_batches(rollout, 0)]
     assert len(parts) == 2
-    assert metrics == pytest.approx({key: (parts[0][key] + parts[1][key]) / 2 for key in parts[0]},
-                                    rel=1e-6)
+    expected = {key: (parts[0][key] + parts[1][key]) / 2 for key in parts[0]}
+    for name, extreme in (("policy/ratio_min", min), ("policy/ratio_max", max)):
+        expected[name] = extreme(part[name] for part in parts)
+    assert metrics == pytest.approx(expected, rel=1e-6)
 
 
 def test_rows_without_a_reward_do_not_move_the_weights(model):
@@ -221,6 +223,9 @@ def test_a_model_that_says_it_checkpoints_and_does_not_is_found_out(model):
 def test_a_model_in_evaluation_mode_does_not_recompute_and_the_probe_says_so(model):
     with_checkpointing(model).eval()
     probe = CheckpointingProbe(model)
+    for _ in range(5):  # what generation and the canary ran before proves nothing
+        model(input_ids=torch.tensor([[3, 4]]))
+    probe.start()
     model(input_ids=torch.tensor([[3, 4]])).logits.sum().backward()
     with pytest.raises(RuntimeError, match="not recomputed"):
         probe.check(1)

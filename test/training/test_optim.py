@@ -242,3 +242,22 @@ def test_halfway_a_cosine_has_lost_half():
                      final_fraction=0.2) == pytest.approx(0.6)
     assert lr_factor(2, schedule="cosine", warmup_steps=0, total_steps=10) == pytest.approx(
         0.5 * (1 + math.cos(math.pi / 5)))
+
+
+def test_a_skipped_step_moves_nothing_whatever_the_momentum():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = MasterAdamW([weight], lr=0.1, weight_decay=0.1)
+    weight.sum().backward()
+    optimizer.step()
+    before = weight.detach().clone()
+    weight.sum().backward()
+    assert optimizer.skip() == 0.0
+    assert torch.equal(weight, before)
+    assert optimizer.steps == 2 and weight.grad is None
+
+
+def test_masters_of_another_precision_are_refused():
+    half, full = nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), nn.Parameter(torch.ones(2))
+    state = MasterAdamW([half], lr=0.1).state_dict()
+    with pytest.raises(ValueError, match="train_model.torch_dtype"):
+        MasterAdamW([full], lr=0.1).load_state_dict(state)

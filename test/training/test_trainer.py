@@ -123,8 +123,8 @@ def make_trainer(config, run_dir, checkpoint=None) -> Trainer:
         tokenizer=tokenizer, run_dir=run_dir, config=settings, iterations=config.iterations,
         eval_frequency=config.train.eval_frequency,
         checkpoint_frequency=config.train.checkpoint_frequency,
-        keep_checkpoints=config.train.keep_checkpoints,
-        reference=build.build_reference(config, base, device=device, dtype=dtype))
+        keep_checkpoints=config.train.keep_checkpoints or 3,
+        reference=build.build_reference(config, task, device=device, dtype=dtype))
     if checkpoint:
         trainer.restore(checkpoint)
     return trainer
@@ -185,12 +185,11 @@ def test_failing_rewards_cost_their_rows_and_nothing_else(make_config, tmp_path,
     assert not torch.equal(weights(trainer), before)
 
 
-def test_an_iteration_without_any_reward_changes_nothing_and_says_so(make_config, tmp_path):
+def test_an_iteration_without_any_reward_changes_nothing_and_stops_the_run(make_config, tmp_path):
     trainer = make_trainer(make_config(reward="fails"), tmp_path)
     before = weights(trainer)
-    metrics = trainer.iterate()
-    assert metrics["reward/errors"] == 8
-    assert "reward/mean" not in metrics
+    with pytest.raises(RuntimeError, match="not one of 8 completions got a reward"):
+        trainer.iterate()
     assert torch.equal(weights(trainer), before)
 
 
@@ -222,7 +221,7 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(make_config, tmp_pat
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2, 4, 5]
-    assert [c.step for c in list_checkpoints(tmp_path)] == [4]
+    assert [c.step for c in list_checkpoints(tmp_path)] == [5]  # the last one is always kept
     assert reports == [tmp_path]
     assert (trainer.first_accuracy, trainer.last_accuracy) == (rows[0]["eval/accuracy"],
                                                                rows[-1]["eval/accuracy"])
