@@ -346,14 +346,15 @@ def describe(
     graphs = device.type == "cuda" and not config.inference_model.enforce_eager
     engine = f"{backend}, in process" + (", CUDA graphs" if backend == "vllm" and graphs else "")
     sharing = "one copy, shared by trainer and engine; a canary checks it after every update"
-    steps = config.optimizer_steps
+    steps, warmup = config.optimizer_steps, config.optimizer.warmup_steps
+    too_short = f" (all of them in the warm-up of {warmup})" if warmup >= steps else ""
     return {
         "model": model,
         "task": f"{task.name}: {len(prompts.train):,} training and {len(prompts.test):,} held-out "
                 "problems",
         "batch": f"{config.turns_per_batch // config.env.repeats} prompts x {config.env.repeats} "
                  f"completions of at most {config.inference_model.max_tokens} tokens",
-        "run": f"{config.iterations} iterations, {steps} optimizer steps, seed "
+        "run": f"{config.iterations} iterations, {steps} optimizer steps{too_short}, seed "
                f"{config.train.seed}",
         "loss": f"{config.train.objective}, {config.train.aggregation} aggregation, "
                 f"{config.train.advantage_estimator} advantages",

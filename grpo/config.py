@@ -246,9 +246,6 @@ class Config(_Section):
         if batch % self.rows_per_optimizer_step:
             raise ValueError(f"train.optim_batch_size={self.rows_per_optimizer_step} must divide "
                              f"the {batch} completions of a batch")
-        if self.optimizer.warmup_steps and self.optimizer.warmup_steps >= self.optimizer_steps:
-            raise ValueError(f"optimizer.warmup_steps={self.optimizer.warmup_steps} never ends: "
-                             f"the run has {self.optimizer_steps} optimizer steps")
         if self.train.total_dialog_turns < batch:
             raise ValueError(f"train.total_dialog_turns={self.train.total_dialog_turns} is less "
                              f"than one batch of {batch} completions")
