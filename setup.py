@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 LOGGING = ["tensorboard>=2.15", "wandb>=0.17"]
@@ -20,6 +22,8 @@ setup(
     name="torchrl-grpo",
     version="0.1.0",
     description="GRPO for language models on TorchRL, with one copy of the weights",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="MIT",
     license_files=["LICENSE"],
     python_requires=">=3.10",

@@ -167,15 +167,15 @@ def build_prompts(config: Config, task: Task, tokenizer: Any, model_path: str) -
     if context is not None and limit > context:
         raise ConfigError(f"inference_model.max_model_len={limit} is more than the model's "
                           f"context of {context} tokens")
-    if inference.max_tokens >= limit:
-        raise ConfigError(f"inference_model.max_tokens={inference.max_tokens} leaves no room for a "
+    if config.max_tokens >= limit:
+        raise ConfigError(f"inference_model.max_tokens={config.max_tokens} leaves no room for a "
                           f"prompt in a context of {limit} tokens")
-    room = limit - inference.max_tokens
+    room = limit - config.max_tokens
     room = min(room, config.env.max_prompt_tokens or room)
     train, test = (render_all(task.split(split), tokenizer, max_prompt_tokens=room,
                               what=f"{task.name} {split}") for split in ("train", "test"))
     width = max(len(prompt.tokens) for prompt in train + test)
-    return Prompts(train, test, width, inference.max_model_len or width + inference.max_tokens)
+    return Prompts(train, test, width, inference.max_model_len or width + config.max_tokens)
 
 
 def build_actor(
@@ -184,7 +184,7 @@ def build_actor(
 ) -> Actor:
     """Model, policy and the one copy of the weights between them."""
     inference = config.inference_model
-    sampling = Sampling(max_tokens=inference.max_tokens, temperature=inference.temperature,
+    sampling = Sampling(max_tokens=config.max_tokens, temperature=inference.temperature,
                         seed=config.train.seed)
     common = {"pad_token_id": tokenizer.pad_token_id, "ignore_eos": inference.ignore_eos,
               "eos_token_ids": eos_token_ids(path, tokenizer)}
@@ -290,7 +290,7 @@ def build_loss(config: Config, model: nn.Module, tokenizer: Any) -> GRPOLoss:
         objective=train.objective,
         clip_epsilon=train.clip_epsilon,
         aggregation=train.aggregation,
-        constant_length=(config.inference_model.max_tokens if train.aggregation == "dr_grpo"
+        constant_length=(config.max_tokens if train.aggregation == "dr_grpo"
                          else None),
         kl_to_ref_coeff=train.kl_to_ref_coeff,
         kl_to_inference_coeff=train.kl_to_inference_coeff,
@@ -353,7 +353,7 @@ def describe(
         "task": f"{task.name}: {len(prompts.train):,} training and {len(prompts.test):,} held-out "
                 "problems",
         "batch": f"{config.turns_per_batch // config.env.repeats} prompts x {config.env.repeats} "
-                 f"completions of at most {config.inference_model.max_tokens} tokens",
+                 f"completions of at most {config.max_tokens} tokens",
         "run": f"{config.iterations} iterations, {steps} optimizer steps{too_short}, seed "
                f"{config.train.seed}",
         "loss": f"{config.train.objective}, {config.train.aggregation} aggregation, "

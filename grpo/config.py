@@ -69,8 +69,9 @@ class TrainConfig(_Section):
 
     exp_name: str = "grpo"
     seed: int = Field(0, ge=0)
-    total_dialog_turns: int = Field(100_000, ge=1)
-    """Completions the whole run generates, rounded down to whole batches."""
+    total_dialog_turns: int | None = Field(None, ge=1)
+    """Completions the whole run generates, rounded down to whole batches; null: 100,000, and 5
+    batches for the embedded model on problems it cannot solve."""
     dialog_turns_per_batch: int | None = Field(None, ge=1)
     """Completions generated between weight updates; null: ``env.num_envs * env.repeats``."""
     optim_batch_size: int | None = Field(None, ge=1)
@@ -139,7 +140,8 @@ class InferenceModelConfig(_Section):
 
     backend: Literal["auto", "vllm", "transformers"] = "auto"
     temperature: float = Field(1.0, gt=0)
-    max_tokens: int = Field(1024, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest response; null: 1024, and 128 for the embedded model on problems it cannot solve."""
     max_model_len: int | None = Field(None, ge=2)
     max_num_seqs: int | None = Field(None, ge=1)
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
@@ -246,10 +248,26 @@ class Config(_Section):
         if batch % self.rows_per_optimizer_step:
             raise ValueError(f"train.optim_batch_size={self.rows_per_optimizer_step} must divide "
                              f"the {batch} completions of a batch")
-        if self.train.total_dialog_turns < batch:
-            raise ValueError(f"train.total_dialog_turns={self.train.total_dialog_turns} is less "
+        if self.total_turns < batch:
+            raise ValueError(f"train.total_dialog_turns={self.total_turns} is less "
                              f"than one batch of {batch} completions")
         return self
+
+    @property
+    def is_demonstration(self) -> bool:
+        """The embedded model on problems it cannot solve: it only shows that the pipeline runs."""
+        return self.model.name == "embedded" and self.env.dataset != "arithmetic"
+
+    @property
+    def total_turns(self) -> int:
+        """``train.total_dialog_turns``, resolved."""
+        default = 5 * self.turns_per_batch if self.is_demonstration else 100_000
+        return self.train.total_dialog_turns or default
+
+    @property
+    def max_tokens(self) -> int:
+        """``inference_model.max_tokens``, resolved."""
+        return self.inference_model.max_tokens or (128 if self.is_demonstration else 1024)
 
     @property
     def turns_per_batch(self) -> int:
@@ -263,7 +281,7 @@ class Config(_Section):
     @property
     def iterations(self) -> int:
         """Rounds of generate and train."""
-        return self.train.total_dialog_turns // self.turns_per_batch
+        return self.total_turns // self.turns_per_batch
 
     @property
     def optimizer_steps(self) -> int:
