@@ -160,7 +160,7 @@ def _draw_times(axes: Axes, history: History, chart: Chart) -> None:
         bottom = [a + b for a, b in zip(bottom, y, strict=True)]
 
 
-_LEGEND_COLUMNS = 4
+_LEGEND_COLUMNS = 3
 
 
 def _light(role: str) -> str:
