@@ -279,7 +279,7 @@ def reward_function(config: Config, task: Task) -> Callable:
     chosen = config.env.reward or task.default_reward
     weighted = chosen if isinstance(chosen, dict) else {chosen: 1.0}
     functions = [(get_reward(name), weight) for name, weight in weighted.items()]
-    return functools.partial(compute_rewards, functions)
+    return functools.partial(compute_rewards, functions, timeout=config.env.reward_timeout)
 
 
 def build_loss(config: Config, model: nn.Module, tokenizer: Any) -> GRPOLoss:

@@ -39,6 +39,8 @@ class EnvConfig(_Section):
     """Options of the task, see :mod:`grpo.tasks`."""
     reward: str | dict[str, float] | None = None
     """Name or import path of the reward, or several with weights; null: the task's own."""
+    reward_timeout: float = Field(30.0, gt=0)
+    """Seconds a reward function may take on one completion; then the row has no reward."""
     num_envs: int = Field(32, ge=1)
     """Different prompts a batch."""
     repeats: int = Field(16, ge=2)

@@ -367,6 +367,8 @@ REACHES = {
     "env.task": (lambda b, c: b.env(c), lambda x: len(x.stream.prompts), {}, {"num_train": 9}, 9),
     "env.dataset": (lambda b, c: b.task(c), lambda x: x.name, {"env": {"task": {}}},
                     "test_dataset", "test_dataset"),
+    "env.reward_timeout": (lambda b, c: build.reward_function(c, b.task(c)),
+                           lambda x: x.keywords["timeout"], {}, 2.5, 2.5),
     "env.reward": (lambda b, c: build.reward_function(c, b.task(c)),
                    lambda x: x(["47"], [Problem("", "0", "p")]).reward.tolist(), {},
                    {f"{__name__}:contains_seven": 0.5, "exact_match": 1.0}, [0.5]),

@@ -13,7 +13,11 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from grpo.rewards.deadline import call_with_deadline
 from grpo.tasks.base import Problem
+
+#: Seconds a reward function may take on one completion.
+DEFAULT_TIMEOUT = 30.0
 
 
 class RewardResult(NamedTuple):
@@ -129,11 +133,14 @@ def compute_rewards(
     fns_with_weights: Sequence[tuple[RewardFn, float]],
     completions: Sequence[str],
     problems: Sequence[Problem],
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> RewardBatch:
     """Score completions with one or several reward functions.
 
-    A failure is never a silent 0: where a function raises, returns None (skip this sample), a
-    value that is not finite in float32, or no number, the row is marked in ``error``.
+    A failure is never a silent 0: where a function raises, takes longer than ``timeout``, returns
+    None (skip this sample), a value that is not finite in float32, or no number, the row is marked
+    in ``error``.
 
     The success of a row is that of the first function which returns a :class:`RewardResult`; if
     none does, a row succeeds when the first function gives at least 1.
@@ -142,9 +149,11 @@ def compute_rewards(
         fns_with_weights: functions and their finite weights in the sum.
         completions: what the model wrote, ``B`` texts without the prompts.
         problems: the problem of each completion.
+        timeout: seconds one function may take on one completion.
 
     Raises:
-        ValueError: if there is no function, a weight is not finite, or the lengths differ.
+        ValueError: if there is no function, a weight is not finite, the timeout is not positive,
+            or the lengths differ.
 
     Examples:
         >>> problem = Problem(prompt="6*7=", answer="42", id="p0")
@@ -158,13 +167,15 @@ def compute_rewards(
     for fn, weight in fns_with_weights:
         if not math.isfinite(weight):
             raise ValueError(f"weight={weight} of reward {_name_of(fn)} must be finite")
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout} must be a positive number of seconds")
     if len(completions) != len(problems):
         raise ValueError(
             f"{len(completions)} completions but {len(problems)} problems; give one for each"
         )
     results, messages = [], []
     for completion, problem in zip(completions, problems, strict=True):
-        result = _score(fns_with_weights, completion, problem)
+        result = _score(fns_with_weights, completion, problem, timeout)
         if isinstance(result, str):
             messages.append(result)
         results.append(result)
@@ -179,7 +190,10 @@ def compute_rewards(
 
 
 def _score(
-    fns_with_weights: Sequence[tuple[RewardFn, float]], completion: str, problem: Problem
+    fns_with_weights: Sequence[tuple[RewardFn, float]],
+    completion: str,
+    problem: Problem,
+    timeout: float,
 ) -> RewardResult | str:
     """Weighted sum of one row, or the sentence that says why it has none."""
     total, verdict, first_success = 0.0, None, None
@@ -188,7 +202,7 @@ def _score(
         # The function is the user's code and may raise anything. One bad completion must cost its
         # own row, not the run; the row is masked and the message reported, so nothing is hidden.
         try:
-            value = fn(completion, problem)
+            value = call_with_deadline(fn, completion, problem, seconds=timeout)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             return f"{who}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"

@@ -1,0 +1,87 @@
+"""Nothing that scores a completion can hold a run up for ever."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+from grpo.rewards import compute_rewards
+from grpo.rewards.deadline import call_with_deadline
+from grpo.tasks import Problem
+
+PROBLEM = Problem(prompt="1+1=", answer="2", id="p1")
+
+
+def spins_on_request(completion, problem):
+    while completion == "hang":
+        pass
+    return 1.0
+
+
+def sleeps_on_request(completion, problem):
+    time.sleep(60.0 if completion == "hang" else 0.0)
+    return 1.0
+
+
+@pytest.mark.parametrize("fn", [spins_on_request, sleeps_on_request])
+def test_a_late_row_is_an_error_and_the_others_keep_their_reward(fn):
+    start = time.monotonic()
+    batch = compute_rewards([(fn, 1.0)], ["fine", "hang", "fine"], [PROBLEM] * 3, timeout=0.1)
+    assert time.monotonic() - start < 5
+    assert batch.error.tolist() == [False, True, False]
+    assert batch.reward.tolist() == [1.0, 0.0, 1.0]
+    assert "took longer than 0.1 s" in batch.messages[0] and "'p1'" in batch.messages[0]
+
+
+def test_the_deadline_holds_outside_the_main_thread():
+    found = []
+
+    def work():
+        found.append(compute_rewards([(sleeps_on_request, 1.0)], ["hang", "fine"], [PROBLEM] * 2,
+                                     timeout=0.1))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(5)
+    assert found[0].error.tolist() == [True, False]
+
+
+def test_errors_surface_unchanged_in_both_places():
+    def fails():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        call_with_deadline(fails, seconds=1.0)
+    caught = []
+
+    def work():
+        try:
+            call_with_deadline(fails, seconds=1.0)
+        except KeyError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(5)
+    assert caught
+
+
+def test_an_alarm_of_somebody_else_goes_on():
+    rung = []
+    previous = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
+    outer = signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        assert call_with_deadline(lambda: 7, seconds=0.05) == 7
+        time.sleep(0.6)
+        assert len(rung) == 1
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_REAL, *outer)
+
+
+def test_a_timeout_must_be_positive():
+    with pytest.raises(ValueError, match="timeout=0"):
+        compute_rewards([(spins_on_request, 1.0)], ["a"], [PROBLEM], timeout=0)
