@@ -217,6 +217,22 @@ def split_rows(
     return [trim(batch[torch.tensor(rows)], multiple_of=multiple_of) for rows in groups]
 
 
+def scatter_tokens(values_N: Tensor, index_N: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Lay per-token values out as ``[B, T]``, zeros elsewhere (differentiable).
+
+    Args:
+        values_N: one value for each of some tokens.
+        index_N: int64 ``[N]``, their positions in the flattened ``[B * T]`` batch.
+        shape: ``(B, T)``.
+
+    Examples:
+        >>> scatter_tokens(torch.tensor([5.0, 7.0]), torch.tensor([1, 2]), (2, 2)).tolist()
+        [[0.0, 5.0], [7.0, 0.0]]
+    """
+    flat = values_N.new_zeros(shape[0] * shape[1])
+    return flat.index_put((index_N,), values_N).view(shape)
+
+
 @dataclass(frozen=True)
 class PackedRows:
     """Rows laid end to end in one sequence, as attention kernels with variable lengths read them.
@@ -237,8 +253,7 @@ class PackedRows:
 
     def unpack(self, values_N: Tensor, shape: tuple[int, int]) -> Tensor:
         """Scatter per-token values back to ``[B, T]``, zeros on padding (differentiable)."""
-        flat = values_N.new_zeros(shape[0] * shape[1])
-        return flat.index_put((self.index,), values_N).view(shape)
+        return scatter_tokens(values_N, self.index, shape)
 
 
 def pack(tokens_BT: Tensor, attention_mask_BT: Tensor) -> PackedRows:

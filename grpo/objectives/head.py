@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from grpo.data import pack
+from grpo.data import pack, scatter_tokens
 
 HeadKind = Literal["auto", "chunked", "logits"]
 
@@ -197,7 +197,8 @@ class TokenScorer(nn.Module):
             inputs = {"input_ids": tokens_BT, "attention_mask": _padding_mask(attention_mask_BT)}
             source_N = index_N - 1
         log_probs_N, entropy_N = self._score(inputs, source_N, targets_N)
-        return _scatter(log_probs_N, index_N, shape), _scatter(entropy_N, index_N, shape)
+        return (scatter_tokens(log_probs_N, index_N, shape),
+                scatter_tokens(entropy_N, index_N, shape))
 
     def _score(self, inputs: dict, source_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
         if not self.chunked:
@@ -221,11 +222,6 @@ def _padding_mask(attention_mask_BT: Tensor) -> Tensor | None:
     # Right padding cannot reach real tokens through causal attention. A mask is only needed to
     # tell rows apart, so without padding the faster mask-free kernels are used.
     return None if bool(attention_mask_BT.all()) else attention_mask_BT
-
-
-def _scatter(values_N: Tensor, index_N: Tensor, shape: tuple[int, int]) -> Tensor:
-    flat = values_N.new_zeros(shape[0] * shape[1])
-    return flat.index_put((index_N,), values_N).view(shape)
 
 
 def _why_not_chunked(model: nn.Module) -> str | None:

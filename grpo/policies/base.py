@@ -150,11 +150,15 @@ class Policy(TensorDictModuleBase):
 
     def generate_from_ids(self, prompts: list[list[int]]) -> TensorDict:
         """Convenience for lists of token ids: pad them, call the policy, return its batch."""
+        return self(self.pad_prompts(prompts))
+
+    def pad_prompts(self, prompts: list[list[int]]) -> TensorDict:
+        """The batch that the policy reads, from lists of token ids."""
         width = max(map(len, prompts))
         batch = TensorDict({}, batch_size=[len(prompts)])
         batch[data.PROMPT_TOKENS] = data.pad_rows(prompts, width, self.pad_token_id)
         batch[data.PROMPT_MASK] = data.pad_rows([[1] * len(p) for p in prompts], width, 0).bool()
-        return self(batch)
+        return batch
 
 
 @contextmanager

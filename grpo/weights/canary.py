@@ -77,11 +77,7 @@ class Canary:
         on_gpu = next(scorer.model.parameters()).is_cuda
         self.tolerance = tolerance or (
             CUDA_FLOAT32_TOLERANCE if on_gpu and dtype == torch.float32 else TOLERANCE[dtype])
-        width = max(map(len, prompts))
-        self.prompts = TensorDict({}, batch_size=[len(prompts)])
-        self.prompts[data.PROMPT_TOKENS] = data.pad_rows(prompts, width, policy.pad_token_id)
-        self.prompts[data.PROMPT_MASK] = data.pad_rows([[1] * len(p) for p in prompts], width,
-                                                       0).bool()
+        self.prompts = policy.pad_prompts(prompts)
 
     @torch.no_grad()
     def check(self) -> CanaryReport:
