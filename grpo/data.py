@@ -12,13 +12,22 @@ key                                             dtype     shape       meaning
 ``("tokens", "full")``                          int64     ``[B, T]``  prompt, response, padding
 ``("masks", "all_attention_mask")``             bool      ``[B, T]``  True on prompt and response
 ``("masks", "all_assistant_mask")``             bool      ``[B, T]``  True on sampled tokens
+``("masks", "high_entropy")``                   bool      ``[B, T]``  tokens the objective is for
 ``("log_probs", "full")``                       float32   ``[B, T]``  of each sampled token, else 0
+``("log_probs", "proximal")``                   float32   ``[B, T]``  the trainer's, before updates
 ``("next", "reward")``                          float32   ``[B, 1]``
 ``("next", "truncated")``                       bool      ``[B, 1]``  cut by the length limit
 ``("next", "reward_error")``                    bool      ``[B, 1]``  no reward: the row is masked
 ``("next", "success")``                         bool      ``[B, 1]``  the verifier's yes or no
+``("next", "shaped_reward")``                   float32   ``[B, 1]``  reward behind the advantage
+``("next", "ref_log_probs", "full")``           float32   ``[B, T]``  the reference policy's
+``("next", "teacher_log_probs", "full")``       float32   ``[B, T]``  a teacher's
+``("distill", "token_ids")``                    int64     ``[B,T,K]`` a teacher's most likely tokens
+``("distill", "log_probs")``                    float32   ``[B,T,K]`` and their log-probs
 ``"group_id"``, ``"policy_version"``            int64     ``[B]``
 ``"advantage"``                                 float32   ``[B, 1]``  or ``[B, T]`` for token-level
+``"listwise_weight"``                           float32   ``[B, 1]``  share of the group (MaxEnt)
+``"row_mask"``                                  bool      ``[B, 1]``  enters the loss; absent = all
 ==============================================  ========  ==========  ==============================
 
 The names are TorchRL's, so replay buffers, collectors and losses of either side read the other's
@@ -40,21 +49,30 @@ PROMPT_MASK = ("masks", "prompt_attention_mask")
 ATTENTION_MASK = ("masks", "all_attention_mask")
 ASSISTANT_MASK = ("masks", "all_assistant_mask")
 LOG_PROBS = ("log_probs", "full")
+PROXIMAL_LOG_PROBS = ("log_probs", "proximal")
+HIGH_ENTROPY_MASK = ("masks", "high_entropy")
 REF_LOG_PROBS = ("next", "ref_log_probs", "full")
+TEACHER_LOG_PROBS = ("next", "teacher_log_probs", "full")
+DISTILL_IDS = ("distill", "token_ids")
+DISTILL_LOG_PROBS = ("distill", "log_probs")
 REWARD = ("next", "reward")
+SHAPED_REWARD = ("next", "shaped_reward")
 REWARD_ERROR = ("next", "reward_error")
 SUCCESS = ("next", "success")
 TRUNCATED = ("next", "truncated")
 GROUP_ID = "group_id"
 POLICY_VERSION = "policy_version"
 ADVANTAGE = "advantage"
+LISTWISE_WEIGHT = "listwise_weight"
+ROW_MASK = "row_mask"
 FINISH_REASON = "finish_reason"
 
 #: Codes of ``finish_reason``: the model ended its turn, or the length limit did.
 FINISH_STOP, FINISH_LENGTH = 0, 1
 
-#: Entries whose last dimension runs over the ``T`` tokens of a row.
-TOKEN_KEYS = (TOKENS, ATTENTION_MASK, ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS)
+#: Entries whose second dimension runs over the ``T`` tokens of a row.
+TOKEN_KEYS = (TOKENS, ATTENTION_MASK, ASSISTANT_MASK, HIGH_ENTROPY_MASK, LOG_PROBS,
+              PROXIMAL_LOG_PROBS, REF_LOG_PROBS, TEACHER_LOG_PROBS, DISTILL_IDS, DISTILL_LOG_PROBS)
 
 
 def pad_rows(rows: list[list[int]], width: int, value: int) -> Tensor:
@@ -171,6 +189,7 @@ def split_rows(
     num_micro_batches: int | None = None,
     max_tokens: int | None = None,
     multiple_of: int = 1,
+    whole_groups: bool = False,
 ) -> list[TensorDict]:
     """Split an optimizer batch into micro-batches, each trimmed to its own longest row.
 
@@ -184,6 +203,7 @@ def split_rows(
         max_tokens: greatest ``rows x width`` of a piece; a row longer than that gets its own.
         multiple_of: pad pieces to a multiple of this many tokens, so that compiled graphs meet few
             shapes; see :func:`trim`.
+        whole_groups: keep the rows of a ``group_id`` together, for objectives that compare them.
 
     Raises:
         ValueError: if both or none of the options are given, or one is below 1.
@@ -200,21 +220,44 @@ def split_rows(
         raise ValueError("give exactly one of num_micro_batches and max_tokens")
     if (num_micro_batches if max_tokens is None else max_tokens) < 1:
         raise ValueError(f"{num_micro_batches=} or {max_tokens=} must be at least 1")
-    B = batch.batch_size[0]
+    units = row_units(batch, whole_groups=whole_groups)
     if num_micro_batches is not None:
-        pieces = torch.arange(B).tensor_split(min(num_micro_batches, B))
-        return [trim(batch[piece], multiple_of=multiple_of) for piece in pieces]
-    lengths_B = lengths(batch).cpu()
-    order = torch.argsort(lengths_B, stable=True).tolist()
-    groups: list[list[int]] = []
-    for row in order:
-        # Sorted ascending, so the newest row sets the width of its group.
-        width = -(-int(lengths_B[row]) // multiple_of) * multiple_of
-        if groups and (len(groups[-1]) + 1) * width <= max_tokens:
-            groups[-1].append(row)
+        cuts = torch.arange(len(units)).tensor_split(min(num_micro_batches, len(units)))
+        pieces = [[units[i] for i in cut.tolist()] for cut in cuts]
+    else:
+        pieces = _within_budget(units, lengths(batch).tolist(), max_tokens, multiple_of)
+    return [trim(batch[torch.cat(piece)], multiple_of=multiple_of) for piece in pieces]
+
+
+def row_units(batch: TensorDictBase, *, whole_groups: bool) -> list[Tensor]:
+    """Indices of the rows that must stay together: those of a group, or each one alone."""
+    rows = torch.arange(batch.batch_size[0])
+    if not whole_groups:
+        return list(rows[:, None])
+    group_B = batch[GROUP_ID].flatten().cpu()
+    order = group_B.argsort(stable=True)
+    return list(order.split(group_B.unique(return_counts=True)[1].tolist()))
+
+
+def _within_budget(
+    units: list[Tensor], lengths_B: list[int], max_tokens: int, multiple_of: int
+) -> list[list[Tensor]]:
+    """Put units of similar length together as long as ``rows x width`` stays within the budget."""
+    def width(unit: Tensor) -> int:
+        longest = max(lengths_B[row] for row in unit.tolist())
+        return -(-longest // multiple_of) * multiple_of
+
+    pieces: list[list[Tensor]] = []
+    rows = 0
+    for unit in sorted(units, key=width):
+        # Sorted ascending, so the newest unit sets the width of its piece.
+        if pieces and (rows + len(unit)) * width(unit) <= max_tokens:
+            pieces[-1].append(unit)
+            rows += len(unit)
         else:
-            groups.append([row])
-    return [trim(batch[torch.tensor(rows)], multiple_of=multiple_of) for rows in groups]
+            pieces.append([unit])
+            rows = len(unit)
+    return pieces
 
 
 def scatter_tokens(values_N: Tensor, index_N: Tensor, shape: tuple[int, int]) -> Tensor:

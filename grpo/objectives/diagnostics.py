@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
+
+from grpo.objectives.mismatch import mismatch_diagnostics
 
 RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99,
                    "ratio_max": 1.0}
-
-
-def token_stats(mask_BT: Tensor, **values_BT: Tensor) -> TensorDict:
-    """Keep the masked tokens of each named ``[B, T]`` tensor, detached, as ``[N]`` entries."""
-    kept = {name: value.detach().expand_as(mask_BT)[mask_BT] for name, value in values_BT.items()}
-    return TensorDict(kept, batch_size=[int(mask_BT.sum())])
 
 
 def quantile(sorted_N: Tensor, q: float) -> Tensor:
@@ -27,47 +23,55 @@ def quantile(sorted_N: Tensor, q: float) -> Tensor:
 def summarize(
     stats_N: TensorDictBase, *, clip_epsilon: tuple[float, float] | None
 ) -> dict[str, Tensor]:
-    r"""Diagnostics over all masked tokens of one or several micro-batches.
+    r"""Diagnostics over all loss tokens of one or several micro-batches.
 
     Concatenate the ``"token_stats"`` of the micro-batches first: means, quantiles and ESS are
     then those of the whole optimizer batch.
 
     * ``ratio_*``: quantiles of the raw ratio, before any clipping;
-    * ``clip_fraction_low`` / ``_high``: share of tokens whose gradient the clip removes, below
-      the range with ``A < 0`` and above it with ``A > 0``;
+    * ``clip_fraction_low`` / ``_high``: share of tokens whose ratio is clipped, below the range
+      with ``A < 0`` and above it with ``A > 0`` (of whole sequences where the objective clips the
+      ratio of a sequence); PPO-like objectives drop their gradient, CISPO limits it;
     * ``kl_to_inference``, ``kl_to_ref``: k3 estimates in nats;
     * ``ess``: effective sample size :math:`(\sum w)^2 / (N \sum w^2)` of the token ratios, in
       (0, 1]; 1 means all ratios are equal;
-    * ``entropy``: nats.
+    * ``entropy``: nats;
+    * ``mismatch_*``: see :func:`~grpo.objectives.mismatch.mismatch_diagnostics`;
+    * ``off_policy_fraction``: share of tokens whose sequence the off-policy mask drops.
 
     Args:
-        stats_N: from :func:`token_stats`, with ``log_ratio``, ``advantage`` and optionally
-            ``entropy`` and ``ref_log_ratio`` (current minus reference log-prob).
+        stats_N: the ``"token_stats"`` of ``GRPOLoss``: ``log_ratio`` and ``advantage``, and what
+            the loss was configured with.
         clip_epsilon: the bounds of the objective, or None where it has none.
 
     Examples:
-        >>> mask = torch.tensor([[True, True]])
-        >>> stats = token_stats(mask, log_ratio=torch.zeros(1, 2), advantage=torch.ones(1, 2))
+        >>> from tensordict import TensorDict
+        >>> stats = TensorDict({"log_ratio": torch.zeros(2), "advantage": torch.ones(2)}, [2])
         >>> summarize(stats, clip_epsilon=(0.2, 0.2))["ess"].item()
         1.0
     """
     if not stats_N.batch_size[0]:
         return {}
     log_ratio, advantage = stats_N["log_ratio"].float(), stats_N["advantage"]
-    ratio = log_ratio.exp()
-    ordered = ratio.sort().values
+    ordered = log_ratio.sort().values.exp()
     out = {name: quantile(ordered, q) for name, q in RATIO_QUANTILES.items()}
     if clip_epsilon is not None:
         low, high = clip_epsilon
+        ratio = stats_N.get("clipped_log_ratio", stats_N["log_ratio"]).float().exp()
         out["clip_fraction_low"] = ((ratio < 1 - low) & (advantage < 0)).float().mean()
         out["clip_fraction_high"] = ((ratio > 1 + high) & (advantage > 0)).float().mean()
-    # k3 from the current policy's side: exp(other - current) - 1 - (other - current).
-    out["kl_to_inference"] = (torch.expm1(-log_ratio) + log_ratio).mean()
-    if "ref_log_ratio" in stats_N.keys():
-        ref = stats_N["ref_log_ratio"].float()
-        out["kl_to_ref"] = (torch.expm1(-ref) + ref).mean()
+    for name, key in (("kl_to_inference", "to_inference"), ("kl_to_ref", "to_ref")):
+        if key in stats_N.keys():
+            # k3 from the current policy's side: exp(other - current) - 1 - (other - current).
+            gap = stats_N[key].float()
+            out[name] = (torch.expm1(-gap) + gap).mean()
     if "entropy" in stats_N.keys():
         out["entropy"] = stats_N["entropy"].float().mean()
     log_ess = 2 * log_ratio.logsumexp(0) - (2 * log_ratio).logsumexp(0)
     out["ess"] = log_ess.exp() / len(log_ratio)
+    if "gap" in stats_N.keys():
+        out |= mismatch_diagnostics(stats_N["gap"], stats_N["gap_weight"],
+                                    raw_log_weight_N=stats_N["gap_raw_weight"])
+    if "off_policy_mask" in stats_N.keys():
+        out["off_policy_fraction"] = 1 - stats_N["off_policy_mask"].float().mean()
     return out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -10,30 +12,42 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from grpo import data
-from grpo.data_torchrl import from_torchrl, is_dense
 from grpo.objectives.advantages import AdvantageEstimator, check_estimator, group_advantages
-from grpo.objectives.aggregate import Aggregation, aggregate, check_aggregation, normalizer
-from grpo.objectives.diagnostics import summarize, token_stats
-from grpo.objectives.head import HeadKind, TokenScorer
-from grpo.objectives.kl import KLEstimator, kl_estimate
-from grpo.objectives.surrogates import (
-    DEFAULT_CLIP_EPSILON,
-    check_clip_epsilon,
-    get_surrogate,
+from grpo.objectives.aggregate import (
+    Aggregation,
+    Normalizer,
+    check_aggregation,
+    check_whole_groups,
+    count,
+    row_weights,
 )
+from grpo.objectives.diagnostics import summarize
+from grpo.objectives.distillation import check_distillation, distillation_terms
+from grpo.objectives.inputs import (
+    BatchTokens,
+    Rows,
+    batch_tokens,
+    loss_mask,
+    standard_batch,
+)
+from grpo.objectives.kl import KLEstimator
+from grpo.objectives.registry import ClipEpsilon
+from grpo.objectives.scorer import HeadKind, Predictions, TokenScorer
+from grpo.objectives.terms import LossTerms, Proximal
 
 
 class GRPOLoss(LossModule):
     r"""Group relative policy optimisation over token log-probs.
 
     .. math::
-        L = \mathrm{agg}[\ell(r_t, A_t)] + \beta_{ref} \mathrm{agg}[KL_t(\pi \| \pi_{ref})]
+        L = \mathrm{agg}[w_t\, \ell(r_t, A_t)] + \beta_{ref} \mathrm{agg}[KL_t(\pi \| \pi_{ref})]
             + \beta_{inf} \mathrm{agg}[KL_t(\pi \| \pi_{inf})] - c\,\mathrm{agg}[H_t]
+            + d\,\mathrm{agg}[CE_t]
 
-    where :math:`r_t` is the ratio of the current to the sampling probability of token *t* and
-    ``agg`` sums over the assistant tokens of the whole optimizer batch divided by one global
-    normalizer. Only entries named ``loss_*`` carry gradient and sum to the loss
-    (:func:`total_loss`); everything else is detached.
+    where :math:`r_t` is the ratio of the current to the proximal probability of token *t*,
+    :math:`w_t` its mismatch correction, and ``agg`` sums over the assistant tokens of the whole
+    optimizer batch divided by one global normalizer. Only entries named ``loss_*`` carry gradient
+    and sum to the loss (:func:`total_loss`); everything else is detached.
 
     To accumulate gradients over micro-batches, compute :meth:`normalizer` once on the whole batch
     and pass it to every call; the sum of the gradients is then that of one large batch, whatever
@@ -46,27 +60,46 @@ class GRPOLoss(LossModule):
     Args:
         actor_network: a Hugging Face causal language model (or a TorchRL LLM wrapper of one, or
             any module that maps ``input_ids, attention_mask`` to ``.logits``).
-        objective: name of a registered surrogate, see :mod:`grpo.objectives.surrogates`.
-        clip_epsilon: ``(low, high)``, or one float for both; None for objectives without a clip.
-        aggregation: ``"token"``, ``"sequence"`` or ``"dr_grpo"``, see
+        objective: name of a registered objective, see :mod:`grpo.objectives.surrogates` and
+            :mod:`grpo.objectives.listwise`, or ``"module:function"`` of one's own.
+        clip_epsilon: ``(low, high)``, or one float for both; None: the objective's own default.
+        objective_options: the objective's other options by name, for example
+            ``{"delta": 3.0}`` for the dual clip of ``"ppo_clip"``.
+        aggregation: ``"token"``, ``"sequence"``, ``"prompt"`` or ``"dr_grpo"``, see
             :mod:`grpo.objectives.aggregate`.
         constant_length: tokens; the divisor of ``"dr_grpo"``, usually the response limit.
+        proximal: the policy in the ratio's denominator. ``"sampled"``: the log-probs the tokens
+            were sampled with. ``"scored"``: those in ``("log_probs", "proximal")``, which the
+            trainer computed before its first step on the rollout. ``"current"``: the policy as it
+            is, for one step a rollout; the ratio is 1 and carries the gradient.
+        mismatch: corrections for the gap between proximal and sampling policy, by name, see
+            :mod:`grpo.objectives.mismatch`; for example ``{"tis": 2.0}``.
+        off_policy_delta: drop sequences with a negative advantage whose mean log-prob has fallen
+            by more than so many nats a token since they were sampled.
+        high_entropy_only: apply the objective to the tokens of ``("masks", "high_entropy")`` only.
         kl_to_ref_coeff: weight of the KL to the reference policy, whose log-probs are then read
-            from ``("next", "ref_log_probs", "full")``. None: no such term.
+            from ``("next", "ref_log_probs", "full")``. None: no such term. May be set between
+            steps.
         kl_to_inference_coeff: weight of the KL to the policy that sampled the tokens.
-        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, see :mod:`grpo.objectives.kl`.
-        entropy_coeff: weight of the entropy bonus.
+        kl_estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"unbiased_k3"``, see
+            :mod:`grpo.objectives.kl`.
+        entropy_coeff: weight of the entropy bonus; None: no such term. May be set between steps.
+        distill_coeff: weight of the cross-entropy with a teacher's most likely tokens, see
+            :mod:`grpo.objectives.distillation`. None: no such term.
+        distill_temperature: of both distributions in it; None: ``temperature``.
         temperature: the temperature the tokens were sampled at.
         advantage_estimator: how rewards become advantages where the batch brings none, see
             :func:`~grpo.objectives.advantages.group_advantages`.
-        head: see :class:`~grpo.objectives.head.TokenScorer`.
-        head_chunk_size: tokens whose logits exist at a time.
+        head: ``"auto"``, ``"fused"``, ``"chunked"`` or ``"logits"``, see
+            :class:`~grpo.objectives.scorer.TokenScorer`. ``"auto"`` is fused wherever tokens or
+            sequences can be differentiated one chunk after the other.
+        head_chunk_size: tokens whose logits exist at a time; None: by device.
         packing: compute on packed rows instead of padded ones.
-        compile_head: compile the head's chunk function.
         pad_token_id: fill value for ragged batches made by TorchRL's ``ChatEnv``.
 
     Raises:
-        ValueError: for unknown names or values out of range, naming the argument.
+        ValueError: for unknown names, values out of range and options that exclude each other,
+            naming the argument.
         KeyError: from ``forward``, when the batch lacks a key that the options need.
 
     Examples:
@@ -95,11 +128,13 @@ class GRPOLoss(LossModule):
         advantage: NestedKey = data.ADVANTAGE
         reward: NestedKey = data.REWARD
         reward_error: NestedKey = data.REWARD_ERROR
+        row_mask: NestedKey = data.ROW_MASK
         group_id: NestedKey = data.GROUP_ID
         tokens: NestedKey = data.TOKENS
         attention_mask: NestedKey = data.ATTENTION_MASK
         assistant_mask: NestedKey = data.ASSISTANT_MASK
         sample_log_prob: NestedKey = data.LOG_PROBS
+        proximal_log_probs: NestedKey = data.PROXIMAL_LOG_PROBS
         ref_log_probs: NestedKey = data.REF_LOG_PROBS
 
     default_keys = _AcceptedKeys
@@ -109,80 +144,96 @@ class GRPOLoss(LossModule):
         actor_network: nn.Module,
         *,
         objective: str = "ppo_clip",
-        clip_epsilon: float | tuple[float, float] | None = DEFAULT_CLIP_EPSILON,
+        clip_epsilon: ClipEpsilon = None,
+        objective_options: Mapping[str, Any] | None = None,
         aggregation: Aggregation = "token",
         constant_length: int | None = None,
+        proximal: Proximal = "sampled",
+        mismatch: Mapping[str, float | tuple[float, float]] | None = None,
+        off_policy_delta: float | None = None,
+        high_entropy_only: bool = False,
         kl_to_ref_coeff: float | None = None,
         kl_to_inference_coeff: float | None = None,
         kl_estimator: KLEstimator = "k3",
-        entropy_coeff: float = 0.0,
+        entropy_coeff: float | None = None,
+        distill_coeff: float | None = None,
+        distill_temperature: float | None = None,
         temperature: float = 1.0,
         advantage_estimator: AdvantageEstimator = "group_norm",
         head: HeadKind = "auto",
-        head_chunk_size: int = 4096,
+        head_chunk_size: int | None = None,
         packing: bool = False,
-        compile_head: bool = False,
         pad_token_id: int = 0,
     ) -> None:
         super().__init__()
         check_aggregation(aggregation, constant_length)
         check_estimator(advantage_estimator)
-        kl_estimate(torch.zeros(1), torch.zeros(1), estimator=kl_estimator)  # checks the name
-        for name, value in (("kl_to_ref_coeff", kl_to_ref_coeff), ("entropy_coeff", entropy_coeff),
-                            ("kl_to_inference_coeff", kl_to_inference_coeff)):
-            if value is not None and not value >= 0:  # NaN included
-                raise ValueError(f"{name}={value} must be a number that is not negative")
+        self.terms = LossTerms(
+            objective=objective, clip_epsilon=clip_epsilon, objective_options=objective_options,
+            proximal=proximal, mismatch=mismatch, off_policy_delta=off_policy_delta,
+            high_entropy_only=high_entropy_only, kl_to_ref_coeff=kl_to_ref_coeff,
+            kl_to_inference_coeff=kl_to_inference_coeff, kl_estimator=kl_estimator,
+            entropy_coeff=entropy_coeff)
+        if self.terms.scope == "group" and aggregation != "prompt":
+            raise ValueError(f"objective={objective!r} is a loss of whole groups; set "
+                             f"aggregation='prompt' instead of {aggregation!r}")
         if hasattr(actor_network, "get_dist"):  # a TorchRL LLM wrapper
             actor_network = actor_network.model
         self.scorer = TokenScorer(
             actor_network, temperature=temperature, head=head, chunk_size=head_chunk_size,
-            entropy_gradient=entropy_coeff > 0, packing=packing, compile_head=compile_head)
-        self.objective = objective
-        self.surrogate = get_surrogate(objective)
-        self.clip_epsilon = check_clip_epsilon(objective, clip_epsilon)
+            packing=packing)
+        self.head = head
         self.aggregation, self.constant_length = aggregation, constant_length
-        self.kl_to_ref_coeff = kl_to_ref_coeff
-        self.kl_to_inference_coeff = kl_to_inference_coeff
-        self.kl_estimator, self.entropy_coeff = kl_estimator, entropy_coeff
+        self.distill_coeff = distill_coeff
+        self.distill_temperature = check_distillation(
+            distill_coeff, distill_temperature, default=temperature, scorer=self.scorer)
         self.advantage_estimator = advantage_estimator
         self.pad_token_id = pad_token_id
+        if head == "fused" and not self._can_fuse:
+            raise ValueError(f"head='fused' needs a loss of single tokens or sequences from their "
+                             f"own log-probs; objective={objective!r} with distill_coeff="
+                             f"{distill_coeff} is not; use head='auto'")
 
     @property
     def actor_network(self) -> nn.Module:
         """The model that is trained."""
         return self.scorer.model
 
+    @property
+    def clip_epsilon(self) -> tuple[float, float] | None:
+        """``(low, high)`` of the objective; None where nothing is clipped."""
+        return self.terms.clip_epsilon
+
+    @property
+    def _can_fuse(self) -> bool:
+        return self.terms.scope != "group" and self.distill_coeff is None
+
     # -- TorchRL's key interface ------------------------------------------------------------------
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        keys = self.tensor_keys
-        needed = [keys.tokens, keys.attention_mask, keys.assistant_mask, keys.sample_log_prob,
-                  keys.advantage]
-        return needed + ([keys.ref_log_probs] if self.kl_to_ref_coeff is not None else [])
+        names = self._names()
+        return [names.get(key, key) for key in (*self._required(), data.ADVANTAGE)]
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        losses = ["loss_objective"]
-        losses += ["loss_kl_to_ref"] if self.kl_to_ref_coeff is not None else []
-        losses += ["loss_kl_to_inference"] if self.kl_to_inference_coeff is not None else []
-        losses += ["loss_entropy"] if self.entropy_coeff else []
-        return losses
+        return self.terms.names + ["loss_distill"] * (self.distill_coeff is not None)
 
     def _forward_value_estimator_keys(self, **kwargs) -> None:
         """There is no value estimator; TorchRL's ``set_keys`` calls this hook."""
 
     # -- the loss ---------------------------------------------------------------------------------
 
-    def normalizer(self, batch: TensorDictBase) -> Tensor:
-        """Divisor of the loss for a whole optimizer batch (float64 scalar).
+    def normalizer(self, batch: TensorDictBase) -> Normalizer:
+        """What the loss of a whole optimizer batch is divided by.
 
-        Under data parallelism add up the values of all ranks.
+        Under data parallelism add up those of all ranks.
         """
-        return self._count(self._loss_mask(self._standard(batch)))
+        batch = self._standard(batch)
+        return self._count(batch, loss_mask(batch))
 
     def forward(
-        self, tensordict: TensorDictBase, *, normalizer: Tensor | float | None = None
+        self, tensordict: TensorDictBase, *, normalizer: Normalizer | None = None
     ) -> TensorDict:
         """Loss terms and diagnostics of one (micro-)batch.
 
@@ -197,107 +248,136 @@ class GRPOLoss(LossModule):
             ``"token_stats"`` for exact diagnostics over several micro-batches.
         """
         batch = self._standard(tensordict)
-        mask_BT = self._loss_mask(batch)
-        advantage_B1 = self._advantage(batch, whole=normalizer is None)
-        if normalizer is None:
-            normalizer = self._count(mask_BT)
-        log_probs_BT, entropy_BT = self.scorer(
-            batch[data.TOKENS], batch[data.ATTENTION_MASK], mask_BT)
-        # Outside the mask both are set to the same value, so the ratio there is exactly 1.
-        sampled_BT = torch.where(mask_BT, batch[data.LOG_PROBS].to(log_probs_BT.dtype), 0.0)
-        log_ratio_BT = log_probs_BT - sampled_BT
+        mask_BT = loss_mask(batch)
+        values = self._values(batch, whole=normalizer is None)
+        normalizer = self._count(batch, mask_BT) if normalizer is None else normalizer
+        group_B = batch.get(data.GROUP_ID, None)
+        if self.terms.scope == "group":
+            check_whole_groups(mask_BT, normalizer, group_id_B=group_B)
+        values["weight"] = row_weights(mask_BT, normalizer, aggregation=self.aggregation,
+                                       group_id_B=group_B)
+        self.scorer.entropy_gradient = bool(self.terms.entropy_coeff)
+        predictions = self.scorer.predict(batch[data.TOKENS], batch[data.ATTENTION_MASK], mask_BT)
+        exact = torch.float64 if predictions.states.dtype == torch.float64 else torch.float32
+        tokens = batch_tokens(mask_BT, values, group_B=group_B, dtype=exact)
+        losses, log_probs_N, entropy_N = self._losses(predictions, tokens)
+        stats = self.terms.statistics(log_probs_N, entropy_N, tokens)
+        return TensorDict({**losses, "token_stats": stats, **self._summarize(stats)},
+                          batch_size=[])
 
-        def reduce(values_BT: Tensor) -> Tensor:
-            return aggregate(values_BT, mask_BT, aggregation=self.aggregation,
-                             normalizer=normalizer)
+    def _losses(
+        self, predictions: Predictions, tokens: BatchTokens
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """The loss terms, and the log-prob and entropy of every token."""
+        borders = self._borders(predictions, tokens.rows)
+        if borders is not None:
+            def part_loss(log_probs: Tensor, entropy: Tensor, start: int, stop: int) -> Tensor:
+                terms = self.terms(log_probs, entropy, tokens.part(start, stop))
+                return torch.stack(list(terms.values()))
 
-        advantage_B1 = advantage_B1.to(log_probs_BT.dtype)
-        out = {"loss_objective": reduce(
-            self.surrogate(log_ratio_BT, advantage_B1, clip_epsilon=self.clip_epsilon))}
-        stats = {"log_ratio": log_ratio_BT, "advantage": advantage_B1, "entropy": entropy_BT}
-        ref_BT = batch.get(data.REF_LOG_PROBS, None)
-        if ref_BT is not None:
-            ref_BT = torch.where(mask_BT, ref_BT.to(log_probs_BT.dtype), 0.0)
-            stats["ref_log_ratio"] = log_probs_BT - ref_BT
-        if self.kl_to_ref_coeff is not None:
-            out["loss_kl_to_ref"] = self.kl_to_ref_coeff * reduce(
-                kl_estimate(log_probs_BT, ref_BT, estimator=self.kl_estimator))
-        if self.kl_to_inference_coeff is not None:
-            out["loss_kl_to_inference"] = self.kl_to_inference_coeff * reduce(
-                kl_estimate(log_probs_BT, sampled_BT, estimator=self.kl_estimator))
-        if self.entropy_coeff:
-            out["loss_entropy"] = -self.entropy_coeff * reduce(entropy_BT)
-        out["token_stats"] = token_stats(mask_BT, **stats)
-        out.update(summarize(out["token_stats"], clip_epsilon=self.clip_epsilon))
-        return TensorDict(out, batch_size=[])
+            terms_L, log_probs_N, entropy_N = self.scorer.fused_loss(
+                predictions, part_loss, borders=borders)
+            return dict(zip(self.out_keys, terms_L, strict=True)), log_probs_N, entropy_N
+        log_probs_N, entropy_N = self.scorer.score(predictions)
+        losses = self.terms(log_probs_N, entropy_N, tokens)
+        if self.distill_coeff is not None:
+            term_N = distillation_terms(
+                self.scorer, predictions, log_probs_N, tokens.flat["distill_ids"],
+                tokens.flat["distill_log_probs"], temperature=self.distill_temperature)
+            losses["loss_distill"] = self.distill_coeff * (tokens.flat["weight"] * term_N).sum()
+        return losses, log_probs_N, entropy_N
+
+    def _borders(self, predictions: Predictions, rows: Rows) -> list[int] | None:
+        """Parts for the fused head; None: it cannot be used, or there is nothing to fuse."""
+        wanted = self.head in ("auto", "fused") and self.scorer.chunked and self._can_fuse
+        if not (wanted and torch.is_grad_enabled() and rows.starts[-1]):
+            return None
+        chunk_size = self.scorer.tokens_per_chunk(predictions)
+        borders = rows.borders(chunk_size, whole_rows=self.terms.scope == "sequence")
+        if borders is None and self.head == "fused":
+            raise ValueError(f"head='fused': a sequence is longer than head_chunk_size="
+                             f"{chunk_size} tokens, and this loss needs it whole; raise "
+                             "head_chunk_size, or use head='auto'")
+        return borders
 
     def diagnostics(self, outputs: list[TensorDictBase]) -> dict[str, Tensor]:
         """Loss values and diagnostics of an optimizer batch from its micro-batches' outputs."""
         total = {key: sum(out[key].detach() for out in outputs) for key in self.out_keys}
-        stats = torch.cat([out["token_stats"] for out in outputs])
-        return total | summarize(stats, clip_epsilon=self.clip_epsilon)
+        return total | self._summarize(torch.cat([out["token_stats"] for out in outputs]))
 
-    def _count(self, mask_BT: Tensor) -> Tensor:
-        return normalizer(mask_BT, aggregation=self.aggregation,
-                          constant_length=self.constant_length)
+    def _summarize(self, stats_N: TensorDictBase) -> dict[str, Tensor]:
+        return summarize(stats_N, clip_epsilon=self.clip_epsilon)
 
     # -- reading the batch ------------------------------------------------------------------------
 
-    def _standard(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The batch under the standard names of :mod:`grpo.data`, checked."""
-        configured = {f.default: getattr(self.tensor_keys, f.name)
-                      for f in fields(GRPOLoss._AcceptedKeys)}
-        moved = {standard: tensordict.get(key, None)
-                 for standard, key in configured.items() if standard != key}
-        if moved:
-            # An entry under the standard name is not what the caller asked to be read.
-            tensordict = tensordict.exclude(*moved)
-            for standard, value in moved.items():
-                if value is not None:
-                    tensordict[standard] = value
-        if not is_dense(tensordict):
-            tensordict = from_torchrl(tensordict, pad_token_id=self.pad_token_id)
-        written = "the policy writes it"
-        required = {data.TOKENS: written, data.ATTENTION_MASK: written,
-                    data.ASSISTANT_MASK: written, data.LOG_PROBS: "sample with log-probs on"}
-        if self.kl_to_ref_coeff is not None:
-            required[data.REF_LOG_PROBS] = ("score the batch with the reference model, or set "
-                                            "kl_to_ref_coeff=None")
-        present = tensordict.keys(True)
-        for key, fix in required.items():
-            if key not in present:
-                raise KeyError(f"the batch has no {configured[key]}: {fix}")
-        shape = tensordict[data.TOKENS].shape
-        for key in {**required, data.REF_LOG_PROBS: ""}:
-            if key in present and tensordict[key].shape != shape:
-                raise ValueError(f"{configured[key]} has shape {tuple(tensordict[key].shape)} but "
-                                 f"{data.TOKENS} has {tuple(shape)}")
-        return tensordict
+    def _count(self, batch: TensorDictBase, mask_BT: Tensor) -> Normalizer:
+        return count(mask_BT, aggregation=self.aggregation, constant_length=self.constant_length,
+                     group_id_B=batch.get(data.GROUP_ID, None))
 
-    def _loss_mask(self, batch: TensorDictBase) -> Tensor:
-        mask_BT = batch[data.ASSISTANT_MASK] & batch[data.ATTENTION_MASK]
-        error = batch.get(data.REWARD_ERROR, None)
-        if error is not None:  # a row without a reward is left out, not given a reward of 0
-            mask_BT = mask_BT & ~error.reshape(-1, 1)
-        # The first token of a row has no context to be predicted from.
-        first = torch.arange(mask_BT.shape[1], device=mask_BT.device) == 0
-        return mask_BT & ~first
+    def _names(self) -> dict[NestedKey, NestedKey]:
+        return {f.default: getattr(self.tensor_keys, f.name)
+                for f in fields(GRPOLoss._AcceptedKeys)}
+
+    def _required(self) -> dict[NestedKey, str]:
+        """Entries without which there is no loss, each with what to do if it is missing."""
+        written = "the policy writes it"
+        out = {data.TOKENS: written, data.ATTENTION_MASK: written, data.ASSISTANT_MASK: written,
+               data.LOG_PROBS: "sample with log-probs on"}
+        if self.terms.proximal == "scored":
+            out[data.PROXIMAL_LOG_PROBS] = ("score the rollout with ProximalScorer before the "
+                                            "first update, or set proximal='sampled'")
+        if self.terms.high_entropy_only:
+            out[data.HIGH_ENTROPY_MASK] = ("score the rollout with ProximalScorer before the first "
+                                           "update, or set high_entropy_only=False")
+        if self.terms.kl_to_ref_coeff is not None:
+            out[data.REF_LOG_PROBS] = ("score the batch with the reference model, or set "
+                                       "kl_to_ref_coeff=None")
+        if self.aggregation == "prompt":
+            out[data.GROUP_ID] = "it tells which rows share a prompt; or choose another aggregation"
+        if self.terms.scope == "group":
+            out[data.LISTWISE_WEIGHT] = ("call MaxEntWeights on the whole rollout before splitting "
+                                         "it")
+        if self.distill_coeff is not None:
+            fix = "the teacher's most likely tokens; or set distill_coeff=None"
+            out |= {data.DISTILL_IDS: fix, data.DISTILL_LOG_PROBS: fix}
+        return out
+
+    def _standard(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return standard_batch(tensordict, names=self._names(), required=self._required(),
+                              pad_token_id=self.pad_token_id)
+
+    def _values(self, batch: TensorDictBase, *, whole: bool) -> dict[str, Tensor]:
+        """What the loss reads of each token or row, beside the log-probs it computes."""
+        values = {"sampled": batch[data.LOG_PROBS],
+                  "advantage": self._advantage(batch, whole=whole)}
+        optional = {"proximal": data.PROXIMAL_LOG_PROBS, "ref": data.REF_LOG_PROBS,
+                    "high_entropy": data.HIGH_ENTROPY_MASK,
+                    "listwise_weight": data.LISTWISE_WEIGHT}
+        values |= {name: batch[key] for name, key in optional.items() if key in batch.keys(True)}
+        if self.distill_coeff is not None:
+            values |= {"distill_ids": batch[data.DISTILL_IDS],
+                       "distill_log_probs": batch[data.DISTILL_LOG_PROBS]}
+        return values
 
     def _advantage(self, batch: TensorDictBase, *, whole: bool) -> Tensor:
         """``[B, 1]`` or ``[B, T]``; from the rewards where the batch brings none."""
         advantage = batch.get(data.ADVANTAGE, None)
         rows, width = batch[data.TOKENS].shape
+        name = self.tensor_keys.advantage
         if advantage is not None:
             if tuple(advantage.shape) not in ((rows, 1), (rows, width)):
-                raise ValueError(f"{self.tensor_keys.advantage!r} has shape "
-                                 f"{tuple(advantage.shape)}; expected {(rows, 1)} or "
-                                 f"{(rows, width)}")
+                raise ValueError(f"{name!r} has shape {tuple(advantage.shape)}; expected "
+                                 f"{(rows, 1)} or {(rows, width)}")
+            objective = self.terms.objective
+            if not objective.token_advantages and advantage.shape[1] > 1:
+                raise ValueError(f"{name!r} has one value a token, but the ratio of objective="
+                                 f"{objective.name!r} is that of a whole sequence; give one "
+                                 "value a row ([B, 1]), or use objective='gspo_token'")
             return advantage
         if not whole or any(k not in batch.keys(True) for k in (data.REWARD, data.GROUP_ID)):
             raise KeyError(
-                f"the batch has no {self.tensor_keys.advantage!r}: call GroupAdvantage on the "
-                f"whole rollout before splitting it (needs {self.tensor_keys.reward} and "
-                f"{self.tensor_keys.group_id!r})")
+                f"the batch has no {name!r}: call GroupAdvantage on the whole rollout before "
+                f"splitting it (needs {self.tensor_keys.reward} and {self.tensor_keys.group_id!r})")
         error = batch.get(data.REWARD_ERROR, None)
         return group_advantages(
             batch[data.REWARD].flatten(), batch[data.GROUP_ID].flatten(),

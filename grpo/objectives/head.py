@@ -1,24 +1,34 @@
-"""Log-prob and entropy of given tokens, without the ``[B, T, V]`` logits.
+"""Log-prob and entropy of given tokens from hidden states, without the ``[N, V]`` logits.
 
-:class:`TokenScorer` runs a causal language model up to its last hidden state, keeps the positions
-that enter the loss, and applies the output head to them in checkpointed chunks: at any time the
-logits of one chunk exist, in the forward as in the backward.
+Both functions multiply hidden states with the output matrix tile by tile:
+
+* :func:`linear_log_probs` returns log-probs and entropies for any loss. What the loss makes of
+  them is only known in the backward pass, so most logits are computed there a second time.
+* :func:`fused_loss` is told the loss: it differentiates the loss of one part of the tokens
+  while their logits are at hand, so nothing is computed twice.
+
+Sums over tiles are kept in float32 (float64 for float64 input). Tiles have the dtype of the hidden
+states; they are raised to float32 before the softmax.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from grpo.data import pack, scatter_tokens
+from grpo.objectives.head_tiles import Statistics, fold, grad_
 
-HeadKind = Literal["auto", "chunked", "logits"]
+#: Bytes of one tile of logits, and of logits kept from the forward for the backward pass.
+TILE_BYTES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
+KEPT_BYTES = {"cuda": 512 * 2**20, "cpu": 0}
 
-# Configuration fields by which architectures transform logits after the output matrix.
-_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+#: Tokens whose logits make one chunk on a GPU, and the bytes of a chunk elsewhere.
+GPU_CHUNK, CPU_CHUNK_BYTES = 8192, 64 * 2**20
+
+#: Loss of a part of the tokens: ``(log_probs_n, entropy_n, start, stop) -> terms [L]``.
+PartLoss = Callable[[Tensor, Tensor, int, int], Tensor]
 
 
 def log_probs_from_logits(
@@ -56,184 +66,307 @@ def log_probs_from_logits(
     return target_N - normaliser_N, entropy_N
 
 
-def _score_chunk(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float,
-    entropy_gradient: bool,
-) -> tuple[Tensor, Tensor]:
-    return log_probs_from_logits(hidden_ND @ weight_VD.t(), targets_N, temperature=temperature,
-                                 entropy_gradient=entropy_gradient)
-
-
-def chunked_log_probs(
+def linear_log_probs(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     targets_N: Tensor,
     *,
     temperature: float = 1.0,
     entropy_gradient: bool = True,
-    chunk_size: int = 4096,
-    score_chunk=_score_chunk,
+    chunk_size: int = 8192,
+    tile_bytes: int | None = None,
+    kept_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of ``targets_N`` under ``softmax(hidden @ weight.T / temperature)``.
 
     Args:
         hidden_ND: last hidden states, ``[N, D]``.
         weight_VD: output matrix, ``[V, D]``.
-        targets_N: int64 ``[N]``.
+        targets_N: int64 ``[N]``, each in ``[0, V)``.
         temperature: sampling temperature.
-        entropy_gradient: see :func:`log_probs_from_logits`.
-        chunk_size: tokens whose logits exist at a time.
-        score_chunk: the function applied to a chunk; a compiled one may be passed.
+        entropy_gradient: False: the entropy is a value without gradient.
+        chunk_size: tokens of a tile. With more tokens than that, the gradient of the weight is
+            summed in a float32 buffer of its size.
+        tile_bytes: size of a tile of logits; None: 256 MiB on a GPU, 32 MiB on a CPU.
+        kept_bytes: logits kept for the backward pass instead of being computed again; None: 512
+            MiB on a GPU, none on a CPU.
 
     Returns:
-        ``(log_probs_N, entropy_N)`` with gradients to ``hidden_ND`` and ``weight_VD``.
+        ``(log_probs_N, entropy_N)``, float32 (float64 for float64 input), with gradients to
+        ``hidden_ND`` and ``weight_VD``.
+
+    Raises:
+        ValueError: for shapes that do not fit.
 
     Examples:
         >>> h, w = torch.zeros(3, 2), torch.zeros(5, 2)
-        >>> lp, _ = chunked_log_probs(h, w, torch.tensor([0, 1, 4]), chunk_size=2)
+        >>> lp, _ = linear_log_probs(h, w, torch.tensor([0, 1, 4]))
         >>> bool(torch.allclose(lp.exp(), torch.full((3,), 0.2)))
         True
     """
-    log_probs, entropies = [], []
-    for hidden, targets in zip(hidden_ND.split(chunk_size), targets_N.split(chunk_size),
-                               strict=True):
-        # Recomputing the chunk's logits in the backward is what keeps the memory at one chunk.
-        lp, entropy = checkpoint(score_chunk, hidden, weight_VD, targets, temperature,
-                                 entropy_gradient, use_reentrant=False)
-        log_probs.append(lp)
-        entropies.append(entropy)
-    if not log_probs:
-        empty = hidden_ND.sum(-1) * weight_VD.sum()  # keeps the graph, so backward still works
-        return empty, empty
-    return torch.cat(log_probs), torch.cat(entropies)
+    _check_shapes(hidden_ND, weight_VD, targets_N)
+    device = hidden_ND.device.type
+    log_probs_N, entropy_N = _LinearLogProbs.apply(
+        hidden_ND, weight_VD, targets_N, 1.0 / temperature, chunk_size,
+        TILE_BYTES.get(device, TILE_BYTES["cuda"]) if tile_bytes is None else tile_bytes,
+        KEPT_BYTES.get(device, 0) if kept_bytes is None else kept_bytes)
+    return log_probs_N, entropy_N if entropy_gradient else entropy_N.detach()
 
 
-class TokenScorer(nn.Module):
-    """Log-prob and entropy of the tokens of a batch under a causal language model.
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, targets_N, inverse_temperature, chunk_size, tile_bytes,
+                kept_bytes):
+        ctx.set_materialize_grads(False)
+        dtype = _compute_dtype(hidden_ND)
+        vocab = weight_VD.shape[0]
+        statistics = Statistics.empty(len(hidden_ND), dtype=sum_dtype(dtype),
+                                      device=hidden_ND.device)
+        kept_bytes = kept_bytes if any(ctx.needs_input_grad) else 0
+        kept: dict[tuple[int, int], Tensor] = {}
+        for start, stop in _ranges(len(hidden_ND), chunk_size):
+            hidden = hidden_ND[start:stop].to(dtype)
+            part = statistics.rows(start, stop)
+            scratch = None
+            for left, right in _ranges(vocab, _tile_width(hidden, tile_bytes)):
+                size = len(hidden) * (right - left) * dtype.itemsize
+                if size <= kept_bytes:
+                    kept_bytes -= size
+                    tile = kept[start, left] = hidden.new_empty(len(hidden), right - left)
+                else:
+                    scratch = _tile(scratch, hidden, right - left)
+                    tile = scratch
+                torch.mm(hidden, weight_VD[left:right].to(dtype).t(), out=tile)
+                fold(tile, targets_N[start:stop], part, column=left,
+                     inverse_temperature=inverse_temperature)
+        log_probs_N, entropy_N, log_normaliser_N = statistics.finish()
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, log_normaliser_N, entropy_N)
+        ctx.kept = kept
+        ctx.options = inverse_temperature, chunk_size, tile_bytes, dtype
+        return log_probs_N, entropy_N
 
-    Args:
-        model: a Hugging Face causal language model, or any module that maps ``input_ids`` and
-            ``attention_mask`` to an object with ``.logits``.
-        temperature: the temperature the tokens were sampled at; logits are divided by it.
-        head: ``"chunked"`` applies the output matrix in chunks, ``"logits"`` asks the model for
-            all logits; ``"auto"`` takes the first where it gives the same numbers.
-        chunk_size: tokens a chunk.
-        entropy_gradient: whether the entropy is differentiated or only reported.
-        packing: compute on rows laid end to end instead of padded rows.
-        compile_head: compile the function applied to a chunk.
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_log_prob_N, grad_entropy_N):
+        hidden_ND, weight_VD, targets_N, log_normaliser_N, entropy_N = ctx.saved_tensors
+        inverse_temperature, chunk_size, tile_bytes, dtype = ctx.options
+        if grad_log_prob_N is None:
+            grad_log_prob_N = torch.zeros_like(log_normaliser_N)
+        gradients = _Gradients(hidden_ND, weight_VD, ctx.needs_input_grad[:2],
+                               chunks=-(-len(hidden_ND) // chunk_size))
+        for start, stop in _ranges(len(hidden_ND), chunk_size):
+            rows = slice(start, stop)
+            hidden = hidden_ND[rows].to(dtype)
+            scratch = None
+            for left, right in _ranges(len(weight_VD), _tile_width(hidden, tile_bytes)):
+                weight = weight_VD[left:right].to(dtype)
+                tile = ctx.kept.pop((start, left), None)
+                if tile is None:
+                    scratch = tile = _tile(scratch, hidden, right - left)
+                    torch.mm(hidden, weight.t(), out=tile)
+                grad_(tile, targets_N[rows], log_normaliser_n=log_normaliser_N[rows],
+                      entropy_n=entropy_N[rows], grad_log_prob_n=grad_log_prob_N[rows],
+                      grad_entropy_n=None if grad_entropy_N is None else grad_entropy_N[rows],
+                      column=left, inverse_temperature=inverse_temperature)
+                gradients.add(tile, hidden, weight, rows=rows, columns=slice(left, right))
+                scratch = tile if scratch is None else scratch
+        return *gradients.finish(), None, None, None, None, None
 
-    Raises:
-        ValueError: for ``head="chunked"`` on a model whose logits are more than
-            ``hidden @ weight.T``, and for an unknown ``head``.
 
-    Examples:
-        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> model = Qwen2ForCausalLM(Qwen2Config(
-        ...     vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        ...     num_attention_heads=2, num_key_value_heads=1))
-        >>> tokens = torch.tensor([[1, 2, 3]])
-        >>> mask = torch.tensor([[False, True, True]])
-        >>> log_probs, entropy = TokenScorer(model)(tokens, torch.ones_like(mask), mask)
-        >>> log_probs.shape, log_probs[0, 0].item()
-        (torch.Size([1, 3]), 0.0)
-    """
+class _Gradients:
+    """Gradients of hidden states and weight, summed over tiles without losing precision."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        temperature: float = 1.0,
-        head: HeadKind = "auto",
-        chunk_size: int = 4096,
-        entropy_gradient: bool = True,
-        packing: bool = False,
-        compile_head: bool = False,
+        self, hidden_ND: Tensor, weight_VD: Tensor, needed: Sequence[bool], *, chunks: int
     ) -> None:
-        super().__init__()
-        if not temperature > 0:
-            raise ValueError(f"temperature={temperature} must be positive: tokens sampled greedily "
-                             "have no sampling distribution to train on")
-        if head not in ("auto", "chunked", "logits"):
-            raise ValueError(f"head={head!r} is unknown; use 'auto', 'chunked' or 'logits'")
-        obstacle = _why_not_chunked(model)
-        if head == "chunked" and obstacle:
-            raise ValueError(f"head='chunked' does not fit this model: {obstacle}; use head='auto'")
-        self.model = model
-        self.temperature = float(temperature)
-        self.chunked = head != "logits" and not obstacle
-        self.chunk_size = chunk_size
-        self.entropy_gradient = entropy_gradient
-        self.packing = packing
-        self._score_chunk = torch.compile(_score_chunk) if compile_head else _score_chunk
+        self.of_hidden = self.of_weight = None
+        self.dtypes = hidden_ND.dtype, weight_VD.dtype
+        if needed[0]:
+            self.of_hidden = torch.empty_like(hidden_ND, dtype=sum_dtype(hidden_ND.dtype))
+        if needed[1]:
+            # A single chunk holds all tokens, so each slice of the weight is finished in one
+            # product, whose sums the GPU keeps in float32.
+            exact = weight_VD.dtype if chunks == 1 else sum_dtype(weight_VD.dtype)
+            make = torch.empty_like if chunks else torch.zeros_like
+            self.of_weight = make(weight_VD, dtype=exact)
 
-    def forward(
-        self, tokens_BT: Tensor, attention_mask_BT: Tensor, mask_BT: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Score the tokens under ``mask_BT``.
+    def add(self, tile: Tensor, hidden: Tensor, weight: Tensor, *, rows: slice,
+            columns: slice) -> None:
+        if self.of_hidden is not None:
+            _multiply(tile, weight, into=self.of_hidden[rows], add=columns.start > 0)
+        if self.of_weight is not None:
+            _multiply(tile.t(), hidden, into=self.of_weight[columns], add=rows.start > 0)
 
-        Args:
-            tokens_BT: int64 ``[B, T]``, right-padded.
-            attention_mask_BT: bool ``[B, T]``.
-            mask_BT: bool ``[B, T]``, tokens to score; column 0 has nothing before it to be
-                predicted from and must be False.
+    def finish(self) -> tuple[Tensor | None, Tensor | None]:
+        return tuple(None if grad is None else grad.to(dtype)
+                     for grad, dtype in zip((self.of_hidden, self.of_weight), self.dtypes,
+                                            strict=True))
 
-        Returns:
-            ``(log_probs_BT, entropy_BT)``, zero outside ``mask_BT``.
-        """
-        shape = tuple(tokens_BT.shape)
-        # Position t is predicted by the output at t - 1, so targets are read one to the right.
-        index_N = mask_BT.flatten().nonzero()[:, 0]
-        targets_N = tokens_BT.flatten()[index_N]
-        if self.packing:
-            packed = pack(tokens_BT, attention_mask_BT)
-            # With a cache, Transformers takes the packed rows for one row: each then attends to
-            # those before it.
-            inputs = {"input_ids": packed.tokens, "position_ids": packed.position_ids,
-                      "use_cache": False}
-            slot_of = torch.zeros(tokens_BT.numel(), dtype=torch.int64, device=tokens_BT.device)
-            slot_of[packed.index] = torch.arange(len(packed.index), device=tokens_BT.device)
-            source_N = slot_of[index_N - 1]
+
+def fused_loss(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    part_loss: PartLoss,
+    *,
+    borders: Sequence[int],
+    temperature: float = 1.0,
+    entropy_gradient: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A loss and its gradient with each logit computed once.
+
+    The tokens are cut into parts at ``borders``. For each part the logits are computed, the loss
+    is differentiated by the part's log-probs and entropies, and the logits are overwritten with
+    their gradient, from which those of hidden states and weight follow.
+
+    Args:
+        hidden_ND: last hidden states, ``[N, D]``.
+        weight_VD: output matrix, ``[V, D]``.
+        targets_N: int64 ``[N]``.
+        part_loss: ``(log_probs_n, entropy_n, start, stop) -> [L]`` loss terms of the tokens
+            ``start`` to ``stop``, which must not depend on the other parts.
+        borders: first token of each part, and ``N``; the longest part sets the peak memory.
+        temperature: sampling temperature.
+        entropy_gradient: False: the entropy is a value without gradient.
+
+    Returns:
+        ``(terms_L, log_probs_N, entropy_N)``. Only ``terms_L.sum()`` (or a multiple of it) can be
+        differentiated: the terms' gradients are already added up.
+
+    Raises:
+        RuntimeError: in the backward pass, if the terms are weighted differently.
+
+    Examples:
+        >>> h, w = torch.zeros(2, 3, requires_grad=True), torch.zeros(5, 3)
+        >>> terms, log_probs, entropy = fused_loss(
+        ...     h, w, torch.tensor([0, 1]), lambda lp, entropy, start, stop: -lp.sum()[None],
+        ...     borders=[0, 2])
+        >>> round(terms.item(), 4)
+        3.2189
+    """
+    _check_shapes(hidden_ND, weight_VD, targets_N)
+    return _FusedLoss.apply(hidden_ND, weight_VD, targets_N, part_loss, tuple(borders),
+                            1.0 / temperature, entropy_gradient)
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, targets_N, part_loss, borders, inverse_temperature,
+                entropy_gradient):
+        dtype = _compute_dtype(hidden_ND)
+        weight = weight_VD.to(dtype)
+        exact = sum_dtype(dtype)
+        needed = ctx.needs_input_grad[:2]
+        gradients = _Gradients(hidden_ND, weight_VD, needed, chunks=len(borders) - 1)
+        log_probs_N = torch.empty(len(hidden_ND), dtype=exact, device=hidden_ND.device)
+        entropy_N = torch.empty_like(log_probs_N)
+        terms, scratch = [], None
+        for start, stop in zip(borders[:-1], borders[1:], strict=True):
+            rows = slice(start, stop)
+            hidden, targets = hidden_ND[rows].to(dtype), targets_N[rows]
+            scratch = tile = _tile(scratch, hidden, len(weight))
+            torch.mm(hidden, weight.t(), out=tile)
+            statistics = Statistics.empty(stop - start, dtype=exact, device=hidden.device)
+            fold(tile, targets, statistics, column=0, inverse_temperature=inverse_temperature)
+            log_probs, entropy, log_normaliser = statistics.finish()
+            log_probs_N[rows], entropy_N[rows] = log_probs, entropy
+            of_terms, grad_log_prob, grad_entropy = _differentiate(
+                part_loss, log_probs, entropy, start, stop, entropy_gradient)
+            terms.append(of_terms)
+            grad_(tile, targets, log_normaliser_n=log_normaliser, entropy_n=entropy,
+                  grad_log_prob_n=grad_log_prob, grad_entropy_n=grad_entropy, column=0,
+                  inverse_temperature=inverse_temperature)
+            gradients.add(tile, hidden, weight, rows=rows, columns=slice(0, len(weight)))
+        ctx.gradients = gradients.finish()
+        ctx.mark_non_differentiable(log_probs_N, entropy_N)
+        return sum(terms[1:], terms[0]), log_probs_N, entropy_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_terms_L, *_):
+        scales = grad_terms_L.tolist()
+        if any(scale != scales[0] for scale in scales):
+            raise RuntimeError(
+                f"the loss terms of a fused head must be added with equal weights, not {scales}: "
+                "their gradients are already one. Weight them with the loss's coefficients, or "
+                "build it with head='chunked'")
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the fused head can be differentiated once; build the loss with "
+                               "head='chunked' to call backward() again")
+        if scales[0] != 1.0:
+            gradients = tuple(None if grad is None else grad * scales[0] for grad in gradients)
+        return *gradients, None, None, None, None, None
+
+
+def _differentiate(
+    part_loss: PartLoss, log_probs: Tensor, entropy: Tensor, start: int, stop: int,
+    entropy_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Loss terms of a part, and the gradient of their sum by its log-probs and entropies."""
+    with torch.enable_grad():
+        log_probs = log_probs.detach().requires_grad_()
+        entropy = entropy.detach().requires_grad_(entropy_gradient)
+        terms_L = part_loss(log_probs, entropy, start, stop)
+        inputs = [log_probs, entropy] if entropy_gradient else [log_probs]
+        grads = torch.autograd.grad(terms_L.sum(), inputs, materialize_grads=True)
+    return terms_L.detach(), grads[0], grads[1] if entropy_gradient else None
+
+
+def default_chunk_size(hidden_ND: Tensor, weight_VD: Tensor) -> int:
+    """Tokens a chunk where nobody says: enough to keep the device busy, few enough to fit."""
+    if hidden_ND.is_cuda:
+        return GPU_CHUNK
+    return max(16, CPU_CHUNK_BYTES // (len(weight_VD) * hidden_ND.dtype.itemsize))
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over a vocabulary are kept in: float32, and float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# -- small parts ----------------------------------------------------------------------------------
+
+
+def _check_shapes(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> None:
+    if (hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.shape[1] != weight_VD.shape[1]
+            or targets_N.shape != hidden_ND.shape[:1]):
+        raise ValueError("expected hidden [N, D], weight [V, D] and targets [N]; got "
+                         f"{tuple(hidden_ND.shape)}, {tuple(weight_VD.shape)} and "
+                         f"{tuple(targets_N.shape)}")
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _ranges(total: int, size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _tile_width(hidden: Tensor, tile_bytes: int) -> int:
+    # Multiples of 256 columns fit the tiles of matrix units.
+    width = tile_bytes // max(1, len(hidden) * hidden.dtype.itemsize)
+    return max(256, width // 256 * 256)
+
+
+def _tile(scratch: Tensor | None, hidden: Tensor, width: int) -> Tensor:
+    """A ``[len(hidden), width]`` tile, in the memory of ``scratch`` if it is large enough."""
+    size = len(hidden) * width
+    if scratch is None or scratch.numel() < size:
+        return hidden.new_empty(len(hidden), width)
+    return scratch.view(-1)[:size].view(len(hidden), width)
+
+
+def _multiply(left: Tensor, right: Tensor, *, into: Tensor, add: bool) -> None:
+    """``into = left @ right``, or ``+=``, with the sum rounded once, to the dtype of ``into``."""
+    if left.dtype == into.dtype:
+        torch.addmm(into, left, right, beta=int(add), out=into)
+    elif into.is_cuda:
+        if add:
+            torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
         else:
-            inputs = {"input_ids": tokens_BT, "attention_mask": _padding_mask(attention_mask_BT)}
-            source_N = index_N - 1
-        log_probs_N, entropy_N = self._score(inputs, source_N, targets_N)
-        return (scatter_tokens(log_probs_N, index_N, shape),
-                scatter_tokens(entropy_N, index_N, shape))
-
-    def _score(self, inputs: dict, source_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.chunked:
-            logits = self.model(**inputs).logits
-            return log_probs_from_logits(logits.flatten(0, 1)[source_N], targets_N,
-                                         temperature=self.temperature,
-                                         entropy_gradient=self.entropy_gradient)
-        hidden = self.model.base_model(**{**inputs, "use_cache": False}).last_hidden_state
-        return chunked_log_probs(
-            hidden.flatten(0, 1)[source_N],
-            self.model.get_output_embeddings().weight,
-            targets_N,
-            temperature=self.temperature,
-            entropy_gradient=self.entropy_gradient,
-            chunk_size=self.chunk_size,
-            score_chunk=self._score_chunk,
-        )
-
-
-def _padding_mask(attention_mask_BT: Tensor) -> Tensor | None:
-    # Right padding cannot reach real tokens through causal attention. A mask is only needed to
-    # tell rows apart, so without padding the faster mask-free kernels are used.
-    return None if bool(attention_mask_BT.all()) else attention_mask_BT
-
-
-def _why_not_chunked(model: nn.Module) -> str | None:
-    """Why ``hidden @ weight.T`` would not be this model's logits, or None."""
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    if not isinstance(output, nn.Linear) or not hasattr(model, "base_model"):
-        return "it has no linear output embedding"
-    if getattr(model.base_model, "lm_head", None) is not None:
-        return "its base model has an output head of its own (an adapter around a whole model?)"
-    if output.bias is not None:
-        return "its output embedding has a bias"
-    for field in _LOGIT_TRANSFORMS:
-        if getattr(getattr(model, "config", None), field, None) not in (None, 1.0):
-            return f"its configuration sets {field}"
-    return None
+            torch.mm(left, right, out_dtype=into.dtype, out=into)
+    else:
+        torch.addmm(into, left.to(into.dtype), right.to(into.dtype), beta=int(add), out=into)

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from grpo import data
-from grpo.objectives.head import TokenScorer
+from grpo.objectives.scorer import TokenScorer
 from grpo.policies.base import Policy
 from grpo.weights.shared import WeightSync, some_names
 

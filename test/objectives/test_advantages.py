@@ -1,6 +1,10 @@
-"""Group-relative advantages against loops in NumPy."""
+"""Advantages and the module around them against loops in plain Python and NumPy."""
 
 from __future__ import annotations
+
+import math
+import statistics
+from typing import get_args
 
 import hypothesis.strategies as st
 import numpy as np
@@ -9,14 +13,19 @@ import torch
 from hypothesis import given
 from tensordict import TensorDict
 
-from grpo import GroupAdvantage
-from grpo.objectives import group_advantages
+from grpo import data
+from grpo.objectives.advantages import AdvantageEstimator, GroupAdvantage, group_advantages
 
-ESTIMATORS = ("group_norm", "group_norm_population", "group_mean", "rloo")
+ESTIMATORS = get_args(AdvantageEstimator)
 # Reward, group and validity of each row; group ids are neither sorted nor consecutive.
 ROWS = st.lists(
     st.tuples(st.floats(-5, 5, width=32), st.sampled_from([-3, 0, 1, 10**12]), st.booleans()),
     min_size=1, max_size=16)
+
+
+def suit(rows, estimator):
+    """Rewards that the estimator accepts: MaxRL divides by their mean."""
+    return [(abs(r), g, v) for r, g, v in rows] if estimator == "maxrl" else rows
 
 
 def columns(rows):
@@ -24,7 +33,24 @@ def columns(rows):
     return torch.tensor(rewards), torch.tensor(groups), torch.tensor(valid)
 
 
+def batch_wide(rows, estimator, eps):
+    """The two estimators with statistics of the whole batch, by the standard library."""
+    def centre(reward, group):
+        return reward - statistics.fmean(
+            r for r, g, v in rows if v and group in (g, "any"))
+
+    anchor = {"batch_norm": lambda g: g, "global_norm": lambda g: "any"}[estimator]
+    centred = [centre(r, anchor(g)) if v else None for r, g, v in rows]
+    known = [c for c in centred if c is not None]
+    if len(known) < 2:
+        return torch.zeros(len(rows))
+    scale = statistics.stdev(known) + eps
+    return torch.tensor([0.0 if c is None else c / scale for c in centred])
+
+
 def loops(rows, estimator, eps):
+    if estimator in ("batch_norm", "global_norm"):
+        return batch_wide(rows, estimator, eps)
     out = []
     for i, (reward, group, valid) in enumerate(rows):
         rewards = np.array([r for r, g, v in rows if g == group and v])
@@ -35,7 +61,8 @@ def loops(rows, estimator, eps):
             out.append(reward - others.mean())
         else:
             scale = {"group_norm": rewards.std(ddof=1) + eps,
-                     "group_norm_population": rewards.std() + eps, "group_mean": 1.0}[estimator]
+                     "group_norm_population": rewards.std() + eps, "group_mean": 1.0,
+                     "maxrl": rewards.mean() + eps}[estimator]
             out.append((reward - rewards.mean()) / scale)
     return torch.tensor(out, dtype=torch.float32)
 
@@ -43,6 +70,7 @@ def loops(rows, estimator, eps):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(rows=ROWS, eps=st.sampled_from([1e-4, 1e-6, 0.5]))
 def test_equals_loops_over_groups(estimator, rows, eps):
+    rows = suit(rows, estimator)
     rewards, groups, valid = columns(rows)
     actual = group_advantages(rewards, groups, estimator=estimator, eps=eps, valid_B=valid)
     assert actual.dtype == torch.float32
@@ -54,14 +82,14 @@ def test_equals_loops_over_groups(estimator, rows, eps):
 def test_follows_a_permutation_of_the_rows(estimator, rows, order):
     permutation = list(range(len(rows)))
     order.shuffle(permutation)
-    rewards, groups, valid = columns(rows)
+    rewards, groups, valid = columns(suit(rows, estimator))
     expected = group_advantages(rewards, groups, estimator=estimator, valid_B=valid)[permutation]
     actual = group_advantages(rewards[permutation], groups[permutation], estimator=estimator,
                               valid_B=valid[permutation])
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", sorted({*ESTIMATORS} - {"maxrl"}))
 @given(rows=ROWS, shift=st.integers(-4, 4))
 def test_does_not_depend_on_a_common_reward(estimator, rows, shift):
     rewards, groups, valid = columns(rows)
@@ -87,6 +115,32 @@ def test_invalid_rows_get_zero_and_are_left_out_of_their_group(estimator, junk):
     alone = group_advantages(rewards[valid], groups[valid], estimator=estimator)
     assert advantage[1] == 0
     assert torch.equal(advantage[valid], alone) and alone[0] > 0
+
+
+def test_a_prompt_sampled_once_teaches_only_against_the_whole_batch():
+    rewards, groups = torch.tensor([3.0, 1.0, 0.0]), torch.tensor([7, 8, 8])
+    for estimator in ESTIMATORS:
+        alone = group_advantages(rewards, groups, estimator=estimator)[0]
+        assert (alone > 1) if estimator == "global_norm" else (alone == 0)
+    # Its zero still counts in the spread of the batch: [0, 1/2, -1/2] has deviation 1/2.
+    batch_norm = group_advantages(rewards, groups, estimator="batch_norm", eps=1e-12)
+    assert batch_norm.tolist() == pytest.approx([0.0, 1.0, -1.0])
+
+
+def test_maxrl_weighs_the_rare_success_by_one_over_the_success_rate():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    advantage = group_advantages(rewards, torch.tensor([0, 0, 0, 0, 1, 1]), estimator="maxrl",
+                                 eps=1e-9)
+    assert advantage.tolist() == pytest.approx([3.0, -1.0, -1.0, -1.0, 0.0, 0.0])
+
+
+def test_maxrl_refuses_negative_rewards_of_valid_rows():
+    rewards, groups = torch.tensor([-1.0, 0.5, -0.25]), torch.zeros(3, dtype=torch.int64)
+    valid = torch.tensor([False, True, True])
+    with pytest.raises(ValueError, match=r"rows \[2\] is negative \(\[-0.25\]\).*'maxrl'"):
+        group_advantages(rewards, groups, estimator="maxrl", valid_B=valid)
+    rewards[2] = 0.25
+    assert group_advantages(rewards, groups, estimator="maxrl", valid_B=valid)[0] == 0
 
 
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf])
@@ -116,3 +170,219 @@ def test_the_module_reads_errors_and_passes_its_options_on(estimator):
     bare = GroupAdvantage(estimator=estimator, eps=0.5)(td[[0, 1, 3]].exclude(
         ("next", "reward_error")))
     assert torch.equal(bare["advantage"][:, 0], expected)
+
+
+T, PROMPT = 7, 2
+#: Every option at once; test_each_option_matters shows that none of them is idle.
+ALL = {"clip_percentile": 15.0, "zero_variance_filter": True, "mask_truncated": True,
+       "overlong_buffer": 3, "max_response_tokens": 4, "overlong_factor": 0.5,
+       "kl_in_reward_coeff": 0.25, "kl_in_reward_estimator": "k3", "reverse_kl_coeff": 0.75}
+NEEDS = {"overlong_factor": ("overlong_buffer", "max_response_tokens"),
+         "max_response_tokens": ("overlong_buffer",), "overlong_buffer": ("max_response_tokens",),
+         "kl_in_reward_estimator": ("kl_in_reward_coeff",)}
+LOG_PROB = st.floats(-4, 0, width=16)
+TOKEN = st.tuples(LOG_PROB, LOG_PROB, LOG_PROB)  # under policy, reference and teacher
+ROLLOUT_ROW = st.fixed_dictionaries({
+    "reward": st.sampled_from([400.0, 401.0]),  # above what any penalty takes, for MaxRL
+    "group": st.sampled_from([2, 5]), "error": st.sampled_from([False, False, True]),
+    "truncated": st.booleans(), "tokens": st.lists(TOKEN, max_size=T - PROMPT)})
+
+
+def rollout(rows):
+    """Dense batch of dictionaries; junk everywhere that must not be read."""
+    B = len(rows)
+    values = torch.full((3, B, T), torch.nan)
+    mask = torch.zeros(B, T, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        end = PROMPT + len(row["tokens"])
+        mask[i, PROMPT:end] = True
+        if not row["error"]:
+            values[:, i, PROMPT:end] = torch.tensor(row["tokens"]).reshape(-1, 3).T
+    out = TensorDict({}, [B])
+    out[data.LOG_PROBS], out[data.REF_LOG_PROBS], out[data.TEACHER_LOG_PROBS] = values
+    out[data.ASSISTANT_MASK] = mask
+    out[data.REWARD] = torch.tensor([[math.nan if r["error"] else r["reward"]] for r in rows])
+    out[data.REWARD_ERROR] = torch.tensor([[r["error"]] for r in rows])
+    out[data.TRUNCATED] = torch.tensor([[r["truncated"]] for r in rows])
+    out[data.GROUP_ID] = torch.tensor([r["group"] for r in rows])
+    return out
+
+
+def shaped_reward(row):
+    """With the options of ALL."""
+    length = len(row["tokens"])
+    penalty = 0.0 if length <= 1 else (1 - length) / 3 if length <= 4 else -1.0
+    kl = sum(math.exp(q - p) - 1 + (p - q) for p, q, _ in row["tokens"])
+    return math.nan if row["error"] else row["reward"] + 0.5 * penalty - 0.25 * kl
+
+
+def token_advantages(rows, shaped, estimator):
+    """With the options of ALL, [B][T]."""
+    valid = np.array([not row["error"] for row in rows])
+    triples = [(s, row["group"], not row["error"]) for s, row in zip(shaped, rows, strict=True)]
+    advantage = loops(triples, estimator, 1e-4).double().numpy()
+    if valid.any():
+        advantage = advantage.clip(*np.percentile(advantage[valid], [15, 85]))
+    tokens = np.zeros((len(rows), T))
+    for i, row in enumerate(rows):
+        for t, (p, _, teacher) in enumerate(row["tokens"] if valid[i] else []):
+            tokens[i, PROMPT + t] = advantage[i] - 0.75 * (p - teacher)
+    return torch.tensor(tokens)
+
+
+def rows_that_stay(rows, shaped):
+    """With the options of ALL."""
+    distinct = {row["group"]: set() for row in rows}
+    for reward, row in zip(shaped, rows, strict=True):
+        if not row["error"]:
+            distinct[row["group"]].add(reward)
+    return [not row["error"] and not row["truncated"] and len(distinct[row["group"]]) > 1
+            for row in rows]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(rows=st.lists(ROLLOUT_ROW, min_size=1, max_size=8))
+def test_all_options_together_equal_the_formulas(estimator, rows):
+    batch = rollout(rows)
+    before = batch.clone()
+    module = GroupAdvantage(estimator=estimator, **ALL)
+    out = module(batch)
+    shaped, advantage, keep = (out[key] for key in module.out_keys)
+    assert (shaped.dtype, advantage.dtype, keep.dtype) == (torch.float32,) * 2 + (torch.bool,)
+    assert shaped.shape == keep.shape == (len(rows), 1)
+    expected = torch.tensor([[shaped_reward(row)] for row in rows])
+    torch.testing.assert_close(shaped, expected, rtol=2e-7, atol=0.0, equal_nan=True)
+    # What follows starts from the rewards as written: their last bit decides what is equal.
+    rewards = shaped[:, 0].tolist()
+    torch.testing.assert_close(advantage.double(), token_advantages(rows, rewards, estimator),
+                               rtol=1e-5, atol=1e-5)
+    assert keep[:, 0].tolist() == rows_that_stay(rows, rewards)
+    for key in before.keys(True, True):
+        torch.testing.assert_close(out[key], before[key], rtol=0, atol=0, equal_nan=True)
+
+
+@given(rows=st.lists(ROLLOUT_ROW, min_size=1, max_size=8),
+       order=st.randoms(use_true_random=False), estimator=st.sampled_from(ESTIMATORS))
+def test_all_options_together_follow_a_permutation_of_the_rows(rows, order, estimator):
+    permutation = list(range(len(rows)))
+    order.shuffle(permutation)
+    module = GroupAdvantage(estimator=estimator, **ALL)
+    expected = module(rollout(rows))[torch.tensor(permutation)]
+    actual = module(rollout([rows[i] for i in permutation]))
+    for key in module.out_keys:
+        torch.testing.assert_close(actual[key], expected[key], rtol=1e-5, atol=1e-6,
+                                   equal_nan=True)
+
+
+def some_rows():
+    """Two groups that teach, one of equals; each row with its own length and log-probs."""
+    generator = np.random.default_rng(0)
+    return [{"reward": float(i % 3) if i < 6 else 1.0, "group": i // 3, "error": i == 4,
+             "truncated": i % 4 == 1, "tokens": (-generator.random((n, 3))).tolist()}
+            for i, n in enumerate([2, 5, 3, 4, 2, 5, 1, 1, 1])]
+
+
+@pytest.mark.parametrize("option", ALL)
+def test_each_option_matters(option):
+    idle = {"overlong_buffer": 1, "max_response_tokens": 9, "overlong_factor": None,
+            "kl_in_reward_estimator": None}
+    others = {name: ALL[name] for name in NEEDS.get(option, ())}
+    without = others | {option: idle[option]} if option in idle else {}
+    before = GroupAdvantage(**without)(rollout(some_rows()))
+    after = GroupAdvantage(**others, **{option: ALL[option]})(rollout(some_rows()))
+    if option in ("zero_variance_filter", "mask_truncated"):
+        assert data.ROW_MASK not in before.keys() and not after[data.ROW_MASK].all()
+        assert torch.equal(after[data.ADVANTAGE], before[data.ADVANTAGE])
+    else:
+        assert data.ROW_MASK not in after.keys()
+        assert after[data.ADVANTAGE].isfinite().all()
+        assert (after[data.ADVANTAGE] - before[data.ADVANTAGE]).abs().max() > 1e-3
+
+
+def test_filters_name_the_rows_that_stay():
+    rows = some_rows()
+    filtered = GroupAdvantage(zero_variance_filter=True)(rollout(rows))[data.ROW_MASK]
+    assert filtered[:, 0].tolist() == [True] * 4 + [False, True] + [False] * 3
+    cut = GroupAdvantage(mask_truncated=True)(rollout(rows))[data.ROW_MASK]
+    assert cut[:, 0].tolist() == [i not in (1, 4, 5) for i in range(9)]
+
+
+def test_the_filter_looks_at_shaped_rewards():
+    rows = [{"reward": 1.0, "group": 0, "error": False, "truncated": False,
+             "tokens": [(-1.0, -1.0, -1.0)] * n} for n in (1, 5)]
+    alone = GroupAdvantage(zero_variance_filter=True)(rollout(rows))
+    shaped = GroupAdvantage(zero_variance_filter=True, overlong_buffer=2,
+                            max_response_tokens=4)(rollout(rows))
+    assert not alone[data.ROW_MASK].any() and shaped[data.ROW_MASK].all()
+
+
+def test_without_options_nothing_but_the_advantage_is_written():
+    batch = rollout(some_rows())
+    keys = {*batch.keys(True, True)}
+    module = GroupAdvantage()
+    assert {*module(batch).keys(True, True)} - keys == {data.ADVANTAGE}
+    assert module.in_keys == [data.REWARD, data.GROUP_ID] and module.out_keys == [data.ADVANTAGE]
+
+
+def test_keys_follow_the_options():
+    module = GroupAdvantage(kl_in_reward_coeff=0.1, mask_truncated=True)
+    read = rollout(some_rows()).select(*module.in_keys, data.REWARD_ERROR)
+    assert {*module(read).keys(True, True)} >= {*module.out_keys}
+    assert module.out_keys == [data.SHAPED_REWARD, data.ADVANTAGE, data.ROW_MASK]
+
+
+class TestTeacherAlone:
+    def batch(self):
+        rows = [row | {"error": False} for row in some_rows()]
+        return rollout(rows).exclude(data.REWARD, data.REWARD_ERROR, data.GROUP_ID)
+
+    def test_distils_without_rewards(self):
+        out = GroupAdvantage(reverse_kl_coeff=0.5, mask_truncated=True)(self.batch())
+        mask, gap = out[data.ASSISTANT_MASK], out[data.LOG_PROBS] - out[data.TEACHER_LOG_PROBS]
+        torch.testing.assert_close(out[data.ADVANTAGE][mask], -0.5 * gap[mask])
+        assert not out[data.ADVANTAGE][~mask].any()
+        assert torch.equal(out[data.ROW_MASK], ~out[data.TRUNCATED])
+
+    @pytest.mark.parametrize("options", [
+        {"zero_variance_filter": True}, {"clip_percentile": 5.0}, {"kl_in_reward_coeff": 0.1},
+        {"overlong_buffer": 2, "max_response_tokens": 4}])
+    def test_options_of_the_reward_are_refused(self, options):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} would be ignored.*reward"):
+            GroupAdvantage(reverse_kl_coeff=0.5, **options)(self.batch())
+
+    def test_without_a_teacher_rewards_are_required(self):
+        with pytest.raises(KeyError, match="reward"):
+            GroupAdvantage()(self.batch())
+
+
+@pytest.mark.parametrize("options, key, hint", [
+    ({"kl_in_reward_coeff": 0.1}, data.REF_LOG_PROBS, "reference first"),
+    ({"reverse_kl_coeff": 0.1}, data.TEACHER_LOG_PROBS, "teacher first"),
+    ({"mask_truncated": True}, data.TRUNCATED, "length limit")])
+def test_a_missing_entry_is_an_error_with_the_fix(options, key, hint):
+    with pytest.raises(KeyError, match=hint) as error:
+        GroupAdvantage(**options)(rollout(some_rows()).exclude(key))
+    assert key[1] in str(error.value)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"eps": 0.0}, "eps=0.0 must be"),
+    ({"eps": math.nan}, "eps=nan must be"),
+    ({"clip_percentile": 0}, "clip_percentile=0 must lie between 0 and 50"),
+    ({"clip_percentile": 50.0}, "clip_percentile=50.0 must lie"),
+    ({"clip_percentile": math.nan}, "clip_percentile=nan must lie"),
+    ({"overlong_buffer": 4}, "overlong_buffer=4 needs max_response_tokens"),
+    ({"max_response_tokens": 4}, "max_response_tokens=4 would be ignored.*overlong_buffer"),
+    ({"overlong_factor": 1.0}, "overlong_factor=1.0 would be ignored.*overlong_buffer"),
+    ({"overlong_buffer": 4, "max_response_tokens": 4}, "below max_response_tokens=4"),
+    ({"overlong_buffer": 0, "max_response_tokens": 4}, "overlong_buffer=0 must be above 0"),
+    ({"overlong_buffer": 1, "max_response_tokens": 4, "overlong_factor": -1.0},
+     "overlong_factor=-1.0 must be"),
+    ({"kl_in_reward_coeff": 0.0}, "kl_in_reward_coeff=0.0 must be"),
+    ({"kl_in_reward_coeff": math.inf}, "kl_in_reward_coeff=inf must be"),
+    ({"kl_in_reward_estimator": "k1"}, "kl_in_reward_estimator='k1' would be ignored.*_coeff"),
+    ({"kl_in_reward_estimator": "k4", "kl_in_reward_coeff": 0.1}, "'k4' is unknown.*'k3'"),
+    ({"reverse_kl_coeff": -0.5}, "reverse_kl_coeff=-0.5 must be")])
+def test_options_out_of_range_or_without_effect_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        GroupAdvantage(**options)

@@ -1,4 +1,4 @@
-"""``GRPOLoss``: its gradient, its options, its keys and the batches it accepts."""
+"""``GRPOLoss``: its gradient, and the batches and rows it accepts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import nn
 from grpo import GroupAdvantage, GRPOLoss, total_loss
 from grpo.data import split_rows
 from grpo.data_torchrl import to_torchrl
-from grpo.objectives import register_surrogate, surrogates
+from grpo.objectives import MaxEntWeights
+
+from .batches import LISTWISE, gradient, with_every_entry
 
 CLIP = (0.2, 0.3)
 
@@ -22,13 +24,7 @@ def model(make_model):
 
 @pytest.fixture(scope="module")
 def batch(model, make_batch):
-    return make_batch(model)
-
-
-def gradient(loss, batch):
-    parameters = list(loss.actor_network.parameters())
-    grads = torch.autograd.grad(total_loss(loss(batch)), parameters, allow_unused=True)
-    return torch.cat([g.flatten() for g in grads if g is not None])
+    return with_every_entry(make_batch(model))
 
 
 class TestGradient:
@@ -38,17 +34,26 @@ class TestGradient:
         {"kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.2, "entropy_coeff": 0.05},
         {"aggregation": "dr_grpo", "constant_length": 6, "packing": True, "head_chunk_size": 4},
         {"kl_to_ref_coeff": 1.0, "kl_estimator": "k2", "head": "logits"},
+        {"kl_to_ref_coeff": 1.0, "kl_estimator": "unbiased_k3", "aggregation": "prompt"},
+        {"objective": "gspo", "aggregation": "prompt", "head": "fused", "head_chunk_size": 7},
+        {"objective": "sapo", "proximal": "scored", "mismatch": {"tis": 1.3},
+         "high_entropy_only": True, "head_chunk_size": 2},
+        {"objective": "dppo", "proximal": "scored", "mismatch": {"sequence_mis": (0.2, 5.0)},
+         "off_policy_delta": 0.1, "clip_epsilon": None},
+        {"objective_options": {"delta": 1.4}, "distill_coeff": 0.5, "distill_temperature": 1.5},
+        {**LISTWISE, "objective_options": {"clip_coeff": 0.5}, "head_chunk_size": 3},
     ], ids=str)
-    @pytest.mark.parametrize("direction", range(3))
+    @pytest.mark.parametrize("direction", range(2))
     def test_matches_finite_differences(self, make_model, make_batch, options, direction):
         model = make_model()
         # Transformers computes norms in float32, which would drown the differences.
         for name in dict(model.named_modules()):
             if name.endswith("norm"):
                 model.set_submodule(name, nn.RMSNorm(16, eps=1e-6, dtype=torch.float64))
-        batch = make_batch(model, token_level=True, seed=direction)
-        clip = None if options.get("objective") == "reinforce" else CLIP
-        loss = GRPOLoss(model, clip_epsilon=clip, **options)
+        token_level = options.get("objective") != "gspo"
+        batch = with_every_entry(make_batch(model, token_level=token_level, seed=direction))
+        bounded = options.get("objective") not in ("reinforce", "sapo", "dppo")
+        loss = GRPOLoss(model, **{"clip_epsilon": CLIP if bounded else None, **options})
         expected = gradient(loss, batch)
         torch.manual_seed(direction)
         step = torch.randn_like(expected)
@@ -68,7 +73,7 @@ class TestGradient:
         tied, untied = make_model(), make_model(tie_word_embeddings=False)
         untied.load_state_dict(tied.state_dict())
         batch = make_batch(tied)
-        for head in ("chunked", "logits"):
+        for head in ("fused", "chunked", "logits"):
             tied.zero_grad()
             untied.zero_grad()
             total_loss(GRPOLoss(tied, head=head)(batch)).backward()
@@ -87,222 +92,150 @@ class TestGradient:
                 assert out[name].item() == pytest.approx(1.0, abs=3e-6), name
             assert out["clip_fraction_low"] == out["clip_fraction_high"] == 0
 
-    def test_on_policy_the_gradient_is_that_of_reinforce(self, model, make_batch):
-        batch = make_batch(model, noise=0.0)
-        clipped, plain = (gradient(GRPOLoss(model, objective=o), batch)
-                          for o in ("ppo_clip", "reinforce"))
-        torch.testing.assert_close(clipped, plain, rtol=1e-9, atol=1e-12)
+    @pytest.mark.parametrize("objective", ["ppo_clip", "cispo", "gspo_token", "dppo", "sapo"])
+    def test_on_policy_the_gradient_is_that_of_reinforce(self, model, batch, objective):
+        one, plain = (gradient(GRPOLoss(model, objective=o, proximal="current"), batch)
+                      for o in (objective, "reinforce"))
+        torch.testing.assert_close(one, plain, rtol=1e-9, atol=1e-12)
+
+    def test_with_the_current_policy_as_proximal_old_log_probs_are_not_read(self, model, batch):
+        loss = GRPOLoss(model, proximal="current")
+        expected = gradient(loss, batch)
+        moved = batch.clone()
+        moved["log_probs", "full"] -= 3.0
+        moved["log_probs", "proximal"] += 3.0
+        assert torch.equal(gradient(loss, moved), expected)
+        # But the correction for the gap to the engine does.
+        corrected = GRPOLoss(model, proximal="current", mismatch={"tis": 2.0})
+        assert (gradient(corrected, moved) - gradient(corrected, batch)).abs().max() > 1e-3
+
+    def test_the_kl_to_inference_is_to_the_sampling_policy_whatever_the_proximal_one(
+            self, model, batch):
+        one, *others = (GRPOLoss(model, proximal=proximal, kl_to_inference_coeff=0.1)(batch)
+                        for proximal in ("sampled", "current", "scored"))
+        gap = one["token_stats", "to_inference"]
+        expected = 0.1 * (torch.expm1(-gap) + gap).mean()
+        for out in (one, *others):
+            torch.testing.assert_close(out["loss_kl_to_inference"].detach(), expected)
 
     def test_values_outside_the_mask_may_be_nan(self, model, make_batch):
-        batch = make_batch(model, token_level=True, error_rows=(1,))
-        loss = GRPOLoss(model, kl_to_ref_coeff=0.1, entropy_coeff=0.1)
-        expected = gradient(loss, batch)
-        outside = ~batch["masks", "all_assistant_mask"]
-        outside[1] = True
-        for key in (("log_probs", "full"), ("next", "ref_log_probs", "full"), "advantage"):
-            batch[key] = batch[key].masked_fill(outside, torch.nan)
-        batch["next", "reward"][1] = torch.nan
-        assert torch.equal(gradient(loss, batch), expected)
+        original = with_every_entry(make_batch(model, token_level=True, error_rows=(1,)))
+        for options in (
+                {"kl_to_ref_coeff": 0.1, "entropy_coeff": 0.1},
+                {"proximal": "scored", "mismatch": {"tis": 2.0}, "off_policy_delta": 0.1},
+                {"distill_coeff": 0.1, "high_entropy_only": True}, LISTWISE):
+            loss, batch = GRPOLoss(model, **options), original.clone()
+            expected = gradient(loss, batch)
+            outside = ~batch["masks", "all_assistant_mask"]
+            outside[1] = True
+            for key in (("log_probs", "full"), ("log_probs", "proximal"), "advantage",
+                        ("next", "ref_log_probs", "full"), ("distill", "log_probs")):
+                value = batch[key]
+                value[outside] = torch.nan
+            batch["next", "reward"][1] = torch.nan
+            batch["listwise_weight"][1] = torch.nan
+            assert torch.equal(gradient(loss, batch), expected)
+
+@pytest.mark.parametrize("temperatures", [
+    {}, {"temperature": 0.7}, {"temperature": 0.7, "distill_temperature": 1.5}], ids=str)
+def test_distillation_is_the_cross_entropy_with_the_teacher(model, batch, temperatures):
+    """By hand from the full logits; both distributions have the same temperature."""
+    loss = GRPOLoss(model, distill_coeff=0.3, aggregation="sequence", **temperatures)
+    temperature = temperatures.get("distill_temperature", temperatures.get("temperature", 1.0))
+    mask = batch["masks", "all_assistant_mask"]
+    with torch.no_grad():
+        logits = model(input_ids=batch["tokens", "full"],
+                       attention_mask=batch["masks", "all_attention_mask"]).logits
+    student = (logits / temperature).log_softmax(-1)[:, :-1].gather(
+        -1, batch["distill", "token_ids"][:, 1:])
+    teacher = (batch["distill", "log_probs"][:, 1:].double() / temperature).softmax(-1)
+    terms = -(teacher * student).sum(-1) * mask[:, 1:]
+    expected = 0.3 * (terms.sum(1) / mask.sum(1)).mean()
+    torch.testing.assert_close(loss(batch)["loss_distill"].detach(), expected, rtol=1e-6, atol=0)
 
 
-class TestOptions:
-    SWITCHES = {
-        "objective": ({}, {"objective": "reinforce"}),
-        "clip_epsilon low": ({}, {"clip_epsilon": (0.5, 0.2)}),
-        "clip_epsilon high": ({}, {"clip_epsilon": (0.2, 0.5)}),
-        "aggregation sequence": ({}, {"aggregation": "sequence"}),
-        "aggregation dr_grpo": ({"aggregation": "sequence"},
-                                {"aggregation": "dr_grpo", "constant_length": 4}),
-        "constant_length": ({"aggregation": "dr_grpo", "constant_length": 4},
-                            {"aggregation": "dr_grpo", "constant_length": 5}),
-        "kl_to_ref_coeff": ({}, {"kl_to_ref_coeff": 0.1}),
-        "kl_to_inference_coeff": ({}, {"kl_to_inference_coeff": 0.1}),
-        "kl_to_ref is not kl_to_inference": ({"kl_to_ref_coeff": 0.1},
-                                             {"kl_to_inference_coeff": 0.1}),
-        "k1 k2": ({"kl_to_ref_coeff": 0.1, "kl_estimator": "k1"},
-                  {"kl_to_ref_coeff": 0.1, "kl_estimator": "k2"}),
-        "k2 k3": ({"kl_to_ref_coeff": 0.1, "kl_estimator": "k2"},
-                  {"kl_to_ref_coeff": 0.1, "kl_estimator": "k3"}),
-        "entropy_coeff": ({}, {"entropy_coeff": 0.01}),
-        "temperature": ({}, {"temperature": 0.7}),
-    }
-
-    @pytest.mark.parametrize("name", SWITCHES)
-    def test_each_switch_changes_the_gradient(self, model, batch, name):
-        one, other = (gradient(GRPOLoss(model, **options), batch)
-                      for options in self.SWITCHES[name])
-        assert (one - other).abs().max() > 1e-4 * one.abs().max()
-
-    def test_each_advantage_estimator_has_its_own_gradient(self, model, make_batch):
-        batch = make_batch(model, prompts=(1,) * 6, responses=(3, 4, 5, 2, 4, 3)).exclude(
-            "advantage")
-        batch["group_id"] = torch.tensor([0, 1, 0, 1, 0, 1])
-        names = ("group_norm", "group_norm_population", "group_mean", "rloo")
-        grads = []
-        for name in names:
-            inside = gradient(GRPOLoss(model, advantage_estimator=name), batch)
-            before = GroupAdvantage(estimator=name)(batch.copy())
-            assert torch.equal(inside, gradient(GRPOLoss(model), before))
-            grads.append(inside)
-        for i, one in enumerate(grads):
-            for other in grads[:i]:
-                assert (one - other).abs().max() > 1e-3 * one.abs().max()
-
-    def test_advantages_made_here_leave_out_rows_without_a_reward(self, model, make_batch):
-        batch = make_batch(model, error_rows=(1,)).exclude("advantage")
-        batch["group_id"] = torch.tensor([0, 0, 0, 0])
-        batch["next", "reward"][1] = torch.nan
-        expected = gradient(GRPOLoss(model), GroupAdvantage()(batch.copy()))
-        assert torch.equal(gradient(GRPOLoss(model), batch), expected) and expected.any()
-
-    def test_the_way_of_computing_is_passed_on(self, model, batch, monkeypatch):
-        """These options leave the gradient alone, so their effect is looked for elsewhere."""
-        widths, chunks = [], []
-        model_hook = model.model.register_forward_pre_hook(
-            lambda module, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)),
-            with_kwargs=True)
-        monkeypatch.setattr(torch, "compile", lambda function: lambda hidden, *args: (
-            chunks.append(len(hidden)), function(hidden, *args))[1])
-        try:
-            GRPOLoss(model, packing=True, head_chunk_size=8, compile_head=True)(batch)
-            assert widths == [(1, 25)] and chunks == [8, 7]
-            GRPOLoss(model, head="logits", compile_head=True)(batch)
-            assert widths[1:] == [(4, 10)] and chunks == [8, 7]
-        finally:
-            model_hook.remove()
-
-    @pytest.mark.parametrize(("option", "value"), [
-        ("objective", "ppo"), ("aggregation", "mean"), ("kl_estimator", "k4"), ("head", "fused"),
-        ("advantage_estimator", "gae"), ("clip_epsilon", -0.1), ("clip_epsilon", (0.2, 0.2, 0.2)),
-        ("clip_epsilon", (1.5, 0.2)), ("clip_epsilon", None), ("kl_to_ref_coeff", -0.1),
-        ("kl_to_inference_coeff", -0.1), ("entropy_coeff", -0.1), ("temperature", 0.0),
-        ("temperature", -1.0), ("constant_length", 5),
-    ])
-    def test_a_wrong_value_is_an_error_that_names_option_and_value(self, model, option, value):
-        with pytest.raises(ValueError) as error:
-            GRPOLoss(model, **{option: value})
-        assert option in str(error.value)
-        assert value is None or repr(value) in str(error.value)
-
-    @pytest.mark.parametrize("length", [None, 0])
-    def test_dr_grpo_needs_a_length(self, model, length):
-        with pytest.raises(ValueError, match="constant_length"):
-            GRPOLoss(model, aggregation="dr_grpo", constant_length=length)
-
-    def test_one_clip_bound_stands_for_both(self, model, batch):
-        one, both = (gradient(GRPOLoss(model, clip_epsilon=c), batch) for c in (0.1, (0.1, 0.1)))
-        assert torch.equal(one, both)
-
-    def test_a_surrogate_of_ones_own(self, model, batch, monkeypatch):
-        monkeypatch.setattr(surrogates, "_SURROGATES", dict(surrogates._SURROGATES))
-
-        @register_surrogate("log_prob", clips=False)
-        def log_prob(log_ratio_BT, advantage_BT, *, clip_epsilon):
-            assert clip_epsilon is None
-            return -log_ratio_BT * advantage_BT
-
-        out = GRPOLoss(model, objective="log_prob")(batch)
-        stats = out["token_stats"]
-        expected = -(stats["log_ratio"] * stats["advantage"]).mean()
-        torch.testing.assert_close(out["loss_objective"], expected)
-        assert "clip_fraction_low" not in out.keys()
+class TestRowsThatAreLeftOut:
+    @pytest.mark.parametrize("options", [
+        {}, {"aggregation": "sequence"}, {"aggregation": "prompt"}, {"objective": "gspo"},
+        LISTWISE], ids=str)
+    def test_a_filtered_row_is_as_good_as_absent(self, model, batch, options):
+        loss, masked = GRPOLoss(model, **options), batch.copy()
+        masked["row_mask"] = torch.tensor([[True], [False], [True], [True]])
+        assert torch.equal(loss.normalizer(masked).count, loss.normalizer(batch[[0, 2, 3]]).count)
+        torch.testing.assert_close(gradient(loss, masked), gradient(loss, batch[[0, 2, 3]]),
+                                   rtol=1e-9, atol=1e-12)
+        assert (gradient(loss, masked) - gradient(loss, batch)).abs().max() > 1e-3
 
 
-class TestKeys:
-    def test_out_keys_are_the_losses_that_are_returned(self, model, batch):
-        for options in ({}, {"kl_to_ref_coeff": 0.0}, {"kl_to_inference_coeff": 0.1},
-                        {"entropy_coeff": 0.1, "kl_to_ref_coeff": 0.1}):
+class TestGroups:
+    """Objectives that compare the sequences of a prompt."""
+
+    @pytest.mark.parametrize("name", ["maxent_listwise", "maxent_weighted"])
+    @pytest.mark.parametrize("length_normalize", [False, True])
+    def test_equal_plain_formulas(self, model, batch, name, length_normalize):
+        loss = GRPOLoss(model, objective=name, aggregation="prompt",
+                        objective_options={"length_normalize": length_normalize})
+        out = loss(batch)
+        log_probs = (out["token_stats", "to_inference"]
+                     + batch["log_probs", "full"][batch["masks", "all_assistant_mask"]])
+        scores = torch.stack([part.mean() if length_normalize else part.sum()
+                              for part in log_probs.split([5, 1, 6, 3])]).view(2, 2)
+        if name == "maxent_listwise":
+            scores = scores.log_softmax(-1)
+        weights = batch["listwise_weight"].view(2, 2).double()
+        expected = -(weights * scores).sum(1).mean()
+        torch.testing.assert_close(out["loss_objective"], expected, rtol=1e-6, atol=1e-8)
+
+    @pytest.mark.parametrize("name", ["maxent_listwise", "maxent_weighted"])
+    def test_the_gradient_is_that_of_the_scores(self, model, batch, name):
+        """By hand through the model's full logits."""
+        tokens, mask = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
+        logits = model(input_ids=tokens, attention_mask=batch["masks", "all_attention_mask"]).logits
+        log_probs = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+        scores = ((log_probs * mask[:, 1:]).sum(1) / mask.sum(1)).view(2, 2)
+        if name == "maxent_listwise":
+            scores = scores.log_softmax(-1)
+        weights = batch["listwise_weight"].view(2, 2).double()
+        weights /= weights.sum(1, keepdim=True)  # 1 up to float32 before
+        value = -(weights * scores).sum(1).mean()
+        grads = torch.autograd.grad(value, list(model.parameters()))
+        loss = GRPOLoss(model, objective=name, aggregation="prompt", head_chunk_size=4)
+        torch.testing.assert_close(gradient(loss, batch), torch.cat([g.flatten() for g in grads]),
+                                   rtol=1e-9, atol=1e-12)
+
+    def test_micro_batches_of_whole_groups_add_up(self, model, batch):
+        for options in (LISTWISE, {**LISTWISE, "objective": "maxent_weighted",
+                                   "kl_to_ref_coeff": 0.1}):
             loss = GRPOLoss(model, **options)
-            out = loss(batch)
-            assert [key for key in out.keys() if key.startswith("loss_")] == loss.out_keys
-            assert total_loss(out) == sum(out[key] for key in loss.out_keys)
+            shuffled = batch[[2, 0, 3, 1]]
+            norm = loss.normalizer(shuffled)
+            parts = split_rows(shuffled, num_micro_batches=2, whole_groups=True)
+            assert [len(part) for part in parts] == [2, 2]
+            total = 0
+            for part in parts:
+                grads = torch.autograd.grad(total_loss(loss(part, normalizer=norm)),
+                                            list(model.parameters()))
+                total = total + torch.cat([g.flatten() for g in grads])
+            torch.testing.assert_close(total, gradient(loss, batch), rtol=1e-9, atol=1e-12)
 
-    def test_in_keys_suffice(self, model, batch):
-        for options in ({}, {"kl_to_ref_coeff": 0.1}):
-            loss = GRPOLoss(model, **options)
-            only = batch.select(*loss.in_keys)
-            assert len(list(only.keys(True, True))) == len(loss.in_keys)
-            assert torch.equal(gradient(loss, only), gradient(loss, batch))
+    def test_a_group_that_was_cut_is_refused(self, model, batch):
+        loss = GRPOLoss(model, **LISTWISE)
+        norm = loss.normalizer(batch)
+        with pytest.raises(ValueError, match=r"prompts \[1\] are not whole.*whole_groups=True"):
+            loss(batch[:3], normalizer=norm)
 
-    @pytest.mark.parametrize(("name", "key"), [
-        ("advantage", "advantage"),
-        ("tokens", ("tokens", "full")),
-        ("attention_mask", ("masks", "all_attention_mask")),
-        ("assistant_mask", ("masks", "all_assistant_mask")),
-        ("sample_log_prob", ("log_probs", "full")),
-        ("ref_log_probs", ("next", "ref_log_probs", "full")),
-        ("reward_error", ("next", "reward_error")),
-    ])
-    def test_set_keys_reads_the_renamed_entry_alone(self, model, make_batch, name, key):
-        batch = make_batch(model, error_rows=(0,))
-        loss = GRPOLoss(model, kl_to_ref_coeff=0.1)
-        expected = gradient(loss, batch)
-        loss.set_keys(**{name: ("mine", "x")})
-        renamed = batch.copy()
-        renamed["mine", "x"] = batch[key]
-        renamed[key] = torch.zeros_like(batch[key])  # a decoy under the usual name
-        before = sorted(map(str, renamed.keys(True, True)))
-        assert torch.equal(gradient(loss, renamed), expected)
-        assert sorted(map(str, renamed.keys(True, True))) == before
+    def test_the_weights_of_a_rollout_are_read(self, model, batch):
+        weighed = MaxEntWeights(tau=1.0)(batch.exclude("advantage", "listwise_weight"))
+        loss = GRPOLoss(model, **LISTWISE)
+        assert (gradient(loss, weighed) - gradient(loss, batch)).abs().max() > 1e-3
+        flat = MaxEntWeights(tau=1e9)(batch.clone())
+        assert (gradient(loss, weighed) - gradient(loss, flat)).abs().max() > 1e-3
 
-    def test_set_keys_for_rewards_and_groups(self, model, batch):
-        batch = batch.exclude("advantage")
-        expected = gradient(GRPOLoss(model), batch)
-        loss = GRPOLoss(model)
-        loss.set_keys(reward="score", group_id="prompt_index")
-        batch["score"] = batch["next", "reward"]
-        batch["prompt_index"] = batch["group_id"]
-        assert torch.equal(gradient(loss, batch.exclude(("next", "reward"), "group_id")), expected)
-
-    def test_set_keys_refuses_an_unknown_name(self, model):
-        with pytest.raises(ValueError, match="value"):
-            GRPOLoss(model).set_keys(value="state_value")
-
-    @pytest.mark.parametrize(("key", "fix"), [
-        (("masks", "all_attention_mask"), "policy"),
-        (("masks", "all_assistant_mask"), "policy"),
-        (("log_probs", "full"), "log-probs on"),
-        (("next", "ref_log_probs", "full"), "kl_to_ref_coeff=None"),
-    ])
-    def test_a_missing_entry_is_named_with_the_fix(self, model, batch, key, fix):
-        loss = GRPOLoss(model, kl_to_ref_coeff=0.1)
-        with pytest.raises(KeyError) as error:
-            loss(batch.exclude(key))
-        assert str(key) in str(error.value) and fix in str(error.value)
-
-    def test_a_missing_renamed_entry_is_not_replaced_by_the_usual_one(self, model, batch):
-        for name in ("sample_log_prob", "advantage"):
-            loss = GRPOLoss(model)
-            loss.set_keys(**{name: "mine"})
-            with pytest.raises(KeyError, match="mine"):
-                loss(batch.exclude(("next", "reward")))
-
-    def test_missing_tokens(self, model, batch):
-        with pytest.raises(KeyError, match="'tokens'"):
-            GRPOLoss(model)(batch.exclude(("tokens", "full")))
-
-    def test_missing_advantages_cannot_be_made_from_a_part_of_the_batch(self, model, batch):
-        loss, bare = GRPOLoss(model), batch.exclude("advantage")
-        with pytest.raises(KeyError, match="GroupAdvantage"):
-            loss(bare[:2], normalizer=loss.normalizer(bare))
-        with pytest.raises(KeyError, match="GroupAdvantage"):
-            loss(bare.exclude("group_id"))
-
-    @pytest.mark.parametrize("key", [
-        ("masks", "all_attention_mask"), ("masks", "all_assistant_mask"), ("log_probs", "full"),
-        ("next", "ref_log_probs", "full")])
-    def test_a_wrong_width_is_an_error(self, model, batch, key):
-        wrong = batch.copy()
-        wrong[key] = batch[key][:, 1:]
-        with pytest.raises(ValueError, match=key[-1]):
-            GRPOLoss(model, kl_to_ref_coeff=0.1)(wrong)
-
-    @pytest.mark.parametrize("width", [0, 2, 9])
-    def test_a_wrong_advantage_shape_is_an_error(self, model, batch, width):
-        wrong = batch.copy()
-        wrong["advantage"] = torch.ones(len(batch), width)
-        with pytest.raises(ValueError, match="advantage"):
-            GRPOLoss(model)(wrong)
+    def test_nothing_is_reported_as_clipped_without_a_clip(self, model, batch):
+        names = {"clip_fraction_low", "clip_fraction_high"}
+        assert not names & set(GRPOLoss(model, **LISTWISE)(batch).keys())
+        clipped = GRPOLoss(model, **LISTWISE, objective_options={"clip_coeff": 1.0})
+        assert names <= set(clipped(batch).keys())
 
 
 class TestBatches:
@@ -327,7 +260,7 @@ class TestBatches:
         loss = GRPOLoss(model, kl_to_ref_coeff=0.1, aggregation="sequence")
         torch.testing.assert_close(gradient(loss, ragged), gradient(loss, batch),
                                    rtol=1e-9, atol=1e-12)
-        assert loss.normalizer(ragged) == loss.normalizer(batch) == 3
+        assert loss.normalizer(ragged).count == loss.normalizer(batch).count == 3
 
     def test_a_torchrl_wrapper_is_unwrapped(self, model):
         class Wrapper(nn.Module):
@@ -342,7 +275,8 @@ class TestBatches:
 
     def test_the_batch_is_left_as_it_was(self, model, batch):
         copy = batch.clone()
-        GRPOLoss(model, kl_to_ref_coeff=0.1, entropy_coeff=0.1)(batch)
+        GRPOLoss(model, kl_to_ref_coeff=0.1, entropy_coeff=0.1, proximal="scored",
+                 mismatch={"tis": 2.0}, high_entropy_only=True, distill_coeff=0.1)(batch)
         assert (copy == batch).all() and set(copy.keys(True)) == set(batch.keys(True))
 
     def test_total_loss_adds_only_losses(self):

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from grpo.objectives.head import TokenScorer
+from grpo.objectives.scorer import TokenScorer
 from grpo.policies import Sampling, TransformersPolicy
 from grpo.weights import Canary, SameModule, StaleWeightsError
 

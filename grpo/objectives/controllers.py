@@ -1,0 +1,276 @@
+"""Controllers that adapt a loss coefficient to what was measured after each optimizer step.
+
+All of them hold one ``value``, the coefficient to use now. A measurement that is not finite
+changes nothing but the counter ``skipped``, so one bad batch cannot destroy a coefficient.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, get_args
+
+KLControllerKind = Literal["horizon", "band"]
+
+
+class Controller(Protocol):
+    """What the trainer needs of a controller.
+
+    Attributes:
+        value: the coefficient to use now, at least 0.
+        skipped: measurements that were not finite, so far.
+    """
+
+    skipped: int
+
+    @property
+    def value(self) -> float: ...
+
+    def update(self, measured: float) -> float:
+        """Adapt to a measurement; returns the new ``value``."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What changes during a run, of JSON types."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`; ValueError if it is not one of this class."""
+        ...
+
+
+class _MultiplicativeKL:
+    """A coefficient that each measurement multiplies with :meth:`_factor`, always above 0."""
+
+    def __init__(self, init: float, *, target: float) -> None:
+        _check_number("init", init)
+        if init == 0:
+            raise ValueError(f"{type(self).__name__}: init=0 can never move, because the "
+                             "controller multiplies it; use a small positive coefficient")
+        _check_number("target", target, above=0)
+        self.value = float(init)
+        self.target = float(target)
+        self.skipped = 0
+
+    def _factor(self, measured: float) -> float:
+        raise NotImplementedError
+
+    def update(self, measured: float) -> float:
+        """Adapt to a measured KL in nats; returns the new ``value``."""
+        measured = float(measured)
+        if math.isfinite(measured):
+            # Within the floats that multiplication can leave again: neither 0 nor infinite.
+            value = self.value * self._factor(measured)
+            self.value = min(max(value, sys.float_info.min), sys.float_info.max)
+        else:
+            self.skipped += 1
+        return self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """``value`` and ``skipped``."""
+        return {"value": self.value, "skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`; ValueError if it is not one of this class."""
+        _check_keys(self, state)
+        _check_number("value", state["value"], above=0)
+        self.value, self.skipped = float(state["value"]), int(state["skipped"])
+
+
+class HorizonKL(_MultiplicativeKL):
+    r"""Proportional control of the KL coefficient over a horizon.
+
+    .. math:: \beta \leftarrow \beta \, (1 + \mathrm{clip}(KL / target - 1, \pm step) / horizon)
+
+    A constant error beyond ``step`` changes :math:`\beta` by about a factor
+    :math:`e^{\pm step}` in ``horizon`` updates. Form: D. Ziegler et al., arXiv:1909.08593.
+
+    Args:
+        init: first coefficient, above 0.
+        target: wanted KL, in nats, above 0; of the same kind (token or sequence) as measured.
+        horizon: updates, above ``step``.
+        step: largest relative error that counts, above 0.
+
+    Raises:
+        ValueError: for an option out of its range.
+
+    Examples:
+        >>> controller = HorizonKL(0.1, target=0.5, horizon=10, step=0.2)
+        >>> round(controller.update(5.0), 6)  # ten times too far: the step limits the change
+        0.102
+    """
+
+    def __init__(self, init: float, *, target: float, horizon: float, step: float = 0.2) -> None:
+        super().__init__(init, target=target)
+        _check_number("horizon", horizon, above=0)
+        _check_number("step", step, above=0)
+        if step >= horizon:
+            raise ValueError(f"step={step!r} must be below horizon={horizon!r}, or one update "
+                             "could take the coefficient to 0, where it would stay")
+        self.horizon, self.step = float(horizon), float(step)
+
+    def _factor(self, measured: float) -> float:
+        error = min(max(measured / self.target - 1, -self.step), self.step)
+        return 1 + error / self.horizon
+
+
+class BandKL(_MultiplicativeKL):
+    r"""Multiply the KL coefficient when the KL leaves a band (PPO, arXiv:1707.06347, section 4).
+
+    :math:`\beta \leftarrow \beta \cdot factor` above ``band * target``,
+    :math:`\beta / factor` below ``target / band``, unchanged between.
+
+    Args:
+        init: first coefficient, above 0.
+        target: wanted KL, in nats, above 0; of the same kind (token or sequence) as measured.
+        band: half-width of the band as a factor, at least 1.
+        factor: above 1.
+
+    Raises:
+        ValueError: for an option out of its range.
+
+    Examples:
+        >>> controller = BandKL(0.1, target=1.0)
+        >>> [controller.update(kl) for kl in (1.4, 1.6, 0.6)]
+        [0.1, 0.2, 0.1]
+    """
+
+    def __init__(self, init: float, *, target: float, band: float = 1.5, factor: float = 2.0
+                 ) -> None:
+        super().__init__(init, target=target)
+        _check_number("band", band, at_least=1)
+        _check_number("factor", factor, above=1)
+        self.band, self.factor = float(band), float(factor)
+
+    def _factor(self, measured: float) -> float:
+        if measured > self.band * self.target:
+            return self.factor
+        return 1 / self.factor if measured < self.target / self.band else 1.0
+
+
+class EntropyController:
+    """Entropy bonus that holds the policy's entropy up (Skywork-OR1, arXiv:2505.22312).
+
+    The coefficient grows by ``step`` when the entropy is below ``target``, else shrinks by
+    ``step``, and is kept in ``[minimum, maximum]``. It is applied only while the last measured
+    entropy is not above the target: otherwise ``value`` is 0.
+
+    Args:
+        init: first coefficient, in ``[minimum, maximum]``.
+        target: wanted entropy, in nats a token, above 0.
+        step: above 0.
+        minimum: at least 0.
+        maximum: above ``minimum``.
+
+    Attributes:
+        coefficient: what adapts, also while it is not applied.
+        applied: whether ``value`` is ``coefficient`` or 0.
+
+    Raises:
+        ValueError: for an option out of its range.
+
+    Examples:
+        >>> controller = EntropyController(0.0, target=0.3, step=0.01, maximum=0.1)
+        >>> [controller.update(entropy) for entropy in (0.2, 0.2, 0.5)], controller.coefficient
+        ([0.01, 0.02, 0.0], 0.01)
+    """
+
+    def __init__(self, init: float, *, target: float, step: float, minimum: float = 0.0,
+                 maximum: float) -> None:
+        _check_number("target", target, above=0)
+        _check_number("step", step, above=0)
+        _check_number("minimum", minimum)
+        _check_number("maximum", maximum, above=minimum)
+        _check_number("init", init, at_least=minimum)
+        if init > maximum:
+            raise ValueError(f"init={init!r} must not be above maximum={maximum!r}")
+        self.coefficient = float(init)
+        self.applied = True
+        self.skipped = 0
+        self.target, self.step = float(target), float(step)
+        self.minimum, self.maximum = float(minimum), float(maximum)
+
+    @property
+    def value(self) -> float:
+        """The coefficient to use now."""
+        return self.coefficient if self.applied else 0.0
+
+    def update(self, measured: float) -> float:
+        """Adapt to a measured entropy in nats a token; returns the new ``value``."""
+        measured = float(measured)
+        if math.isfinite(measured):
+            step = self.step if measured < self.target else -self.step
+            self.coefficient = self._bounded(self.coefficient + step)
+            self.applied = measured <= self.target
+        else:
+            self.skipped += 1
+        return self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """``coefficient``, ``applied`` and ``skipped``."""
+        return {"coefficient": self.coefficient, "applied": self.applied, "skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`, within the bounds of this controller.
+
+        Raises:
+            ValueError: if it is not a state of this class.
+        """
+        _check_keys(self, state)
+        _check_number("coefficient", state["coefficient"])
+        self.coefficient = self._bounded(float(state["coefficient"]))
+        self.applied, self.skipped = bool(state["applied"]), int(state["skipped"])
+
+    def _bounded(self, coefficient: float) -> float:
+        return min(max(coefficient, self.minimum), self.maximum)
+
+
+_KL_CONTROLLERS = {"horizon": HorizonKL, "band": BandKL}
+
+
+def make_kl_controller(kind: KLControllerKind, init: float, **options: float) -> Controller:
+    """Build :class:`HorizonKL` (``"horizon"``) or :class:`BandKL` (``"band"``).
+
+    Raises:
+        ValueError: for an unknown kind, an option that the kind does not read, a missing one, or
+            one out of its range.
+
+    Examples:
+        >>> make_kl_controller("band", 0.05, target=0.1).value
+        0.05
+    """
+    if kind not in _KL_CONTROLLERS:
+        raise ValueError(f"KL controller kind={kind!r} is unknown; "
+                         f"use one of {get_args(KLControllerKind)}")
+    cls = _KL_CONTROLLERS[kind]
+    known = {name: parameter for name, parameter in inspect.signature(cls).parameters.items()
+             if parameter.kind is parameter.KEYWORD_ONLY}
+    for name in options:
+        if name not in known:
+            raise ValueError(f"KL controller {kind!r} does not read {name}={options[name]!r}; "
+                             f"remove it (options: {', '.join(known)})")
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in options:
+            raise ValueError(f"KL controller {kind!r} needs {name}; add it")
+    return cls(init, **options)
+
+
+def _check_number(name: str, value: float, *, above: float | None = None, at_least: float = 0
+                  ) -> None:
+    """ValueError unless ``value`` is a finite number in its range."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    inside = number and math.isfinite(value) and (
+        value >= at_least if above is None else value > above)
+    if not inside:
+        wanted = f"at least {at_least}" if above is None else f"above {above}"
+        raise ValueError(f"{name}={value!r} must be a finite number {wanted}")
+
+
+def _check_keys(controller: Controller, state: Mapping[str, Any]) -> None:
+    wanted = controller.state_dict().keys()
+    if state.keys() != wanted:
+        raise ValueError(f"state of {type(controller).__name__} must have the keys "
+                         f"{sorted(wanted)}, not {sorted(state)}; was it saved by another "
+                         "controller?")

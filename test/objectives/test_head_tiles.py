@@ -1,0 +1,76 @@
+"""The two operations on a tile of logits: statistics, and the gradient in place."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from grpo.objectives.head import log_probs_from_logits
+from grpo.objectives.head_tiles import Statistics, fold, grad_
+
+
+@st.composite
+def cuts(draw):
+    """Where the columns of 11 logits are cut."""
+    inner = draw(st.sets(st.integers(1, 10)))
+    return [0, *sorted(inner), 11]
+
+
+@given(borders=cuts(), seed=st.integers(0, 99), scale=st.sampled_from([0.0, 1.0, 300.0]),
+       temperature=st.floats(0.3, 3), order=st.randoms(use_true_random=False))
+def test_statistics_do_not_depend_on_how_the_columns_are_cut(
+        borders, seed, scale, temperature, order):
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(4, 11, generator=generator, dtype=torch.float64)
+    targets = torch.randint(11, (4,), generator=generator)
+    pieces = list(zip(borders[:-1], borders[1:], strict=True))
+    order.shuffle(pieces)
+    results = []
+    for ranges in (pieces, [(0, 11)]):
+        statistics = Statistics.empty(4, dtype=torch.float64, device=logits.device)
+        for left, right in ranges:
+            fold(logits[:, left:right].clone(), targets, statistics, column=left,
+                 inverse_temperature=1 / temperature)
+        results.append(statistics.finish())
+    torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-10)
+    expected = log_probs_from_logits(logits, targets, temperature=temperature)
+    torch.testing.assert_close(results[0][:2], expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(results[0][2], (logits / temperature).logsumexp(-1))
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@given(borders=cuts(), seed=st.integers(0, 99), temperature=st.floats(0.3, 3))
+def test_the_gradient_of_a_tile_is_that_of_autograd(with_entropy, borders, seed, temperature):
+    generator = torch.Generator().manual_seed(seed)
+    logits, (of_log_prob, of_entropy) = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 11), (2, 4)))
+    targets = torch.randint(11, (4,), generator=generator)
+    logits.requires_grad_()
+    log_probs, entropy = log_probs_from_logits(logits, targets, temperature=temperature)
+    loss = (of_log_prob * log_probs + with_entropy * of_entropy * entropy).sum()
+    expected = torch.autograd.grad(loss, logits)[0]
+    tiles = []
+    for left, right in zip(borders[:-1], borders[1:], strict=True):
+        tiles.append(logits.detach()[:, left:right].clone())
+        grad_(tiles[-1], targets,
+              log_normaliser_n=(logits.detach() / temperature).logsumexp(-1),
+              entropy_n=entropy.detach(), grad_log_prob_n=of_log_prob,
+              grad_entropy_n=of_entropy if with_entropy else None, column=left,
+              inverse_temperature=1 / temperature)
+    torch.testing.assert_close(torch.cat(tiles, 1), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_half_precision_tile_is_overwritten_in_its_own_type():
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    targets, ones = torch.tensor([0, 3, 49, 9]), torch.ones(4)
+    statistics = Statistics.empty(4, dtype=torch.float32, device=logits.device)
+    before = logits.clone()
+    fold(logits, targets, statistics, column=0, inverse_temperature=1.0)
+    assert torch.equal(logits, before)
+    _, entropy, log_normaliser = statistics.finish()
+    grad_(logits, targets, log_normaliser_n=log_normaliser, entropy_n=entropy,
+          grad_log_prob_n=ones, grad_entropy_n=None, column=0, inverse_temperature=1.0)
+    expected = torch.nn.functional.one_hot(targets, 50) - before.float().softmax(-1)
+    assert torch.equal(logits, expected.bfloat16())

@@ -1,0 +1,217 @@
+"""The losses on maximum-entropy weights against loops in plain Python."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grpo.objectives.listwise import maxent_listwise, maxent_weighted
+from grpo.objectives.maxent import listwise_weights
+from grpo.objectives.tokens import LossTokens
+
+LOSSES = {"listwise": maxent_listwise, "weighted": maxent_weighted}
+GROUPS = [4, 9, 4, 4, 9, -2, 4]  # unsorted, of sizes 4, 2 and 1
+
+
+def softmax(values):
+    top = max(values)
+    exps = [math.exp(v - top) for v in values]
+    return [e / sum(exps) for e in exps]
+
+
+def make_tokens(log_probs_N, lengths, groups, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
+    row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return LossTokens(
+        log_probs_N=log_probs_N, old_log_probs_N=log_probs_N.detach() + 0.4 * noise,
+        advantage_N=torch.full((sum(lengths),), torch.nan), row_N=row, num_rows=len(lengths),
+        group_R=None if groups is None else torch.tensor(groups))
+
+
+def example(lengths, groups):
+    """Log-probs with gradient, and float64 weights that sum to 1 in each group."""
+    generator = torch.Generator().manual_seed(0)
+    log_probs = -3 * torch.rand(sum(lengths), generator=generator, dtype=torch.float64)
+    weights = torch.rand(len(groups), generator=generator, dtype=torch.float64)
+    for group in set(groups):
+        rows = [i for i, g in enumerate(groups) if g == group]
+        weights[rows] /= weights[rows].sum()
+    return log_probs.requires_grad_(), weights
+
+
+def loss_by_loops(tokens, weight, form, *, length_normalize, clip_coeff, clip_epsilon):
+    """Each row's term from the formulas, in Python floats."""
+    rows = [[n for n, row in enumerate(tokens.row_N.tolist()) if row == i]
+            for i in range(tokens.num_rows)]
+    new, old = tokens.log_probs_N.tolist(), tokens.old_log_probs_N.tolist()
+    out = [0.0] * tokens.num_rows
+    groups = tokens.group_R.tolist()
+    for group in ([i for i, g in enumerate(groups) if g == name] for name in set(groups)):
+        scores = [sum(new[n] for n in rows[i]) / (len(rows[i]) if length_normalize else 1)
+                  for i in group]
+        shares = softmax(scores)
+        for i, score, share in zip(group, scores, shares, strict=True):
+            w = weight[i].item()
+            out[i] = -w * (math.log(share) if form == "listwise" else score)
+            advantage = w - 1 / len(group)
+            ratio = math.exp(sum(new[n] - old[n] for n in rows[i]) / len(rows[i]))
+            clipped = min(max(ratio, 1 - clip_epsilon[0]), 1 + clip_epsilon[1])
+            out[i] -= clip_coeff * min(ratio * advantage, clipped * advantage)
+    return torch.tensor(out, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("form", LOSSES)
+@pytest.mark.parametrize("length_normalize", [True, False])
+@pytest.mark.parametrize("clip", [{}, {"clip_coeff": 0.6, "clip_epsilon": (0.1, 0.25)}])
+def test_losses_equal_loops_and_their_gradient_finite_differences(form, length_normalize, clip):
+    lengths = [3, 1, 2, 4, 2, 3, 1]
+    log_probs, weights = example(lengths, GROUPS)
+    tokens = make_tokens(log_probs, lengths, GROUPS)
+    options = {"length_normalize": length_normalize} | clip
+    terms = LOSSES[form](tokens, weights, **options)
+    expected = loss_by_loops(tokens, weights, form,
+                             **({"clip_coeff": 0.0, "clip_epsilon": (0.2, 0.2)} | options))
+    torch.testing.assert_close(terms.detach(), expected, rtol=1e-12, atol=1e-12)
+    old = tokens.old_log_probs_N
+
+    def total(values):
+        moved = LossTokens(values, old, tokens.advantage_N, tokens.row_N, 7, tokens.group_R)
+        return LOSSES[form](moved, weights, **options).sum()
+
+    assert torch.autograd.gradcheck(total, (log_probs,))
+
+
+def test_the_clip_takes_the_gradient_only_where_it_is_the_minimum():
+    log_ratio = torch.tensor([0.5, 0.5, -0.5, -0.5], dtype=torch.float64)
+    weights = torch.tensor([0.9, 0.1, 0.9, 0.1], dtype=torch.float64)
+    log_probs = (log_ratio - 1).requires_grad_()
+    tokens = LossTokens(log_probs, torch.full((4,), -1.0).double(), torch.zeros(4),
+                        torch.arange(4), 4, torch.tensor([0, 0, 1, 1]))
+    without, with_clip = (
+        torch.autograd.grad(maxent_weighted(tokens, weights, **options).sum(), log_probs)[0]
+        for options in ({}, {"clip_coeff": 2.0}))
+    # A = 0.4 above the range and A = -0.4 below it are cut off.
+    expected = -2.0 * torch.tensor([0.0, -0.4, 0.4, 0.0]) * log_ratio.exp()
+    torch.testing.assert_close(with_clip - without, expected.double(), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", LOSSES)
+def test_rows_left_out_touch_nothing(form):
+    lengths = [3, 1, 2, 0, 2, 3, 2]  # row 3 has no token, rows 2 and 5 are masked
+    valid = torch.tensor([True, True, False, True, True, False, True])
+    kept = [i for i in range(7) if valid[i] and lengths[i]]
+    log_probs, _ = example(lengths, GROUPS)
+    tokens = make_tokens(log_probs, lengths, GROUPS)
+    poison = torch.isin(tokens.row_N, torch.tensor([2, 5]))
+    with torch.no_grad():
+        log_probs[poison] = torch.nan
+    utility = torch.tensor([1.0, 0.0, 3.0, 2.0, 1.5, 0.0, 0.5])
+    groups = tokens.group_R
+    options = {"clip_coeff": 0.5}
+    weights = listwise_weights(utility, None, groups, tau=0.8)
+    terms = LOSSES[form](tokens, weights, valid_R=valid, **options)
+    grad = torch.autograd.grad(terms.sum(), log_probs)[0]
+    # The same sequences as if the others had never been sampled.
+    rest = ~poison
+    position = torch.tensor([kept.index(i) if i in kept else -1 for i in range(7)])
+    alone = LossTokens(log_probs.detach()[rest].requires_grad_(), tokens.old_log_probs_N[rest],
+                       tokens.advantage_N[rest], position[tokens.row_N[rest]], len(kept),
+                       groups[kept])
+    expected = LOSSES[form](alone, listwise_weights(utility[kept], None, groups[kept], tau=0.8),
+                            **options)
+    torch.testing.assert_close(terms[kept], expected, rtol=1e-6, atol=1e-7)
+    assert [i for i, term in enumerate(terms.tolist()) if term == 0 and i not in kept] == [2, 3, 5]
+    assert grad[poison].eq(0).all()
+    torch.testing.assert_close(
+        grad[rest], torch.autograd.grad(expected.sum(), alone.log_probs_N)[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", LOSSES)
+def test_a_group_whose_weight_is_all_left_out_gives_no_gradient(form):
+    log_probs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    tokens = make_tokens(log_probs, [1, 1, 1], [0, 0, 0])
+    terms = LOSSES[form](tokens, torch.tensor([0.0, 1.0, 0.0]), clip_coeff=1.0,
+                         valid_R=torch.tensor([True, False, True]))
+    terms.sum().backward()
+    assert terms.tolist() == [0, 0, 0] and log_probs.grad.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("form", LOSSES)
+def test_losses_follow_a_permutation_of_the_rows(form):
+    lengths = [3, 1, 2, 4, 2, 3, 1]
+    log_probs, weights = example(lengths, GROUPS)
+    tokens = make_tokens(log_probs, lengths, GROUPS)
+    order = [5, 0, 6, 2, 4, 1, 3]
+    pick = torch.cat([(tokens.row_N == i).nonzero()[:, 0] for i in order])
+    moved = LossTokens(log_probs[pick], tokens.old_log_probs_N[pick], tokens.advantage_N[pick],
+                       torch.arange(7).repeat_interleave(torch.tensor(lengths)[order]), 7,
+                       tokens.group_R[order])
+    for options in ({}, {"clip_coeff": 0.3, "length_normalize": False}):
+        torch.testing.assert_close(LOSSES[form](moved, weights[order], **options),
+                                   LOSSES[form](tokens, weights, **options)[order])
+
+
+def test_at_infinite_tau_the_listwise_loss_is_the_cross_entropy_with_uniform():
+    log_probs, _ = example([2, 2, 2, 2], [0] * 4)
+    tokens = make_tokens(log_probs, [2, 2, 2, 2], [0] * 4)
+    weights = listwise_weights(torch.tensor([1.0, 0.0, 0.0, 0.2]), None, tokens.group_R, tau=1e12)
+    expected = -tokens.row_mean(log_probs).log_softmax(0).sum() / 4
+    torch.testing.assert_close(maxent_listwise(tokens, weights).sum(), expected)
+
+
+@pytest.mark.parametrize("form", LOSSES)
+def test_switching_the_weights_on_changes_the_gradient(form):
+    log_probs, _ = example([2, 3, 2], [0] * 3)
+    tokens = make_tokens(log_probs, [2, 3, 2], [0] * 3)
+    utility = torch.tensor([1.0, 0.0, 0.0])
+    grads = [torch.autograd.grad(
+        LOSSES[form](tokens, listwise_weights(utility, None, tokens.group_R, tau=tau)).sum(),
+        log_probs)[0] for tau in (0.5, math.inf)]
+    # More weight than 1/3 pulls the rewarded sequence up, less pushes the others.
+    assert (grads[0][:2] < grads[1][:2]).all() and (grads[0][2:] > grads[1][2:]).all()
+
+
+def test_only_the_listwise_loss_pushes_low_weights_down():
+    log_probs = torch.full((4,), -1.0, dtype=torch.float64, requires_grad=True)
+    tokens = make_tokens(log_probs, [1, 1, 1, 1], [0] * 4)
+    weights = torch.tensor([0.7, 0.1, 0.15, 0.05], dtype=torch.float64)
+    listwise, weighted = (torch.autograd.grad(loss(tokens, weights).sum(), log_probs)[0]
+                          for loss in (maxent_listwise, maxent_weighted))
+    torch.testing.assert_close(listwise, 0.25 - weights)  # softmax of equal scores, minus w
+    assert (listwise[1:] > 0).all() and listwise[0] < 0
+    torch.testing.assert_close(weighted, -weights)
+
+
+def test_weights_carry_no_gradient():
+    log_probs, weights = example([2, 2], [0, 0])
+    weights.requires_grad_()
+    tokens = make_tokens(log_probs, [2, 2], [0, 0])
+    maxent_listwise(tokens, weights, clip_coeff=1.0).sum().backward()
+    assert weights.grad is None and log_probs.grad.abs().sum() > 0
+
+
+def test_float32_scores_of_long_sequences_are_summed_without_loss():
+    generator = torch.Generator().manual_seed(0)
+    log_probs = -4 * torch.rand(40_000, generator=generator)
+    tokens = make_tokens(log_probs, [20_000, 20_000], [0, 0])
+    terms = maxent_listwise(tokens, torch.tensor([0.5, 0.5]), length_normalize=False)
+    exact = -0.5 * log_probs.double().view(2, -1).sum(1).log_softmax(0)
+    assert terms.dtype == torch.float32
+    torch.testing.assert_close(terms, exact.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", LOSSES)
+@pytest.mark.parametrize(("groups", "options", "message"), [
+    (None, {}, "group_R=None"),
+    ([0, 0], {"clip_coeff": -1.0}, "clip_coeff=-1.0"),
+    ([0, 0], {"clip_coeff": 1.0, "clip_epsilon": (1.5, 0.2)}, r"clip_epsilon=\(1.5, 0.2\)"),
+    ([0, 0], {"clip_coeff": 1.0, "clip_epsilon": (0.2, -0.1)}, r"clip_epsilon=\(0.2, -0.1\)"),
+    ([0, 0], {"clip_epsilon": (0.1, 0.1)}, "would be ignored at clip_coeff=0"),
+])
+def test_loss_options_out_of_range_are_errors(form, groups, options, message):
+    tokens = make_tokens(torch.zeros(2), [1, 1], groups)
+    with pytest.raises(ValueError, match=message):
+        LOSSES[form](tokens, torch.tensor([0.5, 0.5]), **options)

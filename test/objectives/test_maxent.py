@@ -1,0 +1,327 @@
+"""Maximum-entropy weights and their controller against loops in plain Python."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from tensordict import TensorDict
+
+from grpo.data import (
+    ADVANTAGE,
+    ASSISTANT_MASK,
+    GROUP_ID,
+    LISTWISE_WEIGHT,
+    REF_LOG_PROBS,
+    REWARD,
+    REWARD_ERROR,
+)
+from grpo.objectives.maxent import (
+    MaxEntWeights,
+    TauController,
+    listwise_weights,
+    weight_entropy,
+)
+
+# Utility, reference score, group and validity of each row.
+ROWS = st.lists(
+    st.tuples(st.floats(-4, 4, width=32), st.floats(-9, 0, width=32), st.sampled_from([-3, 0, 7]),
+              st.booleans()),
+    min_size=1, max_size=12)
+OPTIONS = st.fixed_dictionaries({
+    "tau": st.sampled_from([0.05, 0.5, 1.0, 20.0]), "beta": st.sampled_from([0.0, 0.3]),
+    "q_temperature": st.sampled_from([0.5, 1.0, 3.0]), "q_epsilon": st.sampled_from([0.0, 0.1])})
+
+
+def softmax(values):
+    top = max(values)
+    exps = [math.exp(v - top) for v in values]
+    return [e / sum(exps) for e in exps]
+
+
+def members(groups, valid):
+    """Row numbers of each group's valid rows."""
+    return [[i for i, g in enumerate(groups) if g == group and valid[i]]
+            for group in sorted(set(groups))]
+
+
+def weights_by_loops(utility, ref, groups, valid, *, tau, beta, q_temperature, q_epsilon):
+    out = [0.0] * len(utility)
+    for rows in filter(None, members(groups, valid)):
+        q = softmax([utility[i] / q_temperature for i in rows])
+        q = [(1 - q_epsilon) * x + q_epsilon / len(rows) for x in q]
+        logits = [math.log(x) + beta * ref[i] for x, i in zip(q, rows, strict=True)]
+        for i, weight in zip(rows, softmax([x / (tau + beta) for x in logits]), strict=True):
+            out[i] = weight
+    return torch.tensor(out, dtype=torch.float64)
+
+
+def columns(rows):
+    utility, ref, groups, valid = zip(*rows, strict=True)
+    return (torch.tensor(utility, dtype=torch.float64), torch.tensor(ref, dtype=torch.float64),
+            torch.tensor(groups), torch.tensor(valid))
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(rows=ROWS, options=OPTIONS)
+def test_weights_equal_loops_over_groups(rows, options):
+    utility, ref, groups, valid = columns(rows)
+    weights = listwise_weights(utility, ref, groups, valid_B=valid, **options)
+    expected = weights_by_loops(*zip(*rows, strict=True), **options)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+@settings(deadline=None)
+@given(rows=ROWS, options=OPTIONS, order=st.randoms(use_true_random=False))
+def test_weights_follow_a_permutation_of_the_rows(rows, options, order):
+    permutation = list(range(len(rows)))
+    order.shuffle(permutation)
+    utility, ref, groups, valid = columns(rows)
+    expected = listwise_weights(utility, ref, groups, valid_B=valid, **options)[permutation]
+    actual = listwise_weights(utility[permutation], ref[permutation], groups[permutation],
+                              valid_B=valid[permutation], **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+
+
+def test_weights_maximise_what_they_are_defined_to_maximise():
+    utility, ref = torch.tensor([1.0, 0.0, 0.5]).double(), torch.tensor([-2.0, -1.0, -3.0]).double()
+    tau, beta = 0.4, 0.3
+
+    def value(w):
+        gain = (w * (utility.log_softmax(0) + beta * ref)).sum()
+        return (gain + (tau + beta) * torch.special.entr(w).sum()).item()
+
+    best = listwise_weights(utility, ref, torch.zeros(3, dtype=torch.int64), tau=tau,
+                            beta=beta).double()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        other = torch.rand(3, generator=generator, dtype=torch.float64)
+        assert value(0.7 * best + 0.3 * other / other.sum()) < value(best)
+
+
+def test_tau_goes_from_the_best_completion_over_q_to_uniform():
+    utility, groups = torch.tensor([1.0, 0.0, 0.9, 1.0]), torch.zeros(4, dtype=torch.int64)
+
+    def at(tau):
+        return listwise_weights(utility, None, groups, tau=tau)
+
+    torch.testing.assert_close(at(1e-3), torch.tensor([0.5, 0.0, 0.0, 0.5]))
+    torch.testing.assert_close(at(1.0), utility.softmax(0))
+    torch.testing.assert_close(at(1e9), torch.full((4,), 0.25))
+    assert torch.equal(at(math.inf), torch.full((4,), 0.25))
+
+
+def test_weights_keep_their_precision_where_probabilities_underflow():
+    utility, groups = torch.tensor([0.0, -2000.0, -2001.0]), torch.zeros(3, dtype=torch.int64)
+    tau = 1000.0  # q of the last two is 0 in float64, but their ratio in w is exp(1 / tau)
+    weights = listwise_weights(utility, None, groups, tau=tau)
+    torch.testing.assert_close(weights, (utility / tau).softmax(0))
+
+
+def test_smoothing_bounds_the_target_from_below():
+    utility, groups = torch.tensor([0.0, -2000.0]), torch.zeros(2, dtype=torch.int64)
+    weights = listwise_weights(utility, None, groups, tau=1.0, q_epsilon=0.2)
+    torch.testing.assert_close(weights, torch.tensor([0.9, 0.1]))
+
+
+def test_the_reference_pulls_the_weights_to_its_favourites():
+    utility, groups = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    weights = listwise_weights(utility, torch.tensor([-1.0, -3.0]), groups, tau=0.5, beta=0.5)
+    torch.testing.assert_close(weights, torch.tensor([-0.5, -1.5]).softmax(0))
+
+
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf])
+def test_invalid_rows_get_zero_and_are_left_out_of_their_group(junk):
+    utility, ref = torch.tensor([1.0, junk, 0.0]), torch.tensor([-1.0, junk, -2.0])
+    groups, valid = torch.tensor([3, 3, 3]), torch.tensor([True, False, True])
+    weights = listwise_weights(utility, ref, groups, tau=0.5, beta=0.1, valid_B=valid)
+    alone = listwise_weights(utility[valid], ref[valid], groups[valid], tau=0.5, beta=0.1)
+    assert weights[1] == 0 and torch.equal(weights[valid], alone)
+    with pytest.raises(ValueError, match=r"utility of rows \[1\].*reward_error"):
+        listwise_weights(utility, ref, groups, tau=0.5, beta=0.1)
+    with pytest.raises(ValueError, match=r"ref_score of rows \[1\]"):
+        listwise_weights(torch.zeros(3), ref, groups, tau=0.5, beta=0.1)
+
+
+def test_a_batch_without_any_valid_row_is_all_zero():
+    groups, none = torch.tensor([0, 1]), torch.zeros(2, dtype=torch.bool)
+    weights = listwise_weights(torch.ones(2), None, groups, tau=1.0, valid_B=none)
+    assert weights.tolist() == [0, 0]
+    assert weight_entropy(weights, groups, valid_B=none)[0].tolist() == []
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"tau": 0.0}, "tau=0.0 and beta=0.0.*raise tau"),
+    ({"tau": -0.1, "beta": 1.0}, "tau=-0.1"),
+    ({"tau": 1.0, "beta": -0.5}, "beta=-0.5"),
+    ({"tau": math.nan}, "tau=nan"),
+    ({"tau": 1.0, "q_temperature": 0.0}, "q_temperature=0.0 must be positive"),
+    ({"tau": 1.0, "q_epsilon": 1.0}, r"q_epsilon=1.0 must be in \[0, 1\)"),
+    ({"tau": 1.0, "q_epsilon": -0.1}, "q_epsilon=-0.1"),
+])
+def test_options_out_of_range_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        listwise_weights(torch.ones(2), torch.zeros(2), torch.tensor([0, 0]), **options)
+    with pytest.raises(ValueError, match=message):
+        MaxEntWeights(**options)
+
+
+def test_beta_without_reference_scores_is_an_error():
+    with pytest.raises(ValueError, match="beta=0.5 needs ref_score_B"):
+        listwise_weights(torch.ones(2), None, torch.zeros(2, dtype=torch.int64), tau=1.0, beta=0.5)
+
+
+def test_entropy_is_counted_in_nats_over_the_valid_rows_of_each_group():
+    groups = torch.tensor([5, 2, 5, 5, 2, 5, 8])
+    weights = torch.tensor([0.25, 0.9, 0.5, 0.25, 0.1, 0.0, 0.0])
+    valid = torch.tensor([True, True, True, True, True, True, False])
+    entropy, size = weight_entropy(weights, groups, valid_B=valid)
+    assert size.tolist() == [2, 4]
+    expected = [-0.9 * math.log(0.9) - 0.1 * math.log(0.1), 1.5 * math.log(2)]
+    torch.testing.assert_close(entropy, torch.tensor(expected).double(), rtol=1e-6, atol=1e-7)
+
+
+# --- the module on a rollout ---------------------------------------------------------------------
+
+
+def rollout():
+    ref = torch.tensor([[9.0, -1.0, -2.0, -3.0], [9.0, -4.0, 9.0, 9.0], [9.0, 9.0, -0.5, -0.5],
+                        [9.0, -7.0, 9.0, 9.0], [9.0, -1.0, -1.0, 9.0]])
+    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]])
+    batch = TensorDict({GROUP_ID: torch.tensor([1, 0, 1, 1, 0])}, [5])
+    batch[REWARD] = torch.tensor([[1.0], [0.0], [0.5], [torch.nan], [2.0]])
+    batch[REWARD_ERROR] = torch.tensor([[False], [False], [False], [True], [False]])
+    batch[REF_LOG_PROBS], batch[ASSISTANT_MASK] = ref, mask.bool()
+    return batch
+
+
+@pytest.mark.parametrize(("normalize", "scores"), [
+    (True, [-2.0, -4.0, -0.5, -7.0, -1.0]), (False, [-6.0, -4.0, -1.0, -7.0, -2.0])])
+def test_the_module_scores_the_assistant_tokens_under_the_reference(normalize, scores):
+    options = {"tau": 0.3, "beta": 0.2, "q_temperature": 2.0, "q_epsilon": 0.1}
+    module = MaxEntWeights(length_normalize_ref=normalize, **options)
+    out = module(rollout())
+    expected = weights_by_loops([1.0, 0.0, 0.5, 0.0, 2.0], scores, [1, 0, 1, 1, 0],
+                                [True, True, True, False, True], **options)
+    assert out[LISTWISE_WEIGHT].shape == (5, 1) and out[LISTWISE_WEIGHT].dtype == torch.float32
+    torch.testing.assert_close(out[LISTWISE_WEIGHT][:, 0].double(), expected, rtol=1e-6, atol=0)
+    uniform = torch.tensor([0.5, 0.5, 0.5, 0.0, 0.5])  # K counts the rows with a reward
+    assert out[ADVANTAGE].shape == (5, 1) and out[ADVANTAGE].dtype == torch.float32
+    torch.testing.assert_close(out[ADVANTAGE], (expected.float() - uniform)[:, None])
+    torch.testing.assert_close(
+        module.entropy, torch.special.entr(expected).sum().item() / 2, rtol=1e-6, atol=0)
+
+
+def test_without_beta_the_module_reads_neither_reference_nor_mask():
+    module = MaxEntWeights(tau=1.0)
+    batch = rollout().exclude(REF_LOG_PROBS, ASSISTANT_MASK, REWARD_ERROR)[[0, 1, 2, 4]]
+    weights = module(batch)[LISTWISE_WEIGHT][:, 0]
+    torch.testing.assert_close(weights[[0, 2]], torch.tensor([1.0, 0.5]).softmax(0))
+    assert module.in_keys == [REWARD, GROUP_ID]
+    assert MaxEntWeights(tau=1.0, beta=0.1).in_keys[2:] == [REF_LOG_PROBS, ASSISTANT_MASK]
+
+
+def test_a_new_tau_takes_effect_on_the_next_rollout():
+    module = MaxEntWeights(tau=0.1)
+    sharp = module(rollout())[LISTWISE_WEIGHT].max()
+    entropy = module.entropy
+    module.tau = 10.0
+    assert module(rollout())[LISTWISE_WEIGHT].max() < sharp and module.entropy > entropy
+
+
+def test_single_rows_do_not_count_in_the_mean_entropy():
+    module = MaxEntWeights(tau=1.0)
+    assert math.isnan(module.entropy)
+    batch = rollout()
+    batch[GROUP_ID] = torch.tensor([1, 2, 1, 3, 4])
+    module(batch)
+    shares = torch.tensor([1.0, 0.5]).double().softmax(0)
+    assert module.entropy == pytest.approx(torch.special.entr(shares).sum().item(), rel=1e-6)
+    batch[GROUP_ID] = torch.arange(5)
+    assert module(batch)[ADVANTAGE].tolist() == [[0.0]] * 5
+    assert math.isnan(module.entropy)
+
+
+def test_an_option_that_beta_zero_would_ignore_is_an_error():
+    with pytest.raises(ValueError, match="length_normalize_ref=False would be ignored at beta=0"):
+        MaxEntWeights(tau=1.0, length_normalize_ref=False)
+
+
+# --- the controller ------------------------------------------------------------------------------
+
+
+def controller(**changes):
+    options = {"target": 1.2, "step": 0.5, "minimum": 0.05, "maximum": 50.0, "group_size": 8}
+    return TauController(changes.pop("init", 1.0), **(options | changes))
+
+
+def test_tau_rises_when_the_entropy_is_too_low_and_falls_when_it_is_too_high():
+    assert controller().update(0.2) == pytest.approx(math.exp(0.5))
+    assert controller().update(2.0) == pytest.approx(math.exp(-0.4))
+    assert controller().update(1.2) == 1.0
+
+
+def test_tau_stays_within_its_bounds():
+    assert controller(step=100.0).update(0.0) == 50.0
+    assert controller(step=100.0).update(2.0) == 0.05
+
+
+@pytest.mark.parametrize("init", [0.05, 50.0])
+@pytest.mark.parametrize("target", [0.3, 1.2, 2.0])
+def test_the_controller_reaches_a_reachable_target(target, init):
+    utility = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    groups = torch.arange(32) % 4
+    tau = controller(init=init, target=target)
+    for _ in range(150):
+        weights = listwise_weights(utility, None, groups, tau=tau.value, q_temperature=0.5)
+        measured = weight_entropy(weights, groups)[0].mean().item()
+        tau.update(measured)
+    assert measured == pytest.approx(target, abs=1e-3)
+    assert 0.05 < tau.value < 50.0
+
+
+@pytest.mark.parametrize("target", [math.log(8), 2.5, 0.0, -1.0, math.nan])
+def test_a_target_beyond_log_k_is_an_error(target):
+    with pytest.raises(ValueError, match=rf"target={target} .*log\(group_size\)=2\.0794"):
+        controller(target=target)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"group_size": 1}, "group_size=1 must be at least 2"),
+    ({"step": 0.0}, "step=0.0 must be positive"),
+    ({"minimum": 0.0}, "minimum=0.0"),
+    ({"init": 60.0}, "init=60.0 and maximum=50.0"),
+    ({"maximum": math.inf}, "maximum=inf"),
+])
+def test_controller_options_out_of_range_are_errors(changes, message):
+    with pytest.raises(ValueError, match=message):
+        controller(**changes)
+
+
+def test_measurements_that_are_not_finite_are_skipped_and_counted():
+    tau = controller()
+    assert [tau.update(m) for m in (math.nan, math.inf, -math.inf)] == [1.0] * 3
+    assert tau.skipped == 3
+
+
+def test_a_restored_controller_goes_on_where_it_was():
+    one, other = controller(), controller(init=7.0)
+    one.update(0.4)
+    one.update(math.nan)
+    other.load_state_dict(one.state_dict())
+    assert other.state_dict() == one.state_dict() == {"value": one.value, "skipped": 1}
+    assert other.update(1.0) == one.update(1.0)
+
+
+@pytest.mark.parametrize("state", [
+    {"coefficient": 1.0, "skipped": 0}, {"value": math.nan, "skipped": 0}, {"value": 1.0}])
+def test_the_state_of_another_controller_is_an_error(state):
+    with pytest.raises(ValueError, match="saved by another controller"):
+        controller().load_state_dict(state)
