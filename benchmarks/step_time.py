@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from machine import describe_machine, write_result
 
 REPO = Path(__file__).resolve().parents[1]
 SHAPES = {
@@ -105,20 +106,6 @@ def measure(args: argparse.Namespace, work: Path) -> dict:
     }
 
 
-def describe_machine() -> dict:
-    """Machine, versions and commit of a result."""
-    import torch
-
-    from grpo.training.checkpoint import versions
-
-    commit = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], cwd=REPO,
-                            capture_output=True, text=True)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"machine": gpu or f"{platform.machine()} CPU, {os.cpu_count()} cores",
-            "versions": versions() | {"python": platform.python_version()},
-            "commit": os.environ.get("GRPO_COMMIT") or commit.stdout.strip() or "unknown"}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -135,11 +122,7 @@ def main() -> None:
     sys.path.insert(0, str(REPO))
     with tempfile.TemporaryDirectory() as work:
         result = measure(args, Path(work))
-    text = json.dumps(result, indent=2)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text + "\n")
-    print(text)
+    write_result(result, args.out)
 
 
 if __name__ == "__main__":
