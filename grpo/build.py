@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,17 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo.build_objective import describe_loss
 from grpo.config import Config, ConfigError
 from grpo.embedded import EmbeddedSpec, embedded_model
 from grpo.engines.inprocess import start_engine, vllm_available
 from grpo.envs import Prompt, VerifiableEnv, render_all
-from grpo.objectives import GRPOLoss
 from grpo.policies import Policy, Sampling, TransformersPolicy, VLLMPolicy
-from grpo.policies.reference import ReferenceScorer
 from grpo.rewards import compute_rewards, get_reward
 from grpo.tasks import Task, make_task
-from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH, Learner
-from grpo.training.optim import MasterAdamW
 from grpo.weights import SameModule, SingleCopy, WeightSync
 
 
@@ -90,6 +88,10 @@ def check(config: Config, task: Task, *, device: torch.device, backend: str) -> 
         ValueError: naming the key and the fix.
     """
     reward_function(config, task)
+    for key, name in (("ref_model.name", config.ref_model.name),
+                      ("distill.teacher", config.distill.teacher)):
+        if name is not None:
+            model_path(name, key=key)
     if backend == "transformers":
         _refuse_engine_options(config)
     if config.train_model.compile and (device.type == "cpu" or backend == "transformers"):
@@ -107,18 +109,23 @@ def build_task(config: Config) -> Task:
 def model_folder(config: Config, task: Task) -> str:
     """Folder or hub id of the model a run starts from; makes the embedded one if asked for."""
     if config.model.name != "embedded":
-        path = Path(config.model.name)
-        looks_local = path.is_absolute() or config.model.name.startswith((".", "~"))
-        if looks_local and not (path.expanduser() / "config.json").exists():
-            raise ConfigError(f"model.name={config.model.name}: there is no config.json in that "
-                              "folder; give a folder written by save_pretrained, a hub id, or "
-                              "'embedded'")
-        return str(path.expanduser()) if looks_local else config.model.name
+        return model_path(config.model.name, key="model.name")
     given = {"steps": config.model.warm_start_steps, "noise": config.model.warm_start_noise}
     spec = EmbeddedSpec(**{k: v for k, v in given.items() if v is not None},
                         seed=config.train.seed)
     source = task if task.name == "arithmetic" else make_task("arithmetic")
     return str(embedded_model(source, spec))
+
+
+def model_path(name: str, *, key: str) -> str:
+    """The value of a key that names a model: a folder, which must have one, or a hub id."""
+    path = Path(name)
+    looks_local = path.is_absolute() or name.startswith((".", "~"))
+    if looks_local and not (path.expanduser() / "config.json").exists():
+        embedded = ", or 'embedded'" if key == "model.name" else ""
+        raise ConfigError(f"{key}={name}: there is no config.json in that folder; give a folder "
+                          f"written by save_pretrained, or a hub id{embedded}")
+    return str(path.expanduser()) if looks_local else name
 
 
 def load_tokenizer(path: str) -> Any:
@@ -136,7 +143,8 @@ def load_model(path: str, config: Config, *, device: torch.device, dtype: torch.
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=config.train_model.attn_implementation)
+        os.path.expanduser(path), dtype=dtype,
+        attn_implementation=config.train_model.attn_implementation)
     return model.to(device)
 
 
@@ -282,57 +290,6 @@ def reward_function(config: Config, task: Task) -> Callable:
     return functools.partial(compute_rewards, functions, timeout=config.env.reward_timeout)
 
 
-def build_loss(config: Config, model: nn.Module, tokenizer: Any) -> GRPOLoss:
-    """The loss of ``train.*``."""
-    train = config.train
-    return GRPOLoss(
-        model,
-        objective=train.objective,
-        clip_epsilon=train.clip_epsilon,
-        aggregation=train.aggregation,
-        constant_length=(config.max_tokens if train.aggregation == "dr_grpo"
-                         else None),
-        kl_to_ref_coeff=train.kl_to_ref_coeff,
-        kl_to_inference_coeff=train.kl_to_inference_coeff,
-        kl_estimator=train.kl_estimator or "k3",
-        entropy_coeff=train.entropy_coeff,
-        temperature=config.inference_model.temperature,
-        advantage_estimator=train.advantage_estimator,
-        packing=train.packing,
-        compile_head=config.train_model.compile,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-
-
-def build_learner(config: Config, loss: GRPOLoss) -> Learner:
-    """Optimizer and micro-batching of ``optimizer.*`` and ``train.*``."""
-    options = config.optimizer.model_dump()
-    options["final_lr_fraction"] = options["final_lr_fraction"] or 0.0
-    optimizer = MasterAdamW(loss.actor_network.parameters(), total_steps=config.optimizer_steps,
-                            **options)
-    pieces, budget = (config.train.gradient_accumulation_steps,
-                      config.train.max_tokens_per_micro_batch)
-    if pieces is None and budget is None:
-        budget = DEFAULT_TOKENS_PER_MICRO_BATCH
-    return Learner(
-        loss, optimizer, rows_per_step=config.rows_per_optimizer_step, epochs=config.train.epochs,
-        num_micro_batches=pieces, max_tokens_per_micro_batch=budget, seed=config.train.seed,
-        width_multiple=64 if config.train_model.compile else 1)
-
-
-def build_reference(
-    config: Config, task: Task, *, device: torch.device, dtype: torch.dtype
-) -> ReferenceScorer | None:
-    """The reference policy, if the loss has a KL to it."""
-    if config.train.kl_to_ref_coeff is None:
-        return None
-    path = config.ref_model.name or model_folder(config, task)
-    model = load_model(path, config, device=device, dtype=dtype)
-    return ReferenceScorer(
-        model, temperature=config.inference_model.temperature,
-        max_tokens=config.train.max_tokens_per_micro_batch or DEFAULT_TOKENS_PER_MICRO_BATCH)
-
-
 def describe(
     config: Config, actor: Actor, task: Task, prompts: Prompts, *,
     device: torch.device, dtype: torch.dtype, backend: str, run_dir: Path,
@@ -356,8 +313,7 @@ def describe(
                  f"completions of at most {config.max_tokens} tokens",
         "run": f"{config.iterations} iterations, {steps} optimizer steps{too_short}, seed "
                f"{config.train.seed}",
-        "loss": f"{config.train.objective}, {config.train.aggregation} aggregation, "
-                f"{config.train.advantage_estimator} advantages",
+        "loss": describe_loss(config),
         "engine": engine,
         "weights": sharing,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",

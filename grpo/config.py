@@ -11,12 +11,18 @@ import difflib
 from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from grpo.objectives.advantages import AdvantageEstimator
-from grpo.objectives.aggregate import Aggregation
-from grpo.objectives.kl import KLEstimator
-from grpo.objectives.surrogates import check_clip_epsilon, get_surrogate
+from grpo.config_objective import (
+    DistillConfig,
+    EntropyControllerConfig,
+    KLControllerConfig,
+    MaxEntConfig,
+    ObjectiveConfig,
+    Section,
+)
+from grpo.objectives.registry import get_objective
+from grpo.objectives.scorer import HeadKind
 
 
 class ConfigError(ValueError):
@@ -26,11 +32,7 @@ class ConfigError(ValueError):
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class EnvConfig(_Section):
+class EnvConfig(Section):
     """Problems, groups and rewards."""
 
     dataset: str = "arithmetic"
@@ -49,7 +51,7 @@ class EnvConfig(_Section):
     """Longer prompts are skipped and counted; null: what the context leaves."""
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """What is trained."""
 
     name: str = "embedded"
@@ -66,8 +68,8 @@ class ModelConfig(_Section):
         return self
 
 
-class TrainConfig(_Section):
-    """The loop and the objective."""
+class TrainConfig(ObjectiveConfig):
+    """The loop, and the objective of :class:`~grpo.config_objective.ObjectiveConfig`."""
 
     exp_name: str = "grpo"
     seed: int = Field(0, ge=0)
@@ -83,27 +85,12 @@ class TrainConfig(_Section):
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
     """Split by token budget; null together with the previous key: 8192 tokens."""
     packing: bool = False
-    objective: str = "ppo_clip"
-    clip_epsilon: float | tuple[float, float] | None = (0.2, 0.2)
-    aggregation: Aggregation = "token"
-    advantage_estimator: AdvantageEstimator = "group_norm"
-    kl_to_ref_coeff: float | None = Field(None, ge=0)
-    kl_to_inference_coeff: float | None = Field(None, ge=0)
-    kl_estimator: KLEstimator | None = None
-    """null: k3."""
-    entropy_coeff: float = Field(0.0, ge=0)
     eval_frequency: int = Field(10, ge=0)
     """Iterations between held-out evaluations; 0: at the start and the end only."""
     checkpoint_frequency: int = Field(100, ge=0)
     """Iterations between checkpoints; 0: none."""
     keep_checkpoints: int | None = Field(None, ge=1)
     """null: the 3 newest."""
-
-    @model_validator(mode="after")
-    def _objective_is_known(self) -> TrainConfig:
-        get_surrogate(self.objective)
-        check_clip_epsilon(self.objective, self.clip_epsilon)
-        return self
 
     @model_validator(mode="after")
     def _one_way_to_split(self) -> TrainConfig:
@@ -115,18 +102,13 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _keys_that_would_not_be_read(self) -> TrainConfig:
-        if self.kl_estimator and self.kl_to_ref_coeff is None and (
-                self.kl_to_inference_coeff is None):
-            raise ValueError(f"train.kl_estimator={self.kl_estimator!r} is not read because both "
-                             "train.kl_to_ref_coeff and train.kl_to_inference_coeff are null; set "
-                             "one of them, or remove it")
         if self.keep_checkpoints and not self.checkpoint_frequency:
             raise ValueError(f"train.keep_checkpoints={self.keep_checkpoints} is not read because "
                              "train.checkpoint_frequency is 0; raise that, or remove it")
         return self
 
 
-class TrainModelConfig(_Section):
+class TrainModelConfig(Section):
     """How the trainer's model computes."""
 
     torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -134,10 +116,14 @@ class TrainModelConfig(_Section):
     attn_implementation: str | None = None
     gradient_checkpointing: bool = False
     compile: bool = False
-    """Compile the decoder layers and the log-prob head."""
+    """Compile the decoder layers."""
+    head: HeadKind = "auto"
+    """How log-probs are computed from hidden states; ``auto``: without ever holding all logits."""
+    head_chunk_size: int | None = Field(None, ge=1)
+    """Tokens whose logits exist at a time; null: by device."""
 
 
-class InferenceModelConfig(_Section):
+class InferenceModelConfig(Section):
     """How responses are generated."""
 
     backend: Literal["auto", "vllm", "transformers"] = "auto"
@@ -153,21 +139,21 @@ class InferenceModelConfig(_Section):
     """Always generate ``max_tokens``; for benchmarks."""
 
 
-class RefModelConfig(_Section):
-    """The reference policy of ``train.kl_to_ref_coeff``."""
+class RefModelConfig(Section):
+    """The reference policy of ``train.kl_to_ref_coeff`` and ``maxent.beta``."""
 
     name: str | None = None
     """null: the model the run starts from."""
 
 
-class PolicyConfig(_Section):
+class PolicyConfig(Section):
     """Earlier names, accepted for other keys."""
 
     kl_coef: float | None = Field(None, ge=0)
     """The same as ``train.kl_to_ref_coeff``."""
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """AdamW over float32 master weights."""
 
     lr: float = Field(1e-5, gt=0)
@@ -188,7 +174,7 @@ class OptimizerConfig(_Section):
         return self
 
 
-class LoggingConfig(_Section):
+class LoggingConfig(Section):
     """Loggers beside ``metrics.jsonl``, which is always written."""
 
     backends: list[Literal["wandb", "tensorboard"]] = Field(default_factory=list)
@@ -208,7 +194,7 @@ class LoggingConfig(_Section):
         return self
 
 
-class Config(_Section):
+class Config(Section):
     """A whole run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -223,6 +209,10 @@ class Config(_Section):
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    kl_controller: KLControllerConfig = Field(default_factory=KLControllerConfig)
+    entropy_controller: EntropyControllerConfig = Field(default_factory=EntropyControllerConfig)
+    maxent: MaxEntConfig = Field(default_factory=MaxEntConfig)
+    distill: DistillConfig = Field(default_factory=DistillConfig)
 
     @model_validator(mode="before")
     @classmethod
@@ -239,9 +229,10 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _keys_that_belong_together(self) -> Config:
-        if self.ref_model.name is not None and self.train.kl_to_ref_coeff is None:
+        if self.ref_model.name is not None and not self.needs_reference:
             raise ValueError(f"ref_model.name={self.ref_model.name!r} is not read because "
-                             "train.kl_to_ref_coeff is null; set the coefficient, or remove it")
+                             "train.kl_to_ref_coeff and maxent.beta are null; set the coefficient, "
+                             "or remove it")
         group_rows = self.env.num_envs * self.env.repeats
         batch = self.turns_per_batch
         if batch % group_rows:
@@ -254,6 +245,47 @@ class Config(_Section):
             raise ValueError(f"train.total_dialog_turns={self.total_turns} is less "
                              f"than one batch of {batch} completions")
         return self
+
+    @model_validator(mode="after")
+    def _objective_fits_the_loop(self) -> Config:
+        train = self.train
+        self.kl_controller.controller(train.kl_to_ref_coeff)
+        self.entropy_controller.controller(train.entropy_coeff)
+        for key, value in self.maxent.given().items():
+            if not train.is_maxent:
+                raise ValueError(f"maxent.{key}={value} is only read by train.objective="
+                                 f"maxent_listwise and maxent_weighted, not {train.objective!r}; "
+                                 "remove it")
+        if train.is_maxent:
+            self.maxent.weights()
+            self.maxent.controller(group_size=self.env.repeats)
+            if self.distill.reverse_kl_coeff is not None:
+                raise ValueError(f"distill.reverse_kl_coeff={self.distill.reverse_kl_coeff} is an "
+                                 f"advantage, which train.objective={train.objective!r} does not "
+                                 "read; remove it, or use distill.topk_coeff")
+            if self.rows_per_optimizer_step % self.env.repeats:
+                raise ValueError(f"train.optim_batch_size={self.rows_per_optimizer_step} must be a "
+                                 f"multiple of env.repeats={self.env.repeats}: "
+                                 f"train.objective={train.objective!r} needs whole groups")
+        elif self.distill.reverse_kl_coeff and not get_objective(train.objective).token_advantages:
+            raise ValueError(f"distill.reverse_kl_coeff={self.distill.reverse_kl_coeff} gives each "
+                             f"token its own advantage, but the ratio of train.objective="
+                             f"{train.objective!r} is that of a whole sequence; use gspo_token, or "
+                             "distill.topk_coeff")
+        steps = self.turns_per_batch // self.rows_per_optimizer_step * train.epochs
+        if train.proximal == "current" and steps > 1:
+            raise ValueError(f"train.proximal='current' is for one optimizer step a batch, not "
+                             f"{steps}: from the second on the current policy is no longer the one "
+                             "that the batch was scored with; set train.proximal=scored")
+        if (self.overlong_tokens or 0) >= self.max_tokens:
+            raise ValueError(f"train.overlong_buffer={train.overlong_buffer} must be below "
+                             f"inference_model.max_tokens={self.max_tokens}")
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything is compared with the reference policy."""
+        return self.train.kl_to_ref_coeff is not None or bool(self.maxent.beta)
 
     @property
     def is_demonstration(self) -> bool:
@@ -270,6 +302,14 @@ class Config(_Section):
     def max_tokens(self) -> int:
         """``inference_model.max_tokens``, resolved."""
         return self.inference_model.max_tokens or (128 if self.is_demonstration else 1024)
+
+    @property
+    def overlong_tokens(self) -> int | None:
+        """``train.overlong_buffer`` in tokens."""
+        buffer = self.train.overlong_buffer
+        if buffer is None:
+            return None
+        return max(1, round(buffer * self.max_tokens)) if buffer < 1 else int(buffer)
 
     @property
     def turns_per_batch(self) -> int:

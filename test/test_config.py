@@ -1,49 +1,24 @@
-"""The configuration: YAML and schema agree, nothing is ignored, every key reaches its part."""
+"""The configuration: YAML and schema agree, wrong and unread keys are errors, sizes resolve."""
 
 from __future__ import annotations
 
-import copy
 import string
-from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from pydantic import BaseModel
 
 from grpo import build
 from grpo.config import Config, ConfigError, load_config
 from grpo.tasks import make_task
-from grpo.tasks.base import Problem
 
-FOLDER = Path(__file__).resolve().parents[1] / "config"
+from .configs import FOLDER, SECTIONS, composed, message, small
+
 RUNS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)}
-
-
-def composed(name: str, *overrides: str):
-    with initialize_config_dir(str(FOLDER), version_base=None):
-        return compose(name, overrides=list(overrides))
-
-
-def small(**changes) -> dict:
-    """A small valid configuration; ``changes`` are merged in, section by section."""
-    values = {"env": {"num_envs": 2, "repeats": 2, "task": {"num_train": 20, "num_test": 8}},
-              "train": {"total_dialog_turns": 40},
-              "inference_model": {"backend": "transformers", "max_tokens": 3}}
-    for section, keys in changes.items():
-        values[section] = {**values.get(section, {}), **keys} if isinstance(keys, dict) else keys
-    return values
-
-
-def message(values: dict) -> str:
-    with pytest.raises(ConfigError) as error:
-        load_config(values)
-    return str(error.value)
+# The files of config/preset set keys of several sections; see test_presets.py.
+GROUPS = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.name != "preset")
 
 
 # -- YAML and schema ------------------------------------------------------------------------------
@@ -61,7 +36,7 @@ def test_there_is_a_run_to_compose():
     assert {"grpo", "grpo_gsm8k"} <= set(RUNS)
 
 
-@pytest.mark.parametrize("group", sorted(path.name for path in FOLDER.iterdir() if path.is_dir()))
+@pytest.mark.parametrize("group", GROUPS)
 def test_every_yaml_of_a_group_has_exactly_the_keys_of_the_schema(group):
     files = sorted((FOLDER / group).glob("*.yaml"))
     assert files
@@ -72,7 +47,7 @@ def test_every_yaml_of_a_group_has_exactly_the_keys_of_the_schema(group):
 
 
 def test_every_section_of_the_schema_has_a_yaml_group():
-    assert set(SECTIONS) | {"run"} == {path.name for path in FOLDER.iterdir() if path.is_dir()}
+    assert set(SECTIONS) | {"run"} == set(GROUPS)
 
 
 @pytest.mark.parametrize("group", sorted(set(SECTIONS) - {"env"}))
@@ -144,12 +119,34 @@ def test_all_errors_are_reported_at_once():
     ("train", "epochs", 0, "greater than or equal to 1"),
     ("train", "kl_to_ref_coeff", -0.1, "greater than or equal to 0"),
     ("train", "kl_to_inference_coeff", -0.1, "greater than or equal to 0"),
-    ("train", "kl_estimator", "k4", "'k1', 'k2' or 'k3'"),
-    ("train", "aggregation", "mean", "'token', 'sequence' or 'dr_grpo'"),
+    ("train", "kl_estimator", "k4", "'k1', 'k2', 'k3' or 'unbiased_k3'"),
+    ("train", "aggregation", "mean", "'token', 'sequence', 'prompt' or 'dr_grpo'"),
+    ("train", "proximal", "old", "'sampled', 'current' or 'scored'"),
     ("train", "advantage_estimator", "gae", "'group_norm'"),
+    ("train", "advantage_clip_percentile", 50, "less than 50"),
+    ("train", "entropy_coeff", -0.1, "greater than or equal to 0"),
+    ("train", "entropy_top_fraction", 1.0, "less than 1"),
+    ("train", "off_policy_delta", -0.1, "greater than or equal to 0"),
+    ("train", "overlong_buffer", 0, "greater than 0"),
+    ("train", "overlong_factor", 0, "greater than 0"),
+    ("train", "max_sampling_rounds", 1, "greater than or equal to 2"),
+    ("kl_controller", "kind", "pid", "'horizon' or 'band'"),
+    ("kl_controller", "target", 0, "greater than 0"),
+    ("kl_controller", "band", 0.5, "greater than or equal to 1"),
+    ("kl_controller", "factor", 1, "greater than 1"),
+    ("entropy_controller", "target", 0, "greater than 0"),
+    ("entropy_controller", "minimum", -1, "greater than or equal to 0"),
+    ("maxent", "tau", -1, "greater than or equal to 0"),
+    ("maxent", "q_epsilon", 1, "less than 1"),
+    ("maxent", "tau_target", 0, "greater than 0"),
+    ("distill", "reverse_kl_coeff", 0, "greater than 0"),
+    ("distill", "topk", 0, "greater than or equal to 1"),
+    ("distill", "temperature", 0, "greater than 0"),
     ("train", "packing", "perhaps", "valid boolean"),
     ("train", "keep_checkpoints", 0, "greater than or equal to 1"),
     ("train_model", "torch_dtype", "float16", "'auto', 'float32' or 'bfloat16'"),
+    ("train_model", "head", "triton", "'auto', 'fused', 'chunked' or 'logits'"),
+    ("train_model", "head_chunk_size", 0, "greater than or equal to 1"),
     ("inference_model", "backend", "sglang", "'auto', 'vllm' or 'transformers'"),
     ("inference_model", "temperature", 0, "greater than 0"),
     ("inference_model", "temperature", float("inf"), "finite number"),
@@ -179,11 +176,22 @@ def test_a_value_of_the_wrong_type_or_range_names_key_value_and_what_is_allowed(
     ({"device": "tpu"}, ["device='tpu'", "'auto', 'cpu' or 'cuda'"]),
     ({"train": 3}, ["train=3", "dictionary"]),
     ({"policy": 3}, ["policy=3", "dictionary"]),
-    ({"train": {"objective": "pppo"}}, ["objective 'pppo'", "known:", "ppo_clip"]),
-    ({"train": {"clip_epsilon": None}}, ["'ppo_clip'", "clip_epsilon", "(0.2, 0.2)"]),
+    ({"train": {"objective": "ppo_clipp"}},
+     ["objective 'ppo_clipp'", "did you mean 'ppo_clip'", "known:"]),
     ({"train": {"clip_epsilon": [-0.1, 0.2]}}, ["clip_epsilon=(-0.1, 0.2)", "0 <= low <= 1"]),
+    ({"train": {"objective": "reinforce", "clip_epsilon": 0.2}},
+     ["'reinforce'", "would ignore clip_epsilon=0.2"]),
+    ({"train": {"objective_options": {"detla": 3.0}}}, ["would ignore detla=3.0", "'delta'"]),
+    ({"train": {"objective_options": {"delta": 1.1}}}, ["delta=1.1"]),
+    ({"train": {"mismatch": {"tis": 2.0}}},
+     ["mismatch={'tis': (0.0, 2.0)}", "proximal='sampled'", "'scored'"]),
+    ({"train": {"mismatch": {"cut": 2.0}, "proximal": "scored"}},
+     ["mismatch['cut'] is unknown", "geometric_reject"]),
+    ({"train": {"mismatch": {"tis": 2.0, "mis": 2.0}, "proximal": "scored"}},
+     ["mismatch combines tis and mis", "keep one"]),
 ])
-def test_ill_typed_sections_and_unknown_objectives_are_configuration_errors(values, parts):
+def test_ill_typed_sections_and_objectives_that_do_not_work_are_configuration_errors(
+        values, parts):
     text = message(values)
     assert all(part in text for part in parts), text
 
@@ -204,9 +212,9 @@ IGNORED = {
     "wandb keys without wandb": (
         {"logging": {"wandb_mode": "offline"}},
         ["logging.wandb_mode='offline'", "logging.backends", "add it, or remove the key"]),
-    "reference without its coefficient": (
-        {"ref_model": {"name": "some/model"}},
-        ["ref_model.name='some/model'", "train.kl_to_ref_coeff is null", "set the coefficient"]),
+    "keep_checkpoints without checkpoints": (
+        {"train": {"keep_checkpoints": 2, "checkpoint_frequency": 0}},
+        ["train.keep_checkpoints=2", "train.checkpoint_frequency is 0", "remove it"]),
     "a batch of no whole groups": (
         {"train": {"dialog_turns_per_batch": 6}},
         ["train.dialog_turns_per_batch=6", "multiple of env.num_envs * env.repeats = 4"]),
@@ -273,176 +281,6 @@ def test_derived_counts():
                                       "epochs": 3, "total_dialog_turns": 43}))
     assert (config.turns_per_batch, config.rows_per_optimizer_step) == (8, 4)
     assert (config.iterations, config.optimizer_steps) == (5, 30)
-
-
-# -- Every key reaches the part it configures ------------------------------------------------------
-
-
-class Built:
-    """The parts of one configuration around the small model on disk."""
-
-    def __init__(self, folder: Path, tokenizer) -> None:
-        self.folder, self.tokenizer = str(folder), tokenizer
-
-    def task(self, config: Config):
-        return build.build_task(config)
-
-    def prompts(self, config: Config):
-        return build.build_prompts(config, self.task(config), self.tokenizer, self.folder)
-
-    def actor(self, config: Config):
-        return build.build_actor(
-            config, self.folder, self.tokenizer, self.prompts(config), device=torch.device("cpu"),
-            dtype=build.resolve_dtype(config, torch.device("cpu")), backend="transformers")
-
-    def env(self, config: Config):
-        return build.build_env(config, self.task(config), self.prompts(config), self.tokenizer,
-                               self.actor(config).policy)
-
-    def loss(self, config: Config):
-        return build.build_loss(config, self.actor(config).model, self.tokenizer)
-
-    def learner(self, config: Config):
-        return build.build_learner(config, self.loss(config))
-
-
-@pytest.fixture(scope="module")
-def built(model_folder, tokenizer) -> Built:
-    return Built(model_folder, tokenizer)
-
-
-def contains_seven(completion: str, problem: Problem) -> float:
-    return float("7" in completion)
-
-
-LOSS = lambda b, c: b.loss(c)  # noqa: E731
-LEARNER = lambda b, c: b.learner(c)  # noqa: E731
-ADAMW = lambda b, c: b.learner(c).optimizer.adamw.param_groups[0]  # noqa: E731
-POLICY = lambda b, c: b.actor(c).policy  # noqa: E731
-KL = {"train": {"kl_to_ref_coeff": 0.1}}
-LINEAR = {"optimizer": {"schedule": "linear", "warmup_steps": 1}}
-
-# key: (part that is built, what is read from it, other keys that it needs, value, expected)
-REACHES = {
-    "train.objective": (LOSS, lambda x: x.objective, {}, "reinforce", "reinforce"),
-    "train.clip_epsilon": (LOSS, lambda x: x.clip_epsilon, {}, [0.1, 0.3], (0.1, 0.3)),
-    "train.aggregation": (LOSS, lambda x: (x.aggregation, x.constant_length), {}, "dr_grpo",
-                          ("dr_grpo", 3)),
-    "train.kl_to_ref_coeff": (LOSS, lambda x: x.kl_to_ref_coeff, {}, 0.2, 0.2),
-    "train.kl_to_inference_coeff": (LOSS, lambda x: x.kl_to_inference_coeff, {}, 0.2, 0.2),
-    "train.kl_estimator": (LOSS, lambda x: x.kl_estimator, KL, "k1", "k1"),
-    "train.entropy_coeff": (LOSS, lambda x: x.entropy_coeff, {}, 0.2, 0.2),
-    "train.advantage_estimator": (LOSS, lambda x: x.advantage_estimator, {}, "rloo", "rloo"),
-    "train.packing": (LOSS, lambda x: x.scorer.packing, {}, True, True),
-    "inference_model.temperature": (LOSS, lambda x: x.scorer.temperature, {}, 0.5, 0.5),
-    "train.seed": (LEARNER, lambda x: x.seed, {}, 7, 7),
-    "train.epochs": (LEARNER, lambda x: x.epochs, {}, 2, 2),
-    "train.optim_batch_size": (LEARNER, lambda x: x.rows_per_step, {}, 2, 2),
-    "train.gradient_accumulation_steps": (
-        LEARNER, lambda x: x.split, {}, 3,
-        {"num_micro_batches": 3, "max_tokens": None, "multiple_of": 1}),
-    "train.max_tokens_per_micro_batch": (
-        LEARNER, lambda x: x.split, {}, 99,
-        {"num_micro_batches": None, "max_tokens": 99, "multiple_of": 1}),
-    "train_model.compile": (LEARNER, lambda x: x.split["multiple_of"], {}, True, 64),
-    "train_model.gradient_checkpointing": (LEARNER, lambda x: x._probe is not None, {}, True, True),
-    "optimizer.lr": (LEARNER, lambda x: x.optimizer.lr, {}, 0.5, 0.5),
-    "optimizer.betas": (ADAMW, lambda x: x["betas"], {}, [0.5, 0.6], (0.5, 0.6)),
-    "optimizer.eps": (ADAMW, lambda x: x["eps"], {}, 0.5, 0.5),
-    "optimizer.weight_decay": (ADAMW, lambda x: x["weight_decay"], {}, 0.5, 0.5),
-    "optimizer.clip_grad_norm": (LEARNER, lambda x: x.optimizer.clip_grad_norm, {}, None, None),
-    "optimizer.warmup_steps": (LEARNER, lambda x: x.optimizer._factor(0), {}, 4, 0.25),
-    "optimizer.schedule": (LEARNER, lambda x: x.optimizer._factor(5), {}, "linear", 0.5),
-    "optimizer.final_lr_fraction": (LEARNER, lambda x: x.optimizer._factor(10), LINEAR, 0.5, 0.5),
-    "train.total_dialog_turns": (LEARNER, lambda x: x.optimizer._factor(4),
-                                 {"optimizer": {"schedule": "linear"}}, 32, 0.5),
-    "inference_model.max_tokens": (POLICY, lambda x: x.sampling.max_tokens, {}, 5, 5),
-    "inference_model.max_model_len": (POLICY, lambda x: x.max_model_len, {}, 50, 50),
-    "inference_model.ignore_eos": (POLICY, lambda x: x.ignore_eos, {}, True, True),
-    "train_model.torch_dtype": (POLICY, lambda x: x.model.dtype, {}, "bfloat16", torch.bfloat16),
-    "train_model.attn_implementation": (
-        POLICY, lambda x: x.model.config._attn_implementation, {}, "eager", "eager"),
-    "env.num_envs": (lambda b, c: b.env(c), lambda x: x.num_prompts, {}, 3, 3),
-    "env.repeats": (lambda b, c: b.env(c), lambda x: x.group_size, {}, 4, 4),
-    "env.task": (lambda b, c: b.env(c), lambda x: len(x.stream.prompts), {}, {"num_train": 9}, 9),
-    "env.dataset": (lambda b, c: b.task(c), lambda x: x.name, {"env": {"task": {}}},
-                    "test_dataset", "test_dataset"),
-    "env.reward_timeout": (lambda b, c: build.reward_function(c, b.task(c)),
-                           lambda x: x.keywords["timeout"], {}, 2.5, 2.5),
-    "env.reward": (lambda b, c: build.reward_function(c, b.task(c)),
-                   lambda x: x(["47"], [Problem("", "0", "p")]).reward.tolist(), {},
-                   {f"{__name__}:contains_seven": 0.5, "exact_match": 1.0}, [0.5]),
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def other_task():
-    from grpo.tasks.base import Task, register_task
-
-    @register_task("test_dataset")
-    class Other(Task):
-        default_reward = "exact_match"
-
-        def __init__(self) -> None:
-            problem = Problem("1+1=", "2", "p")
-            super().__init__(train=[problem], test=[problem], source="here")
-
-
-@pytest.mark.parametrize("key", sorted(REACHES))
-def test_every_key_changes_the_part_it_configures(key, built):
-    part, read, needed, value, expected = REACHES[key]
-    section, name = key.split(".")
-    before = small(**needed)
-    after = copy.deepcopy(before)
-    after.setdefault(section, {})[name] = value
-    changed = read(part(built, load_config(after)))
-    assert changed == expected
-    assert read(part(built, load_config(before))) != changed
-
-
-def test_every_key_of_the_objective_and_the_optimizer_is_covered():
-    # Read by the loop, the loggers and the environment; tested where they are.
-    elsewhere = {"train.exp_name", "train.dialog_turns_per_batch", "train.eval_frequency",
-                 "train.checkpoint_frequency", "train.keep_checkpoints"}
-    keys = {f"{section}.{key}" for section in ("train", "optimizer", "train_model")
-            for key in SECTIONS[section].model_fields}
-    assert keys == {key for key in REACHES if key.split(".")[0] in
-                    ("train", "optimizer", "train_model")} | elsewhere
-
-
-def test_the_data_path_reaches_the_task(gsm8k_folder):
-    config = load_config(small(env={"dataset": "gsm8k", "data_path": str(gsm8k_folder),
-                                    "task": {}}))
-    assert len(build.build_task(config).test) == 1319
-
-
-def test_an_option_the_task_does_not_have_is_refused():
-    config = load_config(small(env={"task": {"max_operands": 9}}))
-    with pytest.raises(ValueError, match="no option 'max_operands'.*max_operand"):
-        build.build_task(config)
-
-
-def test_the_prompt_limit_decides_which_prompts_are_kept(built):
-    with pytest.raises(ValueError, match=r"env\.max_prompt_tokens=3 .*nothing is left"):
-        built.prompts(load_config(small(env={"max_prompt_tokens": 3})))
-
-
-@pytest.mark.parametrize(("inference", "parts"), [
-    ({"max_model_len": 4096}, "max_model_len=4096 is more than the model's context of 2048"),
-    ({"max_tokens": 2048}, "max_tokens=2048 leaves no room"),
-])
-def test_lengths_that_do_not_fit_the_model_are_refused(inference, parts, built):
-    with pytest.raises(ConfigError, match=parts):
-        built.prompts(load_config(small(inference_model=inference)))
-
-
-def test_a_reference_is_only_loaded_for_its_term_and_is_the_named_model(built, tmp_path):
-    cpu, dtype = torch.device("cpu"), torch.float32
-    assert build.build_reference(load_config(small()), built.folder, device=cpu,
-                                 dtype=dtype) is None
-    config = load_config(small(train={"kl_to_ref_coeff": 0.1}, ref_model={"name": built.folder}))
-    reference = build.build_reference(config, str(tmp_path), device=cpu, dtype=dtype)
-    assert not any(param.requires_grad for param in reference.scorer.model.parameters())
 
 
 def test_a_model_folder_without_a_model_is_named(tmp_path):

@@ -34,7 +34,16 @@ def dense(rows, *, token_level=False, **options):
     batch = joined(rows, **options)
     B, T = batch["tokens", "full"].shape
     values = torch.arange(B * T).view(B, T).float()
-    batch["next"] = {"ref_log_probs": {"full": -values}, "reward": torch.arange(B).float()[:, None]}
+    batch["next"] = {"ref_log_probs": {"full": -values}, "reward": torch.arange(B).float()[:, None],
+                     "teacher_log_probs": {"full": -2 * values}}
+    batch["log_probs", "proximal"] = values + 1
+    batch["masks", "high_entropy"] = values % 3 == 0
+    tokens = values.long()[..., None]
+    batch["distill"] = {"token_ids": torch.cat([tokens, tokens + 1], -1),
+                        "log_probs": -torch.cat([tokens, 2 * tokens], -1).float()}
+    batch["group_id"] = torch.arange(B) % 3
+    batch["listwise_weight"] = torch.arange(B).float()[:, None] / B
+    batch["row_mask"] = torch.arange(B)[:, None] % 2 == 0
     batch["advantage"] = values if token_level else torch.arange(B).float()[:, None]
     batch["row"] = torch.arange(B)
     return batch
@@ -90,9 +99,11 @@ class TestTrim:
         longest, T = max(len(p) + len(r) for p, r in rows), batch["tokens", "full"].shape[1]
         width = out["tokens", "full"].shape[1]
         assert width == T or (width % multiple_of == 0 and longest <= width < longest + multiple_of)
-        for key in data.TOKEN_KEYS + (("advantage",) if token_level else ()):
-            assert torch.equal(out[key], batch[key][:, :width])
-        assert torch.equal(out["next", "reward"], batch["next", "reward"])
+        assert set(data.token_keys(batch)) == set(
+            data.TOKEN_KEYS + (("advantage",) if batch["advantage"].shape[1] > 1 else ()))
+        for key in batch.keys(True, True):
+            kept = batch[key][:, :width] if key in data.token_keys(batch) else batch[key]
+            assert torch.equal(out[key], kept), key
         assert (batch == before).all()
 
     def test_keeps_one_advantage_a_row(self):
@@ -130,7 +141,8 @@ class TestSplit:
                 assert length == source["masks", "all_attention_mask"].sum()
                 for key in data.token_keys(batch):
                     assert torch.equal(row[key][:length], source[key][:length]), key
-                assert row["next", "reward"] == source["next", "reward"]
+                for key in (data.REWARD, data.GROUP_ID, data.LISTWISE_WEIGHT, data.ROW_MASK):
+                    assert row[key] == source[key]
 
     @pytest.mark.parametrize(("budget", "sizes"), [
         (1, [1, 1, 1, 1]), (5, [1, 1, 1, 1]), (6, [2, 2]), (8, [2, 2]), (9, [3, 1]), (11, [3, 1]),
@@ -143,6 +155,44 @@ class TestSplit:
     def test_a_budget_for_all_gives_one_piece(self, rows):
         batch = dense(rows)
         assert len(data.split_rows(batch, max_tokens=batch["tokens", "full"].numel())) == 1
+
+    @given(groups=st.lists(st.integers(-2, 4), min_size=1, max_size=9), data_=st.data(),
+           split=st.one_of(
+               st.builds(lambda n: {"num_micro_batches": n}, st.integers(1, 9)),
+               st.builds(lambda n: {"max_tokens": n}, st.integers(1, 120))))
+    def test_whole_groups_stay_together(self, groups, data_, split):
+        B = len(groups)
+        batch = dense(data_.draw(st.lists(
+            st.tuples(st.lists(TOKENS, min_size=1, max_size=5), st.lists(TOKENS, max_size=6)),
+            min_size=B, max_size=B)))
+        batch["group_id"] = torch.tensor(groups)
+        pieces = data.split_rows(batch, whole_groups=True, **split)
+        assert sorted(torch.cat([p["row"] for p in pieces]).tolist()) == list(range(B))
+        assert sum(len(p["group_id"].unique()) for p in pieces) == len(set(groups))
+        for piece in pieces:
+            fits = piece["tokens", "full"].numel() <= split.get("max_tokens", 10**6)
+            assert fits or len(piece["group_id"].unique()) == 1
+        if "num_micro_batches" in split:
+            assert len(pieces) == min(split["num_micro_batches"], len(set(groups)))
+        self.check_contents(pieces, batch)
+
+    def test_units_are_rows_or_groups_in_the_order_of_the_batch(self):
+        batch = dense([([1], [2])] * 5)
+        batch["group_id"] = torch.tensor([[7], [3], [7], [3], [5]])
+        rows = data.row_units(batch, whole_groups=False)
+        assert [unit.tolist() for unit in rows] == [[0], [1], [2], [3], [4]]
+        groups = data.row_units(batch, whole_groups=True)
+        assert sorted(unit.tolist() for unit in groups) == [[0, 2], [1, 3], [4]]
+
+    def test_groups_of_similar_length_share_a_micro_batch(self):
+        batch = dense([([1], [2]), ([1], [2] * 9), ([1], [2]), ([1], [2] * 9), ([1], [2]),
+                       ([1], [2])])
+        batch["group_id"] = torch.tensor([4, 1, 4, 1, 2, 2])
+        pieces = data.split_rows(batch, max_tokens=20, whole_groups=True)
+        assert [piece["row"].sort().values.tolist() for piece in pieces] == [[0, 2, 4, 5], [1, 3]]
+        # Two groups of two short rows are eight tokens.
+        pieces = data.split_rows(batch, max_tokens=7, whole_groups=True)
+        assert [len(piece) for piece in pieces] == [2, 2, 2]
 
     @pytest.mark.parametrize("options", [
         {}, {"num_micro_batches": 1, "max_tokens": 9}, {"num_micro_batches": 0}, {"max_tokens": 0},

@@ -1,18 +1,34 @@
-"""Every command and every program in README.md runs."""
+"""Every command and every program in README.md and docs/objectives.md runs, and the names, settings
+and messages in the latter are those of the code."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from grpo.config import Config, ConfigError, load_config
+from grpo.objectives import registry
+from grpo.objectives.advantages import AdvantageEstimator
+from grpo.objectives.aggregate import Aggregation
+from grpo.objectives.kl import KLEstimator
+from grpo.objectives.mismatch import make_mismatch
+from grpo.objectives.scorer import HeadKind
+from grpo.objectives.terms import Proximal
+from grpo.presets import preset_names
 
 REPO = Path(__file__).resolve().parents[1]
 README = (REPO / "README.md").read_text()
+GUIDE = (REPO / "docs" / "objectives.md").read_text()
 SCRIPT = "sota-implementations/grpo/grpo.py"
 
 #: Appended to every command of the script: the same code on less work.
@@ -21,12 +37,27 @@ SMALLER = ["model.warm_start_steps=5", "env.num_envs=2", "env.repeats=2",
            "train.checkpoint_frequency=1"]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+#: Runs the script once for each list of arguments it is given, in one process and without the
+#: report: imports and charts take longer than these runs.
+SEVERAL = """
+import json, runpy, sys
+script = sys.argv[1]
+sys.path.insert(0, sys.argv[3])
+from grpo.training import reporter
+reporter.write_report = lambda *args, **kwargs: None
+for number, arguments in enumerate(json.loads(sys.argv[2])):
+    print("+", *arguments, flush=True)
+    sys.argv = [script, *arguments, f"hydra.run.dir=run{number}"]
+    runpy.run_path(script, run_name="__main__")
+"""
 
 
-def commands(prefix: str) -> list[str]:
-    lines = [line for block in blocks("bash") for line in block.splitlines()]
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
+
+
+def commands(prefix: str, page: str = README) -> list[str]:
+    lines = [line for block in blocks("bash", page) for line in block.splitlines()]
     return [line for line in lines if line.startswith(prefix)]
 
 
@@ -44,10 +75,11 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def test_no_command_is_left_out():
-    known = len(commands("make ")) + len(commands(f"python {SCRIPT}"))
-    lines = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
-    assert known == len(lines)
+@pytest.mark.parametrize("page", [README, GUIDE], ids=["README", "objectives"])
+def test_no_command_is_left_out(page):
+    known = len(commands("make ", page)) + len(commands(f"python {SCRIPT}", page))
+    lines = [line for block in blocks("bash", page) for line in block.splitlines() if line.strip()]
+    assert known == len(lines) > 0
 
 
 @pytest.mark.vllm
@@ -82,10 +114,12 @@ def gsm8k_rows(tmp_path_factory):
     return folder
 
 
-def test_python_programs_run(model_folder):
-    for source in blocks("python"):
-        exec(compile(source.replace("Qwen/Qwen2.5-0.5B-Instruct", str(model_folder)), "README.md",
-                     "exec"), {"__name__": "readme"})
+@pytest.mark.parametrize("page", [README, GUIDE], ids=["README", "objectives"])
+def test_python_programs_run(page, model_folder):
+    assert blocks("python", page)
+    for source in blocks("python", page):
+        exec(compile(source.replace("Qwen/Qwen2.5-0.5B-Instruct", str(model_folder)), "page",
+                     "exec"), {"__name__": "page"})
 
 
 def test_own_loop_is_about_ten_lines_of_loop_and_loss():
@@ -109,3 +143,97 @@ def test_make_train_runs(cache):
     output = run(["make", "train", f"ARGS={' '.join(SMALLER)} hydra.run.dir={cache}/run"], REPO,
                  cache)
     assert "held-out accuracy" in output
+
+
+# -- docs/objectives.md ---------------------------------------------------------------------------
+
+
+def table_rows(heading: str) -> list[list[str]]:
+    """The cells of all tables of a section, without the rows of headings."""
+    section = GUIDE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def code_in(text: str) -> list[str]:
+    """What stands in backticks, formulas left out."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"\$`[^`]*`\$", "", text))
+
+
+def composed(*overrides: str):
+    with initialize_config_dir(str(REPO / "config"), version_base=None):
+        return compose("grpo", overrides=list(overrides))
+
+
+def test_commands_of_the_guide_run(tmp_path, cache, model_folder):
+    runs = [[*shlex.split(command.replace("path/to/teacher", str(model_folder)))[2:], *SMALLER,
+             "inference_model.backend=transformers", "env.task.num_test=8"]
+            for command in commands(f"python {SCRIPT}", GUIDE)]
+    output = run([sys.executable, "-c", SEVERAL, str(REPO / SCRIPT), json.dumps(runs), str(REPO)],
+                 tmp_path, cache)
+    assert output.count("held-out accuracy") == len(runs) > 0
+
+
+def test_preset_table_is_what_the_presets_set():
+    table = {name.strip("`"): sets.strip("`") for name, sets, *_ in table_rows("2 Presets")}
+    assert sorted(table) == preset_names(REPO / "config")
+    for name, sets in table.items():
+        preset = OmegaConf.load(REPO / "config" / "preset" / f"{name}.yaml")
+        said = OmegaConf.create({})
+        for part in sets.split():
+            key, value = part.split("=")
+            key = key if "." in key else f"train.{key}"
+            OmegaConf.update(said, key, OmegaConf.create(f"v: {value}").v)
+        assert said == preset, name
+
+
+@pytest.mark.parametrize("heading, names", [
+    ("3 Objectives", [name for name, objective in registry._OBJECTIVES.items()
+                      if objective.function.__module__.startswith("grpo.")]),
+    ("4 Advantages and shaping", get_args(AdvantageEstimator)),
+    ("5 Aggregation", get_args(Aggregation)),
+    ("6 KL", get_args(KLEstimator)),
+    ("7 Mismatch and stale data", get_args(Proximal)),
+    ("11 The head", set(get_args(HeadKind)) - {"auto"}),
+])
+def test_guide_has_a_row_for_every_name(heading, names):
+    first_cells = " ".join(row[0] for row in table_rows(heading))
+    assert set(names) <= set(code_in(first_cells))
+
+
+def test_guide_has_a_row_for_every_correction():
+    with pytest.raises(ValueError, match="use some of") as error:
+        make_mismatch({"?": 1.0})
+    known = str(error.value).split("use some of ")[1].split(", ")
+    assert set(known) <= {name for row in table_rows("7 Mismatch and stale data")
+                          for name in code_in(row[0])}
+
+
+def test_defaults_in_the_objective_table_are_those_of_the_code():
+    checked = 0
+    for names, _, defaults, *_ in table_rows("3 Objectives"):
+        for name in code_in(names):
+            said = eval(f"dict({', '.join(code_in(defaults))})")
+            assert registry.get_objective(name).options == said, name
+            checked += len(said)
+    assert checked > 10
+
+
+def test_every_configuration_key_in_the_guide_exists():
+    sections = {name: field.annotation.model_fields for name, field in Config.model_fields.items()
+                if hasattr(field.annotation, "model_fields")}
+    keys = {match for text in code_in(GUIDE)
+            for match in re.findall(r"(?<![\w./-])([a-z_]+)\.([a-z_]+)(?![\w(])", text)
+            if match[0] in sections}
+    keys -= {("train", "yaml")}
+    assert len(keys) > 40
+    assert [key for key in sorted(keys) if key[1] not in sections[key[0]]] == []
+
+
+@pytest.mark.parametrize("given, message", [
+    (code_in(row[0])[0], code_in(row[1])[0]) for row in table_rows("14 Errors and their fix")
+    if len(row) == 3])
+def test_configuration_error_of_the_guide_is_raised_with_its_message(given, message):
+    values = composed(*shlex.split(given))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(values)

@@ -7,7 +7,11 @@ from collections.abc import Callable
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.envs import EnvBase
+
+from grpo import data
+from grpo.objectives.shaping import informative_groups
 
 # What the next observation repeats, and what TorchRL keeps for longer episodes.
 _DROPPED = (("next", "tokens"), ("next", "masks"), ("next", "group_id"), "done", "terminated",
@@ -20,13 +24,22 @@ class SyncCollector:
     The batch that :meth:`collect` returns is dense, flat (``batch_size [N]``) and complete: whole
     groups, all sampled by one version of the weights.
 
+    With ``max_rounds`` it samples dynamically (DAPO, arXiv:2503.14476, sec. 3.2): groups whose
+    rewards are all equal teach nothing, so more prompts are drawn until the batch is full of
+    others. After ``max_rounds`` rounds the rest is filled with what there is.
+
     Args:
         env: whose episodes end after one step.
         policy: reads the prompts, writes tokens and log-probs.
         turns_per_batch: rows of a batch; a multiple of the environment's batch size.
+        max_rounds: at most so many times the rows of a batch are generated for it; None: each
+            group is used, whatever its rewards.
 
     Attributes:
         seconds: what the last batch spent in ``"generate"`` and in ``"reward"``.
+        metrics: with ``max_rounds``, what the last batch took: ``sampling/rounds``, the share of
+            generated rows in informative groups, and the mean reward of all that was generated
+            (that of the batch alone is biased by the choice).
     """
 
     def __init__(
@@ -35,21 +48,52 @@ class SyncCollector:
         policy: Callable[[TensorDictBase], TensorDictBase],
         *,
         turns_per_batch: int | None = None,
+        max_rounds: int | None = None,
     ) -> None:
         rows = env.batch_size.numel()
         turns_per_batch = turns_per_batch or rows
         if turns_per_batch % rows:
             raise ValueError(f"turns_per_batch={turns_per_batch} must be a multiple of the "
                              f"environment's batch size {rows}")
+        if max_rounds is not None and max_rounds < 2:
+            raise ValueError(f"max_rounds={max_rounds} leaves no second round to sample in; give "
+                             "at least 2, or None to use every group")
         self.env, self.policy = env, policy
+        self.turns_per_batch, self.max_rounds = turns_per_batch, max_rounds
         self.rollouts_per_batch = turns_per_batch // rows
         self.seconds = {"generate": 0.0, "reward": 0.0}
+        self.metrics: dict[str, float] = {}
 
     def collect(self) -> TensorDictBase:
         """One batch of finished episodes."""
         self.seconds = {"generate": 0.0, "reward": 0.0}
-        batches = [self._rollout() for _ in range(self.rollouts_per_batch)]
-        return batches[0] if len(batches) == 1 else torch.cat(batches)
+        if self.max_rounds is not None:
+            return self._collect_informative()
+        return _joined([self._rollout() for _ in range(self.rollouts_per_batch)])
+
+    def _collect_informative(self) -> TensorDictBase:
+        informative: list[TensorDictBase] = []
+        others: list[TensorDictBase] = []
+        failed: list[TensorDictBase] = []
+        found = rollouts = 0
+        while found < self.turns_per_batch and rollouts < self.max_rounds * self.rollouts_per_batch:
+            rollout = self._rollout()
+            useful_B = informative_groups(
+                rollout[data.REWARD].flatten(), rollout[data.GROUP_ID].flatten(),
+                ~rollout[data.REWARD_ERROR].flatten())
+            informative.append(rollout[useful_B])
+            # Groups without any reward go last: a batch of nothing else cannot be trained on.
+            error_B = _all_of_group(rollout[data.REWARD_ERROR], rollout[data.GROUP_ID])
+            others.append(rollout[~useful_B & ~error_B])
+            failed.append(rollout[error_B])
+            found, rollouts = found + int(useful_B.sum()), rollouts + 1
+        batch = _joined(informative + others + failed)
+        valid_B = ~batch[data.REWARD_ERROR].flatten()
+        self.metrics = {"sampling/rounds": rollouts / self.rollouts_per_batch,
+                        "sampling/informative_fraction": found / len(batch),
+                        "sampling/reward_mean": batch[data.REWARD].flatten()[valid_B].mean().item()}
+        # Groups are whole and of one size, which divides the batch, so this cuts between groups.
+        return batch[: self.turns_per_batch]
 
     def _rollout(self) -> TensorDictBase:
         batch = self.env.reset()
@@ -60,3 +104,14 @@ class SyncCollector:
         self.seconds["generate"] += generated - start
         self.seconds["reward"] += time.perf_counter() - generated
         return batch.exclude(*_DROPPED).flatten()
+
+
+def _all_of_group(flag_B1: Tensor, group_id_B: Tensor) -> Tensor:
+    """Whether a flag is set on all rows of a row's group, bool ``[B]``."""
+    _, group_B = group_id_B.unique(return_inverse=True)
+    unset_G = torch.zeros(len(group_B)).index_add(0, group_B, (~flag_B1.flatten()).float())
+    return unset_G[group_B] == 0
+
+
+def _joined(batches: list[TensorDictBase]) -> TensorDictBase:
+    return batches[0] if len(batches) == 1 else torch.cat(batches)

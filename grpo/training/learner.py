@@ -11,6 +11,7 @@ from torch import nn
 
 from grpo import data
 from grpo.objectives.grpo import GRPOLoss, total_loss
+from grpo.policies.scoring import ProximalScorer
 from grpo.training.optim import MasterAdamW
 
 DEFAULT_TOKENS_PER_MICRO_BATCH = 8_192
@@ -29,6 +30,12 @@ class Learner:
         seed: of the row order, where a rollout is cut into several optimizer batches.
         width_multiple: pad micro-batches to a multiple of this many tokens, so that compiled
             layers meet few shapes.
+        proximal: scores each rollout before the first optimizer step on it, where the loss asks
+            for it.
+
+    Raises:
+        ValueError: from :meth:`update`, if the loss takes the current policy for the proximal one
+            but a rollout is used for several optimizer steps.
 
     Attributes:
         seconds: what the last update spent in ``"train"`` (forward and backward) and in
@@ -46,11 +53,15 @@ class Learner:
         max_tokens_per_micro_batch: int | None = None,
         seed: int = 0,
         width_multiple: int = 1,
+        proximal: ProximalScorer | None = None,
     ) -> None:
         self.loss, self.optimizer = loss, optimizer
         self.rows_per_step, self.epochs, self.seed = rows_per_step, epochs, seed
+        self.proximal = proximal
+        self.whole_groups = loss.terms.scope == "group"
         self.split = {"num_micro_batches": num_micro_batches,
-                      "max_tokens": max_tokens_per_micro_batch, "multiple_of": width_multiple}
+                      "max_tokens": max_tokens_per_micro_batch, "multiple_of": width_multiple,
+                      "whole_groups": self.whole_groups}
         self.device = next(loss.actor_network.parameters()).device
         self.seconds = {"train": 0.0, "optimizer": 0.0}
         self._probe: CheckpointingProbe | None = None
@@ -71,6 +82,11 @@ class Learner:
         self.seconds = {"train": 0.0, "optimizer": 0.0}
         self.loss.train()  # gradient checkpointing is only active in training mode
         rollout = rollout.to(self.device)
+        self._check_proximal(rollout)
+        if self.proximal is not None:
+            start = time.perf_counter()
+            self.proximal(rollout)
+            self.seconds["proximal"] = time.perf_counter() - start
         steps = [self._optimizer_step(batch) for batch in self._optimizer_batches(rollout,
                                                                                    iteration)]
         # A step without a single valid token reports its loss, but no ratio, entropy or ESS.
@@ -88,10 +104,19 @@ class Learner:
             yield from [rollout] * self.epochs
             return
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + iteration)
+        units = data.row_units(rollout, whole_groups=self.whole_groups)
         for _ in range(self.epochs):
-            order = torch.randperm(rows, generator=generator).to(self.device)
-            for part in order.split(self.rows_per_step):
+            order = torch.randperm(len(units), generator=generator).tolist()
+            rows_in_order = torch.cat([units[i] for i in order]).to(self.device)
+            for part in rows_in_order.split(self.rows_per_step):
                 yield rollout[part]
+
+    def _check_proximal(self, rollout: TensorDictBase) -> None:
+        steps = self.epochs * rollout.batch_size[0] // self.rows_per_step
+        if self.loss.terms.proximal == "current" and steps > 1:
+            raise ValueError(f"proximal='current' is for one optimizer step a rollout, not {steps}:"
+                             " from the second on the current policy is no longer the one before "
+                             "the update; use proximal='scored' with a ProximalScorer")
 
     def _optimizer_step(self, batch: TensorDictBase) -> dict[str, float]:
         start = time.perf_counter()
@@ -110,7 +135,7 @@ class Learner:
         trained = time.perf_counter()
         lr = self.optimizer.lr
         # Without a single valid token there is no gradient, and momentum must not move the weights.
-        grad_norm = self.optimizer.step() if normalizer > 0 else self.optimizer.skip()
+        grad_norm = self.optimizer.step() if normalizer.count > 0 else self.optimizer.skip()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds["train"] += trained - start

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 
 from grpo import data
 from grpo.collectors.sync import SyncCollector
 from grpo.evaluation import Evaluation, Evaluator
-from grpo.objectives.advantages import GroupAdvantage
+from grpo.objectives.maxent import weight_entropy
+from grpo.objectives.shaping import informative_groups
+from grpo.training.adaptation import Adaptation
 from grpo.training.checkpoint import (
     Checkpoint,
     restore_random_state,
@@ -29,8 +32,9 @@ from grpo.weights import Canary, WeightSync
 class Trainer:
     """On-policy GRPO with rollouts on demand.
 
-    One iteration: collect a rollout with the current weights, turn rewards into advantages, take
-    the optimizer steps, publish the weights to the engine, let the canary prove that they arrived.
+    One iteration: collect a rollout with the current weights, score it with the frozen models,
+    turn rewards into advantages, take the optimizer steps, publish the weights to the engine, let
+    the canary prove that they arrived, adapt the coefficients that follow a measurement.
 
     Args:
         collector: rollouts.
@@ -47,15 +51,17 @@ class Trainer:
         eval_frequency: iterations between evaluations; 0: only at the start and the end.
         checkpoint_frequency: iterations between checkpoints; 0: none.
         keep_checkpoints: how many stay.
-        reference: writes the reference policy's log-probs into a rollout, where a KL to it is
-            part of the loss.
+        reference: writes the reference policy's log-probs into a rollout, where anything is
+            compared with it.
+        teacher: writes a teacher's opinion into a rollout, for distillation.
+        adaptations: coefficients that follow a metric.
     """
 
     def __init__(
         self,
         *,
         collector: SyncCollector,
-        advantage: GroupAdvantage,
+        advantage: TensorDictModuleBase,
         learner: Learner,
         weights: WeightSync,
         canary: Canary,
@@ -69,11 +75,15 @@ class Trainer:
         checkpoint_frequency: int = 0,
         keep_checkpoints: int = 3,
         reference: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        teacher: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        adaptations: Sequence[Adaptation] = (),
     ) -> None:
         self.collector, self.advantage, self.learner = collector, advantage, learner
         self.weights, self.canary, self.evaluator = weights, canary, evaluator
         self.reporter, self.tokenizer = reporter, tokenizer
-        self.run_dir, self.config, self.reference = run_dir, config, reference
+        self.run_dir, self.config = run_dir, config
+        self.frozen = {"reference": reference, "teacher": teacher}
+        self.adaptations = list(adaptations)
         self.iterations, self.eval_frequency = iterations, eval_frequency
         self.checkpoint_frequency = checkpoint_frequency
         self.keep_checkpoints = keep_checkpoints
@@ -116,13 +126,14 @@ class Trainer:
             raise RuntimeError(f"iteration {self.step + 1}: not one of {len(rollout)} completions "
                                "got a reward; the log above names the reward function and the "
                                "reason. Nothing has been updated")
-        metrics = rollout_metrics(rollout)
+        metrics = rollout_metrics(rollout) | self.collector.metrics
+        for name, scorer in self.frozen.items():
+            if scorer is not None:
+                with self._timed(name):
+                    scorer(rollout)
         with self._timed("advantage"):
             self.advantage(rollout)
             metrics |= advantage_metrics(rollout)
-        if self.reference is not None:
-            with self._timed("reference"):
-                self.reference(rollout)
         metrics |= self.learner.update(rollout, iteration=self.step)
         with self._timed("sync"):
             metrics["policy/version"] = self.weights.publish()
@@ -130,6 +141,8 @@ class Trainer:
             report = self.canary.check()
         metrics["canary/mean_abs_diff"] = report.mean_abs_diff
         metrics["canary/max_abs_diff"] = report.max_abs_diff
+        for adaptation in self.adaptations:
+            metrics |= adaptation.update(metrics)
         self.step += 1
         self._seconds |= self.collector.seconds | self.learner.seconds
         metrics["time/step"] = seconds = time.perf_counter() - start
@@ -161,6 +174,7 @@ class Trainer:
             "calls": {name: policy.calls for name, policy in self._policies().items()},
             "accuracy": [self.first_accuracy, self.last_accuracy],
             "sample_rows": self.reporter.sample_rows,
+            "adaptations": {a.name: a.state_dict() for a in self.adaptations},
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -172,6 +186,10 @@ class Trainer:
         self.weights.version = state["version"]
         self.first_accuracy, self.last_accuracy = state["accuracy"]
         self.reporter.sample_rows = state["sample_rows"]
+        saved = state.get("adaptations", {})
+        for adaptation in self.adaptations:
+            if adaptation.name in saved:  # one that is new in this run starts at its beginning
+                adaptation.load_state_dict(saved[adaptation.name])
         self.canary.check()
         # Last, because loading and checking may have drawn numbers and counted calls.
         for name, policy in self._policies().items():
@@ -219,8 +237,24 @@ def rollout_metrics(rollout: TensorDictBase) -> dict[str, float]:
 
 
 def advantage_metrics(rollout: TensorDictBase) -> dict[str, float]:
-    """How many groups carry no signal because all their advantages are zero."""
-    _, group = rollout[data.GROUP_ID].unique(return_inverse=True)
-    magnitude = rollout[data.ADVANTAGE].abs().sum(-1)
-    per_group = torch.zeros(int(group.max()) + 1).index_add(0, group, magnitude)
-    return {"reward/zero_variance_groups": (per_group == 0).float().mean().item()}
+    """How many groups carry no signal, and what shaping and filters did, where they are on."""
+    group_B, valid_B = rollout[data.GROUP_ID], ~rollout[data.REWARD_ERROR].flatten()
+    rewards = rollout.get(data.SHAPED_REWARD, rollout[data.REWARD])
+    # Not from the advantages: a teacher or the batch's mean may speak where rewards are equal.
+    useful_B = informative_groups(rewards.flatten(), group_B, valid_B)
+    groups = len(group_B.unique())
+    metrics = {"reward/zero_variance_groups": 1 - len(group_B[useful_B].unique()) / groups}
+    if data.SHAPED_REWARD in rollout.keys(True) and valid_B.any():
+        metrics["reward/shaped_mean"] = rollout[data.SHAPED_REWARD][valid_B].mean().item()
+    if data.TEACHER_LOG_PROBS in rollout.keys(True):
+        # The k1 estimate of KL(policy || teacher), nats a token.
+        gap_BT = rollout[data.LOG_PROBS] - rollout[data.TEACHER_LOG_PROBS]
+        metrics["policy/kl_to_teacher"] = gap_BT[rollout[data.ASSISTANT_MASK]].mean().item()
+    if data.ROW_MASK in rollout.keys():
+        metrics["reward/rows_in_loss"] = rollout[data.ROW_MASK].float().mean().item()
+    if data.LISTWISE_WEIGHT in rollout.keys():
+        entropy_G, size_G = weight_entropy(rollout[data.LISTWISE_WEIGHT].flatten(), group_B,
+                                           valid_B=valid_B)
+        if (size_G > 1).any():  # a single row has nothing to share
+            metrics["advantage/weight_entropy"] = entropy_G[size_G > 1].mean().item()
+    return metrics

@@ -18,17 +18,20 @@ from pathlib import Path
 
 # A script's own folder is on its path, where this very file would be found as the package `grpo`.
 HERE = Path(__file__).resolve().parent
+CONFIG = HERE.parents[1] / "config"
 sys.path = [str(HERE.parents[1]), *(p for p in sys.path if Path(p).resolve() != HERE)]
 
 import hydra  # noqa: E402
 from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
+from torch import nn  # noqa: E402
 
 from grpo import build  # noqa: E402
+from grpo import build_objective as objective  # noqa: E402
 from grpo.collectors import SyncCollector  # noqa: E402
 from grpo.config import Config, load_config  # noqa: E402
 from grpo.evaluation import Evaluator  # noqa: E402
-from grpo.objectives import GroupAdvantage  # noqa: E402
+from grpo.presets import describe_preset  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
 from grpo.training.checkpoint import (  # noqa: E402
     Checkpoint,
@@ -71,12 +74,19 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
     eval_env = build.build_eval_env(config, task, prompts, tokenizer, actor.policy)
 
     # Rollouts -> advantages -> loss -> weights -> proof
-    collector = SyncCollector(env, actor.policy, turns_per_batch=config.turns_per_batch)
-    loss = build.build_loss(config, actor.model, tokenizer)
-    learner = build.build_learner(config, loss)
+    collector = SyncCollector(env, actor.policy, turns_per_batch=config.turns_per_batch,
+                              max_rounds=config.train.max_sampling_rounds)
+    advantage = objective.build_advantage(config)
+    loss = objective.build_loss(config, actor.model, tokenizer)
+    learner = objective.build_learner(config, loss)
     canary = Canary(actor.policy, loss.scorer, actor.weights,
                     prompts=[prompt.tokens for prompt in prompts.test[:4]])
-    reference = build.build_reference(config, task, device=device, dtype=dtype)
+
+    def frozen_model(path: str) -> nn.Module:
+        return build.load_model(path, config, device=device, dtype=dtype)
+
+    reference = objective.build_reference(
+        config, lambda: build.model_folder(config, task), frozen_model)
 
     # What people see
     console = Console(config.iterations)
@@ -85,8 +95,10 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
 
     trainer = Trainer(
         collector=collector,
-        advantage=GroupAdvantage(estimator=config.train.advantage_estimator),
+        advantage=advantage,
         reference=reference,
+        teacher=objective.build_teacher(config, actor.model, frozen_model),
+        adaptations=objective.build_adaptations(config, loss, advantage),
         learner=learner,
         weights=actor.weights,
         canary=canary,
@@ -133,6 +145,9 @@ def open_run(config: Config) -> tuple[Path, Checkpoint | None]:
 def main(cfg: DictConfig) -> None:
     try:
         config = load_config(cfg)
+        preset = HydraConfig.get().runtime.choices.get("preset", "none")
+        if preset != "none":
+            print("preset", describe_preset(preset, cfg, config_folder=CONFIG))
         run_dir, checkpoint = open_run(config)
         trainer = build_trainer(config, run_dir, checkpoint)
     except (ValueError, OSError, ImportError) as error:  # nearly always bad input

@@ -9,7 +9,10 @@ import pytest
 
 SMALL = ("model.warm_start_steps=20", "env.num_envs=8", "env.repeats=4",
          "train.total_dialog_turns=384", "train.eval_frequency=3", "train.checkpoint_frequency=4",
-         "train.optim_batch_size=16", "optimizer.warmup_steps=2", "train.entropy_coeff=0.01")
+         "train.optim_batch_size=16", "optimizer.warmup_steps=2", "train.entropy_coeff=0.01",
+         "entropy_controller.target=1.0", "entropy_controller.step=0.002",
+         "entropy_controller.maximum=0.02", "train.kl_to_ref_coeff=0.02", "kl_controller.kind=band",
+         "kl_controller.target=0.01", "train.max_sampling_rounds=2")
 
 
 def comparable(rows: list[dict], *, after: int) -> list[dict]:
@@ -44,6 +47,8 @@ def test_killed_run_resumes_with_the_metrics_of_an_uninterrupted_one(runner, bac
     resumed = comparable(runner.metrics(killed_dir), after=0)
     assert [row["step"] for row in resumed] == list(range(1, 13))
     assert resumed == whole
+    for name in ("control/entropy_coeff", "control/kl_to_ref_coeff"):
+        assert len({row[name] for row in whole}) > 1
 
 
 def test_resume_auto_without_a_checkpoint_starts_a_new_run(runner):

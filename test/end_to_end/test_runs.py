@@ -50,7 +50,10 @@ def test_a_run_leaves_model_report_metrics_and_samples(runner):
 def test_final_model_loads_in_transformers(runner):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    runner.run(*TINY, "inference_model.backend=transformers", "hydra.run.dir=outputs/a")
+    output = runner.run(*TINY, "inference_model.backend=transformers", "preset=gspo",
+                        "train.aggregation=token", "hydra.run.dir=outputs/a")
+    assert ("preset gspo: train.objective=gspo, train.clip_epsilon=[0.0003, 0.0004], "
+            "train.aggregation=token (not sequence)") in output
     folder = runner.folder / "outputs" / "a" / "final_model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokens = AutoTokenizer.from_pretrained(folder)("17+25=", return_tensors="pt")
@@ -96,6 +99,13 @@ BAD_INPUT = [
     (["env.task.num_test=0"], "split 'test' is empty"),
     (["env.reward=nothing"], "unknown reward 'nothing'"),
     (["inference_model.max_tokens=4000"], "inference_model.max_tokens=4000 leaves no room"),
+    (["preset=maxent_listwise", "train.aggregation=token"], "set train.aggregation=prompt"),
+    (["preset=gspo", "train.mismatch={tis: 2.0}"], "set proximal='current'"),
+    (["kl_controller.kind=band"], "kl_controller.kind='band' needs train.kl_to_ref_coeff"),
+    (["distill.teacher=./missing", "distill.topk_coeff=1"],
+     "distill.teacher=./missing: there is no config.json"),
+    (["ref_model.name=./missing", "train.kl_to_ref_coeff=1"],
+     "ref_model.name=./missing: there is no config.json"),
     (["env.max_prompt_tokens=3"], "nothing is left, raise env.max_prompt_tokens"),
 ]
 

@@ -1,4 +1,5 @@
-"""Learner: the update does not depend on the split; order, epochs and checkpointing."""
+"""Learner: the update does not depend on the split; order, epochs, groups, the proximal policy and
+checkpointing."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from tensordict import TensorDict
 
 from grpo import data
 from grpo.objectives import GRPOLoss
+from grpo.objectives.inputs import loss_mask
+from grpo.objectives.maxent import MaxEntWeights
+from grpo.policies.scoring import ProximalScorer
 from grpo.training.learner import CheckpointingProbe, Learner
 from grpo.training.optim import MasterAdamW
 
@@ -23,8 +27,9 @@ def model(tiny_model):
     return tiny_model
 
 
-def make_rollout(*, seed: int = 0, errors: tuple[int, ...] = ()) -> TensorDict:
-    """Eight rows of random tokens with different lengths and advantages."""
+def make_rollout(*, seed: int = 0, errors: tuple[int, ...] = (), double: bool = False
+                 ) -> TensorDict:
+    """Eight rows of different lengths and advantages in four mixed groups."""
     generator = torch.Generator().manual_seed(seed)
     prompt_sizes = torch.randint(1, PROMPT + 1, (ROWS,), generator=generator)
     sizes = torch.randint(1, RESPONSE + 1, (ROWS,), generator=generator)
@@ -38,11 +43,15 @@ def make_rollout(*, seed: int = 0, errors: tuple[int, ...] = ()) -> TensorDict:
     error = torch.zeros(ROWS, 1, dtype=torch.bool)
     error[list(errors)] = True
     rollout[data.REWARD_ERROR] = error
+    rollout[data.REWARD] = torch.randn(ROWS, 1, generator=generator)
+    rollout[data.GROUP_ID] = torch.tensor([13, 11, 13, 11, 10, 10, 12, 12])
+    if double:
+        rollout[data.LOG_PROBS] = rollout[data.LOG_PROBS].double()
     return rollout
 
 
 def make_learner(model, *, loss=None, lr=0.05, **options) -> Learner:
-    loss = GRPOLoss(model, **{"clip_epsilon": (0.2, 0.2), "entropy_coeff": 0.01, **(loss or {})})
+    loss = GRPOLoss(model, **{"entropy_coeff": 0.01, **(loss or {})})
     # A large eps makes the step proportional to the gradient instead of to its sign.
     optimizer = MasterAdamW(model.parameters(), lr=lr, eps=1.0, clip_grad_norm=None)
     if not {"num_micro_batches", "max_tokens_per_micro_batch"} & set(options):
@@ -63,14 +72,18 @@ def flat(model) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(split=st.one_of(st.builds(lambda n: {"num_micro_batches": n}, st.integers(1, 10)),
                        st.builds(lambda n: {"max_tokens_per_micro_batch": n},
                                  st.integers(1, 80))),
-       aggregation=st.sampled_from(["token", "sequence"]), width=st.sampled_from([1, 4]))
-def test_the_update_does_not_depend_on_the_split(split, aggregation, width, model):
+       objective=st.sampled_from([("ppo_clip", "token"), ("cispo", "prompt"),
+                                  ("gspo", "sequence"), ("maxent_listwise", "prompt"),
+                                  ("maxent_weighted", "prompt")]), width=st.sampled_from([1, 4]))
+def test_the_update_does_not_depend_on_the_split(split, objective, width, model):
     rollout = make_rollout(errors=(2,))
-    loss = {"aggregation": aggregation}
+    loss = {"objective": objective[0], "aggregation": objective[1]}
+    if objective[0].startswith("maxent"):
+        MaxEntWeights(tau=0.5)(rollout)
     expected, metrics = weights_after(model, rollout, loss=loss)
     weights, other = weights_after(model, rollout, loss=loss, width_multiple=width, **split)
     assert (expected - flat(model)).abs().max() > 1e-3
@@ -183,6 +196,151 @@ def test_the_time_of_the_last_update_is_kept(model):
     learner.update(make_rollout(), iteration=0)
     assert learner.seconds["train"] > 0
     assert learner.seconds["optimizer"] > 0
+    assert "proximal" not in learner.seconds
+    learner = scored(model)
+    learner.update(make_rollout(), iteration=0)
+    assert learner.seconds["proximal"] > 0
+
+
+# -- Whole groups ----------------------------------------------------------------------------------
+
+
+LISTWISE = {"objective": "maxent_listwise", "aggregation": "prompt"}
+
+
+def groups_of(batch) -> list[int]:
+    """The groups in a batch, after checking that each is whole."""
+    counts = batch[data.GROUP_ID].bincount()
+    assert set(counts.tolist()) <= {0, 2}, counts
+    return counts.nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("split", [{"num_micro_batches": 3}, {"max_tokens_per_micro_batch": 9}])
+def test_a_loss_of_groups_gets_them_whole_in_steps_and_micro_batches(model, split, monkeypatch):
+    rollout = MaxEntWeights(tau=0.5)(make_rollout())
+    learner = make_learner(model, loss=LISTWISE, rows_per_step=4, epochs=3, **split)
+    batches = list(learner._optimizer_batches(rollout, 4))
+    orders = [tuple(map(tuple, (groups_of(batches[i]), groups_of(batches[i + 1]))))
+              for i in (0, 2, 4)]
+    for first, second in orders:
+        assert sorted(first + second) == [10, 11, 12, 13]
+    assert len(set(orders)) > 1  # shuffled anew in each epoch
+
+    seen = []
+    forward = learner.loss.forward
+    monkeypatch.setattr(learner.loss, "forward", lambda micro_batch, **options: (
+        seen.append(groups_of(micro_batch)), forward(micro_batch, **options))[1])
+    learner.update(rollout, iteration=4)
+    assert len(seen) > 6
+    assert sorted(sum(seen, [])) == sorted(3 * [10, 11, 12, 13])
+
+
+def test_rows_go_their_own_way_where_the_loss_does_not_compare_them(model):
+    learner = make_learner(model, rows_per_step=2, num_micro_batches=2)
+    batches = list(learner._optimizer_batches(make_rollout(), 4))
+    assert any(len(batch[data.GROUP_ID].unique()) == 2 for batch in batches)
+
+
+# -- The proximal policy ---------------------------------------------------------------------------
+
+
+class Recorded(ProximalScorer):
+    """Remembers the weights it scored with."""
+
+    def __call__(self, rollout):
+        self.weights = [*getattr(self, "weights", []), flat(self.scorer.model).clone()]
+        return super().__call__(rollout)
+
+
+def scored(model, *, entropy_fraction=None, loss=None, **options) -> Learner:
+    learner = make_learner(model, loss={"proximal": "scored", **(loss or {})}, **options)
+    learner.proximal = Recorded(learner.loss.scorer, max_tokens=30,
+                                entropy_fraction=entropy_fraction)
+    return learner
+
+
+def steps_of(learner, rollout, iteration=0) -> list[dict[str, float]]:
+    """Metrics of each optimizer step of an update."""
+    steps, step = [], learner._optimizer_step
+    learner._optimizer_step = lambda batch: (steps.append(step(batch)), steps[-1])[1]
+    learner.update(rollout, iteration=iteration)
+    learner._optimizer_step = step
+    return steps
+
+
+def test_a_rollout_is_scored_once_before_its_first_step_and_the_ratio_starts_there(model):
+    learner = scored(model, rows_per_step=4, epochs=2, num_micro_batches=2)
+    for iteration in range(2):
+        before = flat(model)
+        rollout = make_rollout(seed=iteration, double=True)
+        sampled = rollout[data.LOG_PROBS].clone()
+        steps = steps_of(learner, rollout, iteration)
+        assert len(steps) == 4
+        assert len(learner.proximal.weights) == iteration + 1
+        assert torch.equal(learner.proximal.weights[-1], before)
+        assert torch.equal(rollout[data.LOG_PROBS], sampled)
+        for extreme in ("policy/ratio_min", "policy/ratio_max"):
+            assert steps[0][extreme] == pytest.approx(1, abs=1e-12)
+            assert abs(steps[-1][extreme] - 1) > 1e-4
+    # The sampled log-probs are random numbers here, so to them the ratio is nowhere near 1.
+    learner = make_learner(model, rows_per_step=4)
+    assert steps_of(learner, make_rollout(double=True))[0]["policy/ratio_max"] > 1.1
+
+
+def test_in_one_batch_of_equal_lengths_the_first_ratios_are_exactly_one(model):
+    rollout = make_rollout(double=True)
+    for key in (data.ATTENTION_MASK, data.ASSISTANT_MASK):  # one shape, so one rounding
+        rollout[key] = torch.ones_like(rollout[key])
+    rollout[data.TOKENS] = rollout[data.TOKENS].clamp(min=2)
+    learner = scored(model, epochs=2)
+    learner.proximal.max_tokens = 1000
+    first, second = steps_of(learner, rollout)
+    assert first["policy/ratio_min"] == first["policy/ratio_max"] == 1
+    assert second["policy/ratio_min"] < 1 < second["policy/ratio_max"]
+
+
+@pytest.mark.parametrize("steps", [{"epochs": 2}, {"rows_per_step": 4}])
+def test_the_current_policy_is_no_proximal_one_for_a_second_step(model, steps):
+    learner = make_learner(model, loss={"proximal": "current"}, **steps)
+    before = flat(model)
+    with pytest.raises(ValueError, match="proximal='current' .* not 2: .* use proximal='scored'"):
+        learner.update(make_rollout(), iteration=0)
+    assert torch.equal(flat(model), before)
+
+
+def test_the_current_policy_as_the_proximal_one_has_the_gradient_of_the_scored_one(model):
+    rollout = make_rollout(double=True)
+    weights, metrics = weights_after(model, rollout, loss={"proximal": "current"})
+    assert metrics["policy/ratio_min"] == metrics["policy/ratio_max"] == 1
+    learner = scored(copy.deepcopy(model))
+    learner.update(rollout, iteration=0)
+    torch.testing.assert_close(flat(learner.loss.actor_network), weights, atol=1e-9, rtol=0)
+    assert (weights - flat(model)).abs().max() > 1e-3
+
+
+def test_only_the_tokens_of_high_entropy_are_trained_on(model):
+    rollout = make_rollout(double=True)
+    mask = loss_mask(rollout)
+    with torch.no_grad():
+        logits = model(input_ids=rollout[data.TOKENS]).logits
+    entropies = torch.nn.functional.pad(
+        torch.distributions.Categorical(logits=logits[:, :-1]).entropy(), (1, 0))
+    kept = -(-3 * int(mask.sum()) // 10)  # a share of 0.3, rounded up
+    threshold = entropies[mask].sort(descending=True).values[kept - 1]
+    chosen = mask & (entropies >= threshold - 1e-9)
+    assert chosen.sum() == kept < mask.sum()
+
+    expected = make_rollout(double=True)
+    expected[data.HIGH_ENTROPY_MASK] = chosen
+    loss = {"high_entropy_only": True}
+    by_hand, _ = weights_after(model, expected, loss=loss)
+    learner = scored(copy.deepcopy(model), entropy_fraction=0.3,
+                     loss={"proximal": "sampled", **loss}, num_micro_batches=3)
+    learner.update(rollout, iteration=0)
+    assert torch.equal(rollout[data.HIGH_ENTROPY_MASK], chosen)
+    torch.testing.assert_close(flat(learner.loss.actor_network), by_hand, atol=1e-9, rtol=0)
+    everything, _ = weights_after(model, rollout)
+    assert (everything - by_hand).abs().max() > 1e-3
 
 
 # -- Gradient checkpointing ------------------------------------------------------------------------

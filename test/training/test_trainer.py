@@ -10,134 +10,17 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
-from grpo import build, data
-from grpo.collectors import SyncCollector
-from grpo.config import load_config
-from grpo.evaluation import Evaluator
+from grpo import data
 from grpo.objectives import GroupAdvantage
-from grpo.rewards import RewardResult
-from grpo.training import Trainer
+from grpo.objectives.maxent import MaxEntWeights
 from grpo.training.checkpoint import find_checkpoint, list_checkpoints
-from grpo.training.console import Console
-from grpo.training.loggers import make_loggers, read_jsonl
-from grpo.training.reporter import Reporter
+from grpo.training.loggers import read_jsonl
 from grpo.training.trainer import advantage_metrics, rollout_metrics
-from grpo.weights import Canary, StaleWeightsError
+from grpo.weights import StaleWeightsError
 
-
-def by_text(completion: str, problem) -> RewardResult:
-    """Something that differs between completions of a random model."""
-    return RewardResult(sum(map(ord, completion)) % 7 / 7, len(completion) > 2)
-
-
-def by_text_and_chance(completion: str, problem) -> RewardResult:
-    """A reward that draws from every generator of the process, as a sampling judge may."""
-    chance = random.random() + np.random.rand() + torch.rand(()).item()
-    return RewardResult(by_text(completion, problem).reward + chance, chance > 1.5)
-
-
-def fails_sometimes(completion: str, problem) -> RewardResult:
-    if sum(map(ord, completion)) % 3 == 0:
-        raise RuntimeError("no verifier")
-    return by_text(completion, problem)
-
-
-def fails(completion: str, problem) -> None:
-    return None
-
-
-def many_letters(completion: str, problem) -> float:
-    return sum(character.isalpha() for character in completion) / 4
-
-
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory, tokenizer):
-    """A model that is small enough for many iterations a second, on disk."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("tiny")
-    Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-        initializer_range=0.3, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
-        bos_token_id=None)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def reports(monkeypatch, request):
-    """Folders a report was asked for; drawing it takes seconds, so only one test does."""
-    asked = []
-    if "slow" not in request.keywords:
-        monkeypatch.setattr("grpo.training.reporter.write_report",
-                            lambda run_dir, **kwargs: asked.append(run_dir) or run_dir / "none")
-    return asked
-
-
-@pytest.fixture
-def make_config(tiny_folder):
-    def make(*, iterations: int = 5, reward: str = "by_text", **changes):
-        values = {
-            "env": {"num_envs": 2, "repeats": 4, "reward": f"{__name__}:{reward}",
-                    "task": {"max_operand": 9, "num_train": 15, "num_test": 5}},
-            "model": {"name": str(tiny_folder)},
-            "train": {"total_dialog_turns": 8 * iterations, "eval_frequency": 2,
-                      "checkpoint_frequency": 2},
-            "inference_model": {"backend": "transformers", "max_tokens": 4},
-            "optimizer": {"lr": 0.01},
-        }
-        for section, keys in changes.items():
-            values[section] = {**values.get(section, {}), **keys}
-        return load_config(values)
-
-    return make
-
-
-def make_trainer(config, run_dir, checkpoint=None) -> Trainer:
-    """The parts of a run, as the script builds them."""
-    device, dtype = torch.device("cpu"), torch.float32
-    base = config.model.name
-    path = str(checkpoint.model_folder) if checkpoint else base
-    task, tokenizer = build.build_task(config), build.load_tokenizer(path)
-    prompts = build.build_prompts(config, task, tokenizer, path)
-    actor = build.build_actor(config, path, tokenizer, prompts, device=device, dtype=dtype,
-                              backend="transformers")
-    loss = build.build_loss(config, actor.model, tokenizer)
-    settings = config.model_dump(mode="json")
-    loggers = make_loggers([], run_dir=run_dir, config=settings,
-                           resume_step=checkpoint.step if checkpoint else None)
-    trainer = Trainer(
-        collector=SyncCollector(build.build_env(config, task, prompts, tokenizer, actor.policy),
-                                actor.policy, turns_per_batch=config.turns_per_batch),
-        advantage=GroupAdvantage(estimator=config.train.advantage_estimator),
-        learner=build.build_learner(config, loss),
-        weights=actor.weights,
-        canary=Canary(actor.policy, loss.scorer, actor.weights,
-                      prompts=[prompt.tokens for prompt in prompts.test[:4]]),
-        evaluator=Evaluator(build.build_eval_env(config, task, prompts, tokenizer, actor.policy),
-                            actor.policy),
-        reporter=Reporter(Console(config.iterations), loggers, tokenizer, run_dir=run_dir,
-                          num_samples=2),
-        tokenizer=tokenizer, run_dir=run_dir, config=settings, iterations=config.iterations,
-        eval_frequency=config.train.eval_frequency,
-        checkpoint_frequency=config.train.checkpoint_frequency,
-        keep_checkpoints=config.train.keep_checkpoints or 3,
-        reference=build.build_reference(config, task, device=device, dtype=dtype))
-    if checkpoint:
-        trainer.restore(checkpoint)
-    return trainer
-
-
-def timeless(rows: list[dict]) -> list[dict]:
-    return [{key: value for key, value in row.items()
-             if not key.startswith("time") and key != "tokens/per_second"} for row in rows]
-
-
-def weights(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-
+from .runs import make_trainer, timeless, weights
 
 # -- One iteration --------------------------------------------------------------------------------
 
@@ -204,7 +87,7 @@ def test_stale_weights_stop_the_run(make_config, tmp_path):
 
 def test_the_reward_rises(make_config, tmp_path):
     config = make_config(iterations=25, reward="many_letters",
-                         env={"num_envs": 4, "repeats": 8, "reward": f"{__name__}:many_letters"},
+                         env={"num_envs": 4, "repeats": 8},
                          train={"total_dialog_turns": 25 * 32}, optimizer={"lr": 0.02})
     trainer = make_trainer(config, tmp_path)
     rewards = [trainer.iterate()["reward/mean"] for _ in range(25)]
@@ -258,7 +141,13 @@ class Killed(BaseException):
     {"train": {"dialog_turns_per_batch": 16, "optim_batch_size": 4, "epochs": 2,
                "kl_to_ref_coeff": 0.05, "total_dialog_turns": 80, "aggregation": "dr_grpo"},
      "optimizer": {"lr": 0.01, "schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.1}},
-], ids=["on-policy", "several steps and epochs"])
+    {"train": {"objective": "maxent_listwise", "aggregation": "prompt", "proximal": "scored",
+               "optim_batch_size": 4, "kl_to_ref_coeff": 0.05, "entropy_coeff": 0.01,
+               "max_sampling_rounds": 2, "total_dialog_turns": 40},
+     "kl_controller": {"kind": "band", "target": 0.005},
+     "entropy_controller": {"target": 3.0, "step": 0.01, "maximum": 0.1},
+     "maxent": {"tau_target": 1.0, "tau_step": 1.0}},
+], ids=["on-policy", "several steps and epochs", "all controllers"])
 def test_a_killed_and_resumed_run_has_the_metrics_of_an_uninterrupted_one(
         make_config, tmp_path, changes):
     config = make_config(iterations=5, reward="by_text_and_chance", **changes)
@@ -294,6 +183,10 @@ def test_a_killed_and_resumed_run_has_the_metrics_of_an_uninterrupted_one(
 
     expected = timeless(read_jsonl(tmp_path / "whole" / "metrics.jsonl"))
     assert len(expected) == 6
+    for name in {name for name in expected[-1] if name.startswith("control/")}:
+        assert len({row[name] for row in expected[1:]}) > 1  # it moves, so it had to be restored
+    assert sum(name.startswith("control/") for name in expected[-1]) == sum(
+        section in changes for section in ("kl_controller", "entropy_controller", "maxent"))
     assert timeless(read_jsonl(tmp_path / "stopped" / "metrics.jsonl")) == expected
     assert timeless(read_jsonl(tmp_path / "stopped" / "samples.jsonl")) == timeless(
         read_jsonl(tmp_path / "whole" / "samples.jsonl"))
@@ -340,5 +233,36 @@ def test_metrics_of_a_rollout_leave_rows_without_a_reward_out():
 def test_groups_without_a_signal_are_counted():
     rollout = make_rollout([1.0, 0.0, 1.0, 1.0], [False] * 4, [False] * 4)
     rollout[data.GROUP_ID] = torch.tensor([70, 70, 71, 71])
-    GroupAdvantage()(rollout)
-    assert advantage_metrics(rollout) == {"reward/zero_variance_groups": 0.5}
+    for estimator in ("group_norm", "global_norm"):
+        GroupAdvantage(estimator=estimator)(rollout)
+        assert advantage_metrics(rollout) == {"reward/zero_variance_groups": 0.5}
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 7])
+def test_equal_rewards_are_no_signal_for_weights_either(size):
+    rollout = make_rollout([0.3] * size, [False] * size, [False] * size)
+    rollout[data.GROUP_ID] = torch.full((size,), 4)
+    MaxEntWeights(tau=1.0)(rollout)
+    assert advantage_metrics(rollout) == {
+        "reward/zero_variance_groups": 1.0,
+        "advantage/weight_entropy": pytest.approx(math.log(size))}
+
+
+def test_shaped_rewards_and_rows_out_of_the_loss_are_reported_where_there_are_any():
+    rollout = make_rollout([1.0, 0.0, 0.5, 0.5], [False, False, False, True],
+                           [False, True, False, False])
+    rollout[data.GROUP_ID] = torch.tensor([1, 1, 2, 2])
+    rollout[data.SHAPED_REWARD] = torch.tensor([[0.5], [0.0], [-0.2], [9.0]])
+    rollout[data.ROW_MASK] = torch.tensor([[True], [False], [False], [False]])
+    assert advantage_metrics(rollout) == pytest.approx({
+        "reward/zero_variance_groups": 0.5, "reward/shaped_mean": 0.1,
+        "reward/rows_in_loss": 0.25})
+    rollout[data.REWARD_ERROR] = torch.ones(4, 1, dtype=torch.bool)
+    assert "reward/shaped_mean" not in advantage_metrics(rollout)
+
+
+def test_groups_of_one_reward_have_no_weights_to_share():
+    rollout = make_rollout([1.0, 0.0], [False, True], [False, False])
+    rollout[data.GROUP_ID] = torch.tensor([1, 1])
+    MaxEntWeights(tau=1.0)(rollout)
+    assert advantage_metrics(rollout) == {"reward/zero_variance_groups": 1.0}

@@ -1,0 +1,52 @@
+"""Named settings of published objectives: ``preset=NAME`` on the command line.
+
+A preset is a file ``config/preset/NAME.yaml`` with the keys it sets; keys given on the command line
+win over it. :func:`describe_preset` says what it set and what was changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+
+def preset_names(config_folder: Path) -> list[str]:
+    """The presets of a configuration folder."""
+    return sorted(path.stem for path in (config_folder / "preset").glob("*.yaml"))
+
+
+def describe_preset(name: str, values: DictConfig, *, config_folder: Path) -> str:
+    """One line: the keys a preset sets, with the value in use where another was given.
+
+    Args:
+        name: of the preset.
+        values: the composed configuration.
+        config_folder: that has ``preset/NAME.yaml``.
+
+    Examples:
+        >>> folder = Path("config")
+        >>> values = OmegaConf.load(folder / "preset" / "rloo.yaml")
+        >>> values.train.aggregation = "token"
+        >>> print(describe_preset("rloo", values, config_folder=folder))
+        rloo: train.objective=reinforce, train.aggregation=token (not dr_grpo), \
+train.advantage_estimator=rloo
+    """
+    preset = OmegaConf.to_container(OmegaConf.load(config_folder / "preset" / f"{name}.yaml"))
+    parts = []
+    for key, value in _leaves(preset):
+        used = OmegaConf.select(values, key)
+        used = OmegaConf.to_container(used) if OmegaConf.is_config(used) else used
+        changed = "" if used == value else f" (not {value})"
+        parts.append(f"{key}={used}{changed}")
+    return f"{name}: {', '.join(parts) or 'sets nothing'}"
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,112 @@
+"""Tiny runs for the tests of the trainer: rewards, a model on disk, the parts put together."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from grpo import build, build_objective
+from grpo.collectors import SyncCollector
+from grpo.evaluation import Evaluator
+from grpo.rewards import RewardResult
+from grpo.training import Trainer
+from grpo.training.console import Console
+from grpo.training.loggers import make_loggers
+from grpo.training.reporter import Reporter
+from grpo.weights import Canary
+
+
+def by_text(completion: str, problem) -> RewardResult:
+    """Something that differs between completions of a random model."""
+    return RewardResult(sum(map(ord, completion)) % 7 / 7, len(completion) > 2)
+
+
+def by_text_and_chance(completion: str, problem) -> RewardResult:
+    """A reward that draws from every generator of the process, as a sampling judge may."""
+    chance = random.random() + np.random.rand() + torch.rand(()).item()
+    return RewardResult(by_text(completion, problem).reward + chance, chance > 1.5)
+
+
+def fails_sometimes(completion: str, problem) -> RewardResult:
+    if sum(map(ord, completion)) % 3 == 0:
+        raise RuntimeError("no verifier")
+    return by_text(completion, problem)
+
+
+def fails(completion: str, problem) -> None:
+    return None
+
+
+def always_the_same(completion: str, problem) -> float:
+    return 0.5
+
+
+def many_letters(completion: str, problem) -> float:
+    return sum(character.isalpha() for character in completion) / 4
+
+
+def save_tiny(folder, tokenizer, *, seed: int):
+    """A model that is small enough for many iterations a second, on disk."""
+    torch.manual_seed(seed)
+    Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+        initializer_range=0.3, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
+        bos_token_id=None)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_trainer(config, run_dir, checkpoint=None) -> Trainer:
+    """The parts of a run, as the script builds them."""
+    device, dtype = torch.device("cpu"), torch.float32
+    base = config.model.name
+    path = str(checkpoint.model_folder) if checkpoint else base
+    task, tokenizer = build.build_task(config), build.load_tokenizer(path)
+    prompts = build.build_prompts(config, task, tokenizer, path)
+    actor = build.build_actor(config, path, tokenizer, prompts, device=device, dtype=dtype,
+                              backend="transformers")
+    loss = build_objective.build_loss(config, actor.model, tokenizer)
+    advantage = build_objective.build_advantage(config)
+
+    def load(path: str) -> torch.nn.Module:
+        return build.load_model(path, config, device=device, dtype=dtype)
+
+    settings = config.model_dump(mode="json")
+    loggers = make_loggers([], run_dir=run_dir, config=settings,
+                           resume_step=checkpoint.step if checkpoint else None)
+    trainer = Trainer(
+        collector=SyncCollector(build.build_env(config, task, prompts, tokenizer, actor.policy),
+                                actor.policy, turns_per_batch=config.turns_per_batch,
+                                max_rounds=config.train.max_sampling_rounds),
+        advantage=advantage,
+        learner=build_objective.build_learner(config, loss),
+        weights=actor.weights,
+        canary=Canary(actor.policy, loss.scorer, actor.weights,
+                      prompts=[prompt.tokens for prompt in prompts.test[:4]]),
+        evaluator=Evaluator(build.build_eval_env(config, task, prompts, tokenizer, actor.policy),
+                            actor.policy),
+        reporter=Reporter(Console(config.iterations), loggers, tokenizer, run_dir=run_dir,
+                          num_samples=2),
+        tokenizer=tokenizer, run_dir=run_dir, config=settings, iterations=config.iterations,
+        eval_frequency=config.train.eval_frequency,
+        checkpoint_frequency=config.train.checkpoint_frequency,
+        keep_checkpoints=config.train.keep_checkpoints or 3,
+        reference=build_objective.build_reference(config, lambda: base, load),
+        teacher=build_objective.build_teacher(config, actor.model, load),
+        adaptations=build_objective.build_adaptations(config, loss, advantage))
+    if checkpoint:
+        trainer.restore(checkpoint)
+    return trainer
+
+
+def timeless(rows: list[dict]) -> list[dict]:
+    return [{key: value for key, value in row.items()
+             if not key.startswith("time") and key != "tokens/per_second"} for row in rows]
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
