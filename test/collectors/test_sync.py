@@ -126,7 +126,7 @@ def test_any_rewards_give_a_whole_batch_within_the_bound(
     assert len(chosen) == wanted and drawn <= max_rounds * wanted
     kinds = plan.ljust(drawn, "u")[:drawn]
     useful = [group for group in range(drawn) if kinds[group] == "i"]
-    # Those that teach something in the order they came, then the others, those without rewards last.
+    # Those that teach something in the order they came, then the others, without rewards last.
     others = [group for kind in "ue" for group in range(drawn) if kinds[group] == kind]
     assert chosen == (useful + others)[:wanted]
     assert len(useful) >= wanted or drawn == max_rounds * wanted
