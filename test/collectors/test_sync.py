@@ -127,7 +127,7 @@ def test_any_rewards_give_a_whole_batch_within_the_bound(
     kinds = plan.ljust(drawn, "u")[:drawn]
     useful = [group for group in range(drawn) if kinds[group] == "i"]
     # Those that teach something in the order they came, then the others, without rewards last.
-    others = [group for kind in "ue" for group in range(drawn) if kinds[group] == kind]
+    others = sorted(set(range(drawn)) - set(useful), key=lambda group: (kinds[group] == "e", group))
     assert chosen == (useful + others)[:wanted]
     assert len(useful) >= wanted or drawn == max_rounds * wanted
     assert drawn == wanted * collector.metrics["sampling/rounds"]
