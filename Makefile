@@ -25,7 +25,7 @@ train: $(READY)  ## train; options as ARGS="env.dataset=ifeval optimizer.lr=1e-5
 	$(BIN)/python sota-implementations/grpo/grpo.py $(ARGS)
 
 test: $(READY)  ## run the fast tests; pytest options as ARGS="-k surrogates"
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python tools/run_tests.py $(ARGS)
 
 lint: $(READY)  ## check the style with ruff
 	$(BIN)/ruff check .

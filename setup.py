@@ -15,7 +15,8 @@ EXTRAS = {
     "atropos": ["atroposlib==0.4.0"],
     "datasets": ["datasets>=3"],
     "logging": LOGGING,
-    "dev": ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "ruff>=0.6", *LOGGING],
+    "dev": ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6",
+            "ruff>=0.6", *LOGGING],
 }
 
 setup(
