@@ -3,25 +3,35 @@
 vLLM stores query, key and value of a layer in one matrix, and gate and up projection in another;
 it pads the vocabulary. Every Hugging Face parameter is therefore a row range of one engine tensor,
 and a view of that range is the same memory.
+
+The rules hold for dense decoders whose modules have the names below: Llama, Mistral, Qwen2, Qwen3,
+Gemma 1 to 3 (text) and Phi-3, whose projections are fused on both sides. They follow
+``packed_modules_mapping`` of vLLM's model classes but need only names and shapes, so they also work
+where vLLM is not installed. A module with any other name is an error: equal names do not mean equal
+storage (vLLM transposes GPT-2's matrices and reorders GPT-NeoX's fused attention).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from torch import Tensor
 
-# Hugging Face module name -> (engine module name, its place among the fused parts).
-FUSED = {
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
-_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+Params: TypeAlias = Mapping[str, Tensor]
+
+# Engine module -> the Hugging Face modules whose rows it holds, in order.
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_FUSED_OF = {part: fused for fused, parts in _FUSED.items() for part in parts}
+# Modules that both sides store alike.
+_SAME = frozenset({
+    "embed_tokens", "lm_head", "qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj",
+    "q_norm", "k_norm", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+    "post_feedforward_layernorm", "norm"})
+_HEAD = "lm_head.weight"
 # Matrices whose rows are vocabulary entries; vLLM pads them to a multiple of 64.
-_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_VOCABULARY, _VOCABULARY_BLOCK = ("embed_tokens.weight", _HEAD), 64
 
 
 class LayoutError(ValueError):
@@ -37,21 +47,25 @@ class Place:
     stop: int
 
 
-def engine_layout(
-    trainer_params: dict[str, Tensor], engine_params: dict[str, Tensor]
-) -> dict[str, Place]:
+def engine_layout(trainer_params: Params, engine_params: Params) -> dict[str, Place]:
     """Find the place of every trainer parameter in the engine.
 
+    Only names, shapes and dtypes are compared, and addresses to see which names are one tensor;
+    tensors on the ``meta`` device will do. A tied head may be listed on either side, under both
+    names or only as the embedding. Rows of the engine's vocabulary beyond the trainer's are padding
+    and stay the engine's.
+
     Args:
-        trainer_params: Hugging Face names to tensors, tied parameters once.
+        trainer_params: Hugging Face names to tensors.
         engine_params: vLLM names to tensors.
 
     Returns:
         One :class:`Place` for every trainer parameter.
 
     Raises:
-        LayoutError: naming each parameter that has no counterpart, differs in shape or dtype, or
-            each engine tensor of which some rows would be left without an owner.
+        LayoutError: naming each parameter that has no counterpart, differs in shape or dtype or has
+            a name without a rule, each engine tensor of which some rows would be left without an
+            owner or have two, and a head that only one side ties to the embedding.
 
     Examples:
         >>> import torch
@@ -60,63 +74,139 @@ def engine_layout(
         >>> engine_layout(hf, {"a.qkv_proj.weight": torch.zeros(8, 2)})["a.v_proj.weight"]
         Place(name='a.qkv_proj.weight', start=6, stop=8)
     """
+    ours, theirs = _first_names(trainer_params), _first_names(engine_params)
+    problems = _head_tied_on_one_side(ours, theirs)
+    explained = {_HEAD} if problems else set()
     places: dict[str, Place] = {}
-    problems: list[str] = []
-    for name, param in trainer_params.items():
-        place = _place_of(name, param, trainer_params, engine_params)
-        target = engine_params.get(place.name)
-        if target is None:
-            problems.append(f"{name}: the engine has no tensor {place.name}")
-        elif param.dtype != target.dtype:
-            problems.append(f"{name}: dtype {param.dtype} here, {target.dtype} in the engine")
-        elif param.shape[1:] != target.shape[1:] or place.stop > target.shape[0]:
-            problems.append(f"{name}: shape {tuple(param.shape)} does not fit rows "
-                            f"{place.start}:{place.stop} of {place.name} {tuple(target.shape)}")
-        places[name] = place
-    problems += _uncovered(places, engine_params)
+    for name in dict.fromkeys(ours.values()):
+        if name not in explained:
+            place = _place_of(name, trainer_params, engine_params)
+            problems += _misfit(name, trainer_params[name], place, engine_params)
+            places[name] = replace(place, name=theirs.get(place.name, place.name))
+    parts = hf_names(places)
+    for name in dict.fromkeys(theirs.values()):
+        if name not in explained:
+            problems += _wrongly_covered(name, engine_params[name], parts.get(name, []), places)
     if problems:
         raise LayoutError("the trainer's and the engine's parameters do not match:\n  "
                           + "\n  ".join(problems))
-    return places
+    return {name: places[first] for name, first in ours.items()}
 
 
-def view(place: Place, engine_params: dict[str, Tensor]) -> Tensor:
+def view(place: Place, engine_params: Params) -> Tensor:
     """The engine's memory at ``place``."""
     return engine_params[place.name].data[place.start : place.stop]
 
 
-def _place_of(
-    name: str, param: Tensor, trainer_params: dict[str, Tensor], engine_params: dict[str, Tensor]
-) -> Place:
-    module, part, suffix = _split_fused(name)
+def hf_names(places: Mapping[str, Place]) -> dict[str, list[str]]:
+    """Which Hugging Face parameters live in each engine tensor, in the order of their rows.
+
+    Args:
+        places: from :func:`engine_layout`.
+
+    Examples:
+        >>> hf_names({"a.v_proj.weight": Place("a.qkv_proj.weight", 6, 8),
+        ...           "a.q_proj.weight": Place("a.qkv_proj.weight", 0, 6)})
+        {'a.qkv_proj.weight': ['a.q_proj.weight', 'a.v_proj.weight']}
+    """
+    names: dict[str, list[str]] = {}
+    for name, place in sorted(places.items(), key=lambda item: item[1].start):
+        names.setdefault(place.name, []).append(name)
+    return names
+
+
+def split_engine_tensor(
+    name: str, tensor: Tensor, places: Mapping[str, Place]
+) -> dict[str, Tensor]:
+    """The Hugging Face parameters inside one engine tensor, as views; padding is left out.
+
+    Args:
+        name: of the engine tensor.
+        tensor: its values, or anything with the same rows.
+        places: from :func:`engine_layout`.
+
+    Examples:
+        >>> import torch
+        >>> split_engine_tensor("a.gate_up_proj.bias", torch.arange(4),
+        ...                     {"a.gate_proj.bias": Place("a.gate_up_proj.bias", 0, 2),
+        ...                      "a.up_proj.bias": Place("a.gate_up_proj.bias", 2, 4)})
+        {'a.gate_proj.bias': tensor([0, 1]), 'a.up_proj.bias': tensor([2, 3])}
+    """
+    return {ours: tensor[places[ours].start : places[ours].stop]
+            for ours in hf_names(places).get(name, [])}
+
+
+def _first_names(params: Params) -> dict[str, str]:
+    """Each name mapped to the first name of the same tensor: itself, unless it is tied."""
+    first: dict[tuple, str] = {}
+    # Tensors without memory have no address; two names of one are then one object.
+    return {name: first.setdefault((t.device, t.data_ptr() or id(t), t.shape), name)
+            for name, t in params.items()}
+
+
+def _head_tied_on_one_side(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
+    """One Parameter cannot lie in two tensors, nor two Parameters in one."""
+    own_here, own_there = ours.get(_HEAD) == _HEAD, theirs.get(_HEAD) == _HEAD
+    if own_here == own_there:
+        return []
+    tied, apart = ("the engine", "the trainer") if own_here else ("the trainer", "the engine")
+    return [f"{_HEAD}: {tied} ties it to the embedding, {apart} keeps a tensor of its own; load "
+            "both with the same tie_word_embeddings"]
+
+
+def _place_of(name: str, trainer_params: Params, engine_params: Params) -> Place:
+    prefix, module, kind = _split(name)
+    rows = _rows(trainer_params[name])
+    fused = _FUSED_OF.get(module)
     # Feed-forward layers without a gate have an up projection of their own.
-    if part is None or name in engine_params:
-        return Place(name, 0, param.shape[0])
-    fused, index = FUSED[part]
+    if fused is None or name in engine_params:
+        return Place(name, 0, rows)
     # A part that is missing leaves rows without an owner, which is reported for the whole tensor.
-    before = (trainer_params.get(f"{module}{other}{suffix}") for other in _PARTS[fused][:index])
-    start = sum(other.shape[0] for other in before if other is not None)
-    return Place(f"{module}{fused}{suffix}", start, start + param.shape[0])
+    parts = _FUSED[fused]
+    before = (trainer_params.get(f"{prefix}{part}{kind}") for part in parts[:parts.index(module)])
+    start = sum(_rows(part) for part in before if part is not None)
+    return Place(f"{prefix}{fused}{kind}", start, start + rows)
 
 
-def _split_fused(name: str) -> tuple[str, str | None, str]:
+def _split(name: str) -> tuple[str, str, str]:
     """``model.layers.0.self_attn.q_proj.weight`` -> its prefix, ``q_proj``, ``.weight``."""
-    for part in FUSED:
-        if f".{part}." in name:
-            head, tail = name.split(f".{part}.")
-            return head + ".", part, "." + tail
-    return name, None, ""
+    path, _, kind = name.rpartition(".")
+    module = path.rpartition(".")[2]
+    return path.removesuffix(module), module, f".{kind}"
 
 
-def _uncovered(places: dict[str, Place], engine_params: dict[str, Tensor]) -> list[str]:
-    covered: dict[str, int] = {}
-    for place in places.values():
-        covered[place.name] = covered.get(place.name, 0) + place.stop - place.start
-    problems = []
-    for name, tensor in engine_params.items():
-        rows = covered.get(name, 0)
-        padded = name.endswith(_VOCABULARY) and 0 < tensor.shape[0] - rows < 64 and rows
-        if rows != tensor.shape[0] and not padded:
-            problems.append(f"{name}: {rows} of the engine's {tensor.shape[0]} rows have a "
-                            "counterpart in the trainer")
-    return problems
+def _misfit(name: str, param: Tensor, place: Place, engine_params: Params) -> list[str]:
+    module = _split(name)[1]
+    target = engine_params.get(place.name)
+    if module not in _SAME and module not in _FUSED_OF:
+        return [f"{name}: it is not known how the engine stores a module called {module!r}; this "
+                "architecture needs weights that are copied, not shared"]
+    if target is None:
+        return [f"{name}: the engine has no tensor {place.name}"]
+    if param.dtype != target.dtype:
+        return [f"{name}: dtype {param.dtype} here, {target.dtype} in the engine"]
+    if param.shape[1:] != target.shape[1:] or place.stop > _rows(target):
+        return [f"{name}: shape {tuple(param.shape)} does not fit rows {place.start}:{place.stop} "
+                f"of {place.name} {tuple(target.shape)}"]
+    return []
+
+
+def _wrongly_covered(
+    name: str, tensor: Tensor, parts: list[str], places: dict[str, Place]
+) -> list[str]:
+    end = 0
+    for ours in parts:
+        if places[ours].start < end:
+            return [f"{name}: row {places[ours].start} belongs to {ours} and to another parameter "
+                    "of the trainer"]
+        end = places[ours].stop
+    ownerless = _rows(tensor) - end
+    padded = end > 0 and name.endswith(_VOCABULARY) and ownerless < _VOCABULARY_BLOCK
+    if ownerless > 0 and not padded:
+        return [f"{name}: {end} of the engine's {_rows(tensor)} rows have a counterpart in the "
+                "trainer"]
+    return []
+
+
+def _rows(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 1

@@ -182,7 +182,7 @@ def test_a_restored_entropy_coefficient_obeys_the_new_bounds():
     (entropy, {"init": 0.001}, "init=0.001.*at least 0.005"),
     (entropy, {"init": 0.06}, "init=0.06 must not be above maximum=0.05"),
     (entropy, {"target": True}, "target=True.*finite number"),
-], ids=str)
+], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_an_option_out_of_its_range_is_an_error(make, options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)

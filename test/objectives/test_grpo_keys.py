@@ -39,7 +39,7 @@ class TestKeys:
         ({"aggregation": "prompt"}, {"group_id"}),
         ({"distill_coeff": 0.1}, {("distill", "token_ids"), ("distill", "log_probs")}),
         (LISTWISE, {"group_id", "listwise_weight"}),
-    ], ids=str)
+    ], ids=lambda value: str(sorted(value, key=str)))
     def test_in_keys_suffice(self, model, batch, options, more):
         loss = GRPOLoss(model, **options)
         assert set(loss.in_keys) - set(GRPOLoss(model).in_keys) == more
