@@ -124,18 +124,19 @@ class _LinearLogProbs(torch.autograd.Function):
                                       device=hidden_ND.device)
         kept_bytes = kept_bytes if any(ctx.needs_input_grad) else 0
         kept: dict[tuple[int, int], Tensor] = {}
+        scratch = None
+        width = min(vocab, _tile_width(min(len(hidden_ND), chunk_size), dtype, tile_bytes))
         for start, stop in _ranges(len(hidden_ND), chunk_size):
             hidden = hidden_ND[start:stop].to(dtype)
             part = statistics.rows(start, stop)
-            scratch = None
-            for left, right in _ranges(vocab, _tile_width(hidden, tile_bytes)):
+            for left, right in _ranges(vocab, width):
                 size = len(hidden) * (right - left) * dtype.itemsize
                 if size <= kept_bytes:
                     kept_bytes -= size
                     tile = kept[start, left] = hidden.new_empty(len(hidden), right - left)
                 else:
-                    scratch = _tile(scratch, hidden, right - left)
-                    tile = scratch
+                    scratch = _scratch(scratch, hidden, width)
+                    tile = _tile(scratch, hidden, right - left)
                 torch.mm(hidden, weight_VD[left:right].to(dtype).t(), out=tile)
                 fold(tile, targets_N[start:stop], part, column=left,
                      inverse_temperature=inverse_temperature)
@@ -154,22 +155,25 @@ class _LinearLogProbs(torch.autograd.Function):
             grad_log_prob_N = torch.zeros_like(log_normaliser_N)
         gradients = _Gradients(hidden_ND, weight_VD, ctx.needs_input_grad[:2],
                                chunks=-(-len(hidden_ND) // chunk_size))
+        scratch, vocab = None, len(weight_VD)
+        width = min(vocab, _tile_width(min(len(hidden_ND), chunk_size), dtype, tile_bytes))
         for start, stop in _ranges(len(hidden_ND), chunk_size):
             rows = slice(start, stop)
             hidden = hidden_ND[rows].to(dtype)
-            scratch = None
-            for left, right in _ranges(len(weight_VD), _tile_width(hidden, tile_bytes)):
+            for left, right in _ranges(vocab, width):
                 weight = weight_VD[left:right].to(dtype)
                 tile = ctx.kept.pop((start, left), None)
                 if tile is None:
-                    scratch = tile = _tile(scratch, hidden, right - left)
+                    scratch = _scratch(scratch, hidden, width)
+                    tile = _tile(scratch, hidden, right - left)
                     torch.mm(hidden, weight.t(), out=tile)
                 grad_(tile, targets_N[rows], log_normaliser_n=log_normaliser_N[rows],
                       entropy_n=entropy_N[rows], grad_log_prob_n=grad_log_prob_N[rows],
                       grad_entropy_n=None if grad_entropy_N is None else grad_entropy_N[rows],
                       column=left, inverse_temperature=inverse_temperature)
                 gradients.add(tile, hidden, weight, rows=rows, columns=slice(left, right))
-                scratch = tile if scratch is None else scratch
+                if scratch is None and right - left == width:
+                    scratch = tile.view(-1)  # a kept tile that is no longer needed
         return *gradients.finish(), None, None, None, None, None
 
 
@@ -264,7 +268,8 @@ class _FusedLoss(torch.autograd.Function):
         for start, stop in zip(borders[:-1], borders[1:], strict=True):
             rows = slice(start, stop)
             hidden, targets = hidden_ND[rows].to(dtype), targets_N[rows]
-            scratch = tile = _tile(scratch, hidden, len(weight))
+            scratch = _scratch(scratch, hidden, len(weight))
+            tile = _tile(scratch, hidden, len(weight))
             torch.mm(hidden, weight.t(), out=tile)
             statistics = Statistics.empty(stop - start, dtype=exact, device=hidden.device)
             fold(tile, targets, statistics, column=0, inverse_temperature=inverse_temperature)
@@ -345,18 +350,21 @@ def _ranges(total: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _tile_width(hidden: Tensor, tile_bytes: int) -> int:
+def _tile_width(rows: int, dtype: torch.dtype, tile_bytes: int) -> int:
     # Multiples of 256 columns fit the tiles of matrix units.
-    width = tile_bytes // max(1, len(hidden) * hidden.dtype.itemsize)
+    width = tile_bytes // max(1, rows * dtype.itemsize)
     return max(256, width // 256 * 256)
 
 
-def _tile(scratch: Tensor | None, hidden: Tensor, width: int) -> Tensor:
-    """A ``[len(hidden), width]`` tile, in the memory of ``scratch`` if it is large enough."""
+def _scratch(scratch: Tensor | None, hidden: Tensor, width: int) -> Tensor:
+    """Memory for a tile of ``[len(hidden), width]``; that of an earlier one where it suffices."""
     size = len(hidden) * width
-    if scratch is None or scratch.numel() < size:
-        return hidden.new_empty(len(hidden), width)
-    return scratch.view(-1)[:size].view(len(hidden), width)
+    return hidden.new_empty(size) if scratch is None or len(scratch) < size else scratch
+
+
+def _tile(scratch: Tensor, hidden: Tensor, width: int) -> Tensor:
+    """The start of ``scratch`` as a ``[len(hidden), width]`` tile."""
+    return scratch[: len(hidden) * width].view(len(hidden), width)
 
 
 def _multiply(left: Tensor, right: Tensor, *, into: Tensor, add: bool) -> None:

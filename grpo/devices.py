@@ -1,0 +1,158 @@
+"""The devices of a run: how much memory they have, and what the run will need of it.
+
+    ledger = run_ledger(config, model_path, device, dtype, backend, max_model_len=...)
+    print("\n".join(ledger.table(capacity(device))))
+    check_fits(ledger, capacity(device))  # grpo.ledger
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from grpo.config import Config
+from grpo.engines.inprocess import kv_cache_bytes
+from grpo.ledger import Ledger, MemoryPlan, Sharing, engine_bytes, memory_ledger
+from grpo.memory import Head, LoRA, ModelShape
+from grpo.objectives.registry import get_objective
+from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH
+
+
+def run_ledger(
+    config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str, *,
+    max_model_len: int | None = None, sharing: Sharing = "one_copy", lora: LoRA | None = None,
+) -> Ledger:
+    """The ledger of a run, before its model and engine are started.
+
+    Args:
+        config: the run's.
+        model_path: folder or hub id of the model; only its ``config.json`` is read.
+        device: that trains (and generates, unless ``sharing="apart"``).
+        dtype: of the weights.
+        backend: ``"vllm"`` or ``"transformers"``.
+        max_model_len: prompt plus response in tokens, once the prompts are known; None: the
+            configuration's, or else the model's context, which is often far too much.
+        sharing: see :class:`MemoryPlan`.
+        lora: adapters that are trained instead of the weights.
+
+    Raises:
+        ValueError: if ``max_model_len`` is None and neither the configuration nor the model says.
+    """
+    shape = ModelShape.of(model_path)
+    row = max_model_len or _longest_row(config, shape)
+    if config.train_model.compile:
+        row = -(-row // 64) * 64
+    in_engine = backend == "vllm"
+    rows = config.env.num_envs * config.env.repeats
+    plan = MemoryPlan(
+        shape=shape, dtype=dtype, device=device.type, row_tokens=row,
+        tokens=_micro_batch_tokens(config, row), sharing=sharing, in_engine=in_engine,
+        cuda_graphs=not config.inference_model.enforce_eager, generated_rows=rows,
+        prompt_tokens=max(1, row - config.max_tokens), frozen=tuple(_frozen(config, shape, lora)),
+        gradient_checkpointing=config.train_model.gradient_checkpointing,
+        compiled=config.train_model.compile,
+        eager_attention=config.train_model.attn_implementation == "eager",
+        head=_head(config, shape), head_chunk_size=config.train_model.head_chunk_size, lora=lora,
+        pieces=config.train.gradient_accumulation_steps)
+    return memory_ledger(_with_kv_cache(plan, config, model_path, device))
+
+
+def _longest_row(config: Config, shape: ModelShape) -> int:
+    inference, prompt = config.inference_model, config.env.max_prompt_tokens
+    known = inference.max_model_len or (prompt and prompt + config.max_tokens) or shape.context
+    if known is None:
+        raise ValueError("the model does not say how long its context is; set "
+                         "inference_model.max_model_len")
+    return known
+
+
+def _micro_batch_tokens(config: Config, row: int) -> int:
+    """Tokens of the largest micro-batch, if every row is as long as it may be."""
+    train, rows = config.train, config.rows_per_optimizer_step
+    together = config.env.repeats if get_objective(train.objective).scope == "group" else 1
+    if train.gradient_accumulation_steps is not None:
+        units = -(-rows // together)
+        return -(-units // min(units, train.gradient_accumulation_steps)) * together * row
+    budget = train.max_tokens_per_micro_batch or DEFAULT_TOKENS_PER_MICRO_BATCH
+    return min(rows * row, max(budget, together * row))
+
+
+def _frozen(config: Config, shape: ModelShape, lora: LoRA | None) -> Iterator[tuple[str, int]]:
+    name = config.ref_model.name
+    # The reference of adapters is the model without them.
+    if config.needs_reference and (name or lora is None):
+        yield "reference", (ModelShape.of(name) if name else shape).parameters
+    if config.distill.teacher is not None:
+        yield "teacher", ModelShape.of(config.distill.teacher).parameters
+
+
+def _head(config: Config, shape: ModelShape) -> Head:
+    chosen = config.train_model.head
+    if chosen == "logits" or not shape.tiled:
+        return "logits"
+    fusible = (config.distill.topk_coeff is None
+               and get_objective(config.train.objective).scope != "group")
+    return "fused" if fusible and chosen != "chunked" else "chunked"
+
+
+def _with_kv_cache(
+    plan: MemoryPlan, config: Config, model_path: str, device: torch.device
+) -> MemoryPlan:
+    """The plan with the KV cache that :func:`grpo.engines.inprocess.start_engine` will take."""
+    inference, per_token = config.inference_model, plan.shape.kv_bytes_per_token(plan.dtype)
+    if plan.sharing == "apart":
+        return plan
+    if not plan.in_engine:
+        return replace(plan, kv_cache_bytes=plan.generated_rows * plan.row_tokens * per_token)
+    rows = inference.max_num_seqs or min(plan.generated_rows, 1024)
+    plan = replace(plan, generated_rows=rows)
+    if inference.gpu_memory_utilization is not None:
+        engine = int(inference.gpu_memory_utilization * capacity(device))
+        return replace(plan, kv_cache_bytes=max(0, engine - engine_bytes(plan)))
+    return replace(plan, kv_cache_bytes=inference.kv_cache_memory_bytes or kv_cache_bytes(
+        model_path, rows=rows, tokens=plan.row_tokens, dtype=plan.dtype, device=device))
+
+
+# -- the device -----------------------------------------------------------------------------------
+
+
+def capacity(device: torch.device) -> int:
+    """Bytes of memory of a device: all of a GPU's, or the RAM this process may use.
+
+    Examples:
+        >>> capacity(torch.device("cpu")) > 0
+        True
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *cgroup_limits()])
+
+
+def cgroup_limits(root: Path = Path("/")) -> list[int]:
+    """Memory limits of the control groups this process is in, as a container sets them.
+
+    Args:
+        root: where ``proc`` and ``sys`` are found.
+    """
+    membership = root / "proc/self/cgroup"
+    if not os.access(membership, os.R_OK):
+        return []
+    limits = []
+    for line in membership.read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root / "sys/fs/cgroup" / controllers
+        file = "memory.limit_in_bytes" if controllers else "memory.max"
+        folder = top / group.strip("/")
+        # A limit of any group above holds as well.
+        for place in (folder, *folder.parents):
+            if place.is_relative_to(top) and os.access(place / file, os.R_OK):
+                text = (place / file).read_text().strip()
+                limits += [int(text)] if text.isdigit() else []
+    return limits

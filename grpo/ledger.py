@@ -1,0 +1,351 @@
+"""A ledger of what a run will need of a device's memory, before anything is launched.
+
+A step has phases: the policy generates, the head turns hidden states into a loss, the backward
+pass runs. What is only needed in one of them does not add up with the others, so the total is
+that of the greatest phase. Weights, masters, moments, gradients and KV cache are exact, activations
+a formula (:func:`grpo.memory.layer_bytes`), and what CUDA and the engine take for themselves is an
+allowance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+
+from grpo.memory import (
+    DeviceType,
+    Head,
+    LoRA,
+    ModelShape,
+    head_bytes,
+    layer_bytes,
+    outer_bytes,
+    transient_bytes,
+)
+
+Phase = Literal["generate", "head", "backward"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+Sharing = Literal["one_copy", "two_copies", "apart"]
+
+GIB = 2**30
+#: Allowances: a CUDA context with its libraries, captured CUDA graphs, a Python process on a CPU.
+CONTEXT_BYTES, GRAPH_BYTES, PROCESS_BYTES = int(0.6 * GIB), GIB, GIB
+#: Share of activations and head that a caching allocator loses in gaps.
+FRAGMENTATION = 0.05
+#: Prompt tokens an engine works on at a time.
+ENGINE_TOKENS = 16_384
+
+
+class DoesNotFitError(ValueError):
+    """A run that needs more memory than its device has."""
+
+
+# -- the ledger -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the ledger.
+
+    Attributes:
+        name: what takes the memory.
+        bytes: on one device.
+        note: where the number comes from.
+        phases: when it is taken; rows of different phases do not add up.
+    """
+
+    name: str
+    bytes: int
+    note: str
+    phases: tuple[Phase, ...] = PHASES
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A change of the configuration, and the bytes it saves at the greatest moment of a step."""
+
+    change: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a run needs of one device.
+
+    Attributes:
+        rows: who takes how much, when.
+        savings: what could be changed, greatest saving first.
+
+    Examples:
+        >>> ledger = Ledger((Row("weights", 3 * GIB, "1.5 B parameters"),
+        ...                  Row("KV cache", GIB, "64 rows", ("generate",)),
+        ...                  Row("activations", 4 * GIB, "8192 tokens", ("backward",))))
+        >>> human(ledger.total), ledger.peak, ledger.fits(8 * GIB)
+        ('7.00 GiB', 'backward', True)
+        >>> print(ledger.table(8 * GIB)[-1])
+        total            7.00 GiB   87.5 %  at the greatest moment: backward
+    """
+
+    rows: tuple[Row, ...]
+    savings: tuple[Saving, ...] = ()
+
+    def at(self, phase: Phase) -> int:
+        """Bytes taken in a phase."""
+        return sum(row.bytes for row in self.rows if phase in row.phases)
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs most."""
+        return max(PHASES, key=self.at)
+
+    @property
+    def total(self) -> int:
+        """Bytes at the greatest moment of a step."""
+        return self.at(self.peak)
+
+    def fits(self, capacity: int) -> bool:
+        """Whether ``capacity`` bytes are enough."""
+        return self.total <= capacity
+
+    def table(self, capacity: int | None = None) -> list[str]:
+        """Lines for the terminal; with ``capacity`` also shares of it."""
+        def line(name: str, size: int, note: str) -> str:
+            share = "" if capacity is None else f"  {100 * size / capacity:5.1f} %"
+            return f"{name:<15}{human(size):>10}{share}  {note}"
+
+        lines = []
+        for row in self.rows:
+            when = "" if row.phases == PHASES else f" ({' and '.join(row.phases)})"
+            lines.append(line(row.name, row.bytes, row.note + when))
+        return [*lines, line("total", self.total, f"at the greatest moment: {self.peak}")]
+
+    def advice(self, capacity: int | None = None) -> list[str]:
+        """What could be changed and what that saves; with ``capacity`` whether it is enough."""
+        def enough(saving: Saving) -> str:
+            return "" if capacity is None or self.total - saving.bytes > capacity else ": enough"
+
+        lines = [f"{saving.change} saves {human(saving.bytes)}{enough(saving)}"
+                 for saving in self.savings]
+        if lines and capacity is not None and not any(map(enough, self.savings)):
+            lines.append("no single one of these is enough; combine several")
+        return lines
+
+
+def check_fits(ledger: Ledger, capacity: int) -> None:
+    """Refuse a run that does not fit.
+
+    Raises:
+        DoesNotFitError: naming the greatest rows and what would help by how much.
+
+    Examples:
+        >>> check_fits(Ledger((Row("weights", 3 * GIB, ""),)), 2 * GIB)
+        Traceback (most recent call last):
+        ...
+        grpo.ledger.DoesNotFitError: this run needs 3.00 GiB (generate) and the device has \
+2.00 GiB; the greatest rows are weights 3.00 GiB
+    """
+    if ledger.fits(capacity):
+        return
+    rows = sorted((row for row in ledger.rows if ledger.peak in row.phases),
+                  key=lambda row: row.bytes, reverse=True)
+    greatest = ", ".join(f"{row.name} {human(row.bytes)}" for row in rows[:4])
+    message = (f"this run needs {human(ledger.total)} ({ledger.peak}) and the device has "
+               f"{human(capacity)}; the greatest rows are {greatest}")
+    raise DoesNotFitError("\n  ".join([message, *ledger.advice(capacity)]))
+
+
+def human(size: float) -> str:
+    """Bytes as people say them.
+
+    Examples:
+        >>> [human(size) for size in (512, 3 * 2**20, 79.2 * 2**30)]
+        ['512 B', '3.0 MiB', '79.20 GiB']
+    """
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1)):
+        if abs(size) < 1024:
+            return f"{size:.{digits}f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+# -- what a run holds -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Everything the ledger depends on.
+
+    Attributes:
+        shape: of the model that is trained.
+        dtype: of its weights; masters and moments of half-precision weights are float32.
+        device: ``"cuda"`` or ``"cpu"``.
+        tokens: of a micro-batch, padding included.
+        row_tokens: of the longest row.
+        sharing: ``"one_copy"``: engine and trainer read the same weights; ``"two_copies"``: each
+            has its own on this device; ``"apart"``: the engine is on another device.
+        in_engine: vLLM generates, and holds its KV cache all the time; otherwise the trainer's
+            model does, and the cache is gone when training starts.
+        cuda_graphs: the engine captures them.
+        kv_cache_bytes: of the engine, or of all rows of a batch.
+        generated_rows: rows that are generated at a time.
+        prompt_tokens: of the longest prompt.
+        frozen: ``(name, parameters)`` of models that only score: reference and teacher.
+        gradient_checkpointing: keep layer inputs only and compute the rest a second time.
+        compiled: the decoder layers are compiled.
+        eager_attention: attention keeps its ``[T, T]`` weights.
+        head: see :func:`grpo.memory.head_bytes`.
+        head_chunk_size: tokens a chunk; None: by device.
+        lora: train adapters, of the weights' dtype, instead of the weights.
+        pieces: number of micro-batches, where that is what the configuration sets.
+    """
+
+    shape: ModelShape
+    dtype: torch.dtype
+    device: DeviceType
+    tokens: int
+    row_tokens: int
+    sharing: Sharing = "one_copy"
+    in_engine: bool = True
+    cuda_graphs: bool = True
+    kv_cache_bytes: int = 0
+    generated_rows: int = 0
+    prompt_tokens: int = 0
+    frozen: tuple[tuple[str, int], ...] = ()
+    gradient_checkpointing: bool = False
+    compiled: bool = False
+    eager_attention: bool = False
+    head: Head = "fused"
+    head_chunk_size: int | None = None
+    lora: LoRA | None = None
+    pieces: int | None = None
+
+
+def memory_ledger(plan: MemoryPlan) -> Ledger:
+    """The ledger of a plan, with what other settings would save.
+
+    Examples:
+        >>> from transformers import Qwen2Config
+        >>> ledger = memory_ledger(MemoryPlan(
+        ...     shape=ModelShape.of(Qwen2Config(num_hidden_layers=2)), dtype=torch.bfloat16,
+        ...     device="cuda", tokens=8192, row_tokens=1024))
+        >>> ledger.savings[0].change
+        'training adapters of rank 16 instead of all weights (LoRA)'
+    """
+    total = Ledger(tuple(_rows(plan))).total
+    savings = [Saving(text, total - Ledger(tuple(_rows(changed))).total)
+               for text, changed in _alternatives(plan)]
+    useful = sorted((saving for saving in savings if saving.bytes > 0),
+                    key=lambda saving: saving.bytes, reverse=True)
+    return Ledger(tuple(_rows(plan)), tuple(useful))
+
+
+def engine_bytes(plan: MemoryPlan) -> int:
+    """What an engine takes beside its KV cache: weights and the greatest step of generation."""
+    work = sum(row.bytes for row in _generation_rows(replace(plan, kv_cache_bytes=0)))
+    return plan.shape.parameters * plan.dtype.itemsize + work
+
+
+def _rows(plan: MemoryPlan) -> Iterator[Row]:
+    shape, dtype, b = plan.shape, plan.dtype, plan.dtype.itemsize
+    name = str(dtype).removeprefix("torch.")
+    copies = {"one_copy": "one copy", "two_copies": "the trainer's", "apart": "the trainer's"}
+    yield Row("weights", shape.parameters * b,
+              f"{shape.parameters / 1e6:,.1f} M x {b} bytes ({name}), {copies[plan.sharing]}")
+    if plan.sharing == "two_copies":
+        yield Row("engine", shape.parameters * b, "the engine's own copy of the weights")
+    for role, parameters in plan.frozen:
+        yield Row(role, parameters * b, f"{parameters / 1e6:,.1f} M x {b} bytes ({name})")
+    yield from _optimizer_rows(plan)
+    yield from _training_rows(plan)
+    if plan.sharing != "apart":
+        yield from _generation_rows(plan)
+    yield _reserve(plan)
+
+
+def _optimizer_rows(plan: MemoryPlan) -> Iterator[Row]:
+    """Of :class:`grpo.training.optim.MasterAdamW`."""
+    b = plan.dtype.itemsize
+    count, tensors = plan.shape.parameters, plan.shape.tensors
+    if plan.lora is not None:
+        sizes = plan.shape.adapter_sizes(plan.lora)
+        count, tensors = sum(sizes), len(sizes)
+        yield Row("adapters", count * b, f"{count / 1e6:,.2f} M, rank {plan.lora.rank}")
+    exact = max(4, b)
+    if b < exact:
+        yield Row("masters", exact * count, f"{count / 1e6:,.1f} M x {exact} bytes")
+    # AdamW counts the steps of each tensor in a float32 of its own.
+    yield Row("moments", 2 * exact * count + 4 * tensors, "two of AdamW, as exact as the masters")
+    yield Row("gradients", exact * count, "added up in the masters' dtype", ("head", "backward"))
+
+
+def _training_rows(plan: MemoryPlan) -> Iterator[Row]:
+    shape, dtype = plan.shape, plan.dtype
+    layer = layer_bytes(shape, dtype, row_tokens=plan.row_tokens, compiled=plan.compiled,
+                        eager_attention=plan.eager_attention)
+    of_layer = shape.hidden * dtype.itemsize if plan.gradient_checkpointing else layer
+    kept = shape.layers * of_layer + outer_bytes(shape, dtype)
+    yield Row("activations", plan.tokens * kept,
+              f"{plan.tokens:,} tokens x {human(kept)} in {shape.layers} layers",
+              ("head", "backward"))
+    in_work = transient_bytes(shape, dtype) + (layer if plan.gradient_checkpointing else 0)
+    yield Row("layer at work", plan.tokens * in_work, "the layer whose backward pass runs",
+              ("backward",))
+    head = head_bytes(shape, dtype, head=plan.head, tokens=plan.tokens, device=plan.device,
+                      chunk_size=plan.head_chunk_size, weight_gradient=plan.lora is None)
+    yield Row("head", head.work, f"logits, {plan.head}, vocabulary {shape.vocabulary:,}", ("head",))
+    yield Row("head gradients", head.gradients, "of output matrix and hidden states",
+              ("head", "backward"))
+
+
+def _generation_rows(plan: MemoryPlan) -> Iterator[Row]:
+    shape, b = plan.shape, plan.dtype.itemsize
+    per_token = human(shape.kv_bytes_per_token(plan.dtype))
+    yield Row("KV cache", plan.kv_cache_bytes, f"{per_token} a token",
+              PHASES if plan.in_engine else ("generate",))
+    prompts = plan.generated_rows * plan.prompt_tokens
+    if plan.in_engine:
+        prompts = min(prompts, ENGINE_TOKENS)
+    reading = prompts * b * (4 * max(1, shape.experts) * shape.intermediate + 4 * shape.hidden)
+    drawing = plan.generated_rows * shape.vocabulary * (b + 16)  # float32 logits, noise, softmax
+    yield Row("generation", max(reading, drawing), "reading prompts, drawing tokens",
+              ("generate",))
+
+
+def _reserve(plan: MemoryPlan) -> Row:
+    if plan.device == "cpu":
+        return Row("reserve", PROCESS_BYTES, "allowance: Python and its libraries")
+    working = sum(row.bytes for row in _training_rows(plan))
+    graphs = GRAPH_BYTES * (plan.in_engine and plan.cuda_graphs and plan.sharing != "apart")
+    return Row("reserve", int(CONTEXT_BYTES + graphs + FRAGMENTATION * working),
+               "allowance: CUDA context, graphs, gaps between allocations")
+
+
+def _alternatives(plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
+    """What could be set differently, each with the plan it gives."""
+    if not plan.gradient_checkpointing:
+        yield ("train_model.gradient_checkpointing=true",
+               replace(plan, gradient_checkpointing=True))
+    fewer = max(plan.row_tokens, plan.tokens // 2)
+    if fewer < plan.tokens:
+        key = (f"train.max_tokens_per_micro_batch={fewer}" if plan.pieces is None else
+               f"train.gradient_accumulation_steps={2 * plan.pieces}")
+        yield key, replace(plan, tokens=fewer)
+    if plan.device == "cuda" and plan.in_engine and not plan.compiled:
+        yield "train_model.compile=true", replace(plan, compiled=True)
+    if plan.head == "logits" and plan.shape.tiled:
+        yield "train_model.head=auto", replace(plan, head="fused")
+    if plan.head == "fused" and (plan.head_chunk_size or plan.tokens) > 1024:
+        yield "train_model.head_chunk_size=1024", replace(plan, head_chunk_size=1024)
+    if plan.in_engine and plan.kv_cache_bytes > 128 * 2**20:
+        half = plan.kv_cache_bytes // 2**21 * 2**20
+        yield (f"inference_model.kv_cache_memory_bytes={half} (rows then wait for each other)",
+               replace(plan, kv_cache_bytes=half))
+    if plan.sharing == "two_copies":
+        yield "one copy of the weights for trainer and engine", replace(plan, sharing="one_copy")
+    if plan.lora is None:
+        lora = LoRA()
+        yield (f"training adapters of rank {lora.rank} instead of all weights (LoRA)",
+               replace(plan, lora=lora))

@@ -1,0 +1,216 @@
+"""From a configuration to its ledger, and what a device has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from grpo import data, devices
+from grpo.config import Config, load_config
+from grpo.devices import capacity, cgroup_limits, run_ledger
+from grpo.engines.inprocess import kv_cache_bytes
+from grpo.ledger import GIB, PHASES, Ledger
+from grpo.memory import LoRA, ModelShape
+
+from .configs import small
+from .memory_probe import family
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("shape")
+    family("Qwen2Config", vocab_size=4000).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def larger_folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("larger")
+    family("Qwen2Config", vocab_size=4000, num_hidden_layers=4).save_pretrained(path)
+    return str(path)
+
+
+def settings(backend: str = "vllm", **changes) -> Config:
+    changes["inference_model"] = {"backend": backend, "max_tokens": 24,
+                                  **changes.get("inference_model", {})}
+    return load_config(small(model={"name": "some/model"}, **changes))
+
+
+def ledger_of(config: Config, folder: str, **options) -> Ledger:
+    options = {"device": CPU, "dtype": torch.float32, "max_model_len": 64, **options}
+    return run_ledger(config, folder, options.pop("device"), options.pop("dtype"),
+                      config.inference_model.backend, **options)
+
+
+def row(ledger: Ledger, name: str):
+    return next(row for row in ledger.rows if row.name == name)
+
+
+# -- from the configuration -----------------------------------------------------------------------
+
+
+def test_the_kv_cache_is_the_one_the_engine_will_be_started_with(folder):
+    config = settings(env={"num_envs": 64, "repeats": 64}, train={"total_dialog_turns": 4096})
+    engine = kv_cache_bytes(folder, rows=1024, tokens=64, dtype=torch.float32, device=CPU)
+    assert engine > 64 * 2**20  # the least it takes
+    cache = row(ledger_of(config, folder), "KV cache")
+    assert (cache.bytes, cache.phases) == (engine, PHASES)
+
+
+@pytest.mark.parametrize("options, expected", [
+    ({"kv_cache_memory_bytes": 3 * GIB}, 3 * GIB),
+    ({"max_num_seqs": 4, "kv_cache_memory_bytes": 5}, 5),
+])
+def test_a_configured_kv_cache_is_taken_as_it_is(folder, options, expected):
+    assert row(ledger_of(settings(inference_model=options), folder), "KV cache").bytes == expected
+
+
+def test_a_share_of_the_gpu_is_for_weights_cache_and_generation(folder, monkeypatch):
+    monkeypatch.setattr(devices, "capacity", lambda device: 80 * GIB)
+    ledger = ledger_of(settings(inference_model={"gpu_memory_utilization": 0.5}), folder,
+                       device=CUDA, dtype=torch.bfloat16)
+    assert sum(row(ledger, name).bytes for name in ("weights", "KV cache", "generation")) == (
+        40 * GIB)
+
+
+def test_generation_with_the_trainers_model_holds_every_row_until_training(folder):
+    config = settings("transformers", env={"num_envs": 3, "repeats": 4})
+    cache = row(ledger_of(config, folder), "KV cache")
+    per_token = ModelShape.of(folder).kv_bytes_per_token(torch.float32)
+    assert (cache.bytes, cache.phases) == (12 * 64 * per_token, ("generate",))
+
+
+@pytest.mark.parametrize("changes, larger", [
+    ({"train_model": {"gradient_checkpointing": True}}, False),
+    ({"train": {"max_tokens_per_micro_batch": 1024}}, False),
+    ({"train": {"gradient_accumulation_steps": 32}}, False),
+    ({"train_model": {"compile": True}}, False),
+    ({"train_model": {"attn_implementation": "eager"}}, True),
+    ({"train_model": {"head": "logits"}}, True),
+    ({"train_model": {"head": "chunked"}}, False),
+    ({"train_model": {"head_chunk_size": 64}}, False),
+    ({"train": {"kl_to_ref_coeff": 0.1}}, True),
+    ({"train": {"optim_batch_size": 8}}, False),
+    ({"inference_model": {"kv_cache_memory_bytes": GIB}}, True),
+])
+def test_every_key_that_changes_the_memory_changes_the_ledger(folder, changes, larger):
+    big = {"env": {"num_envs": 64, "repeats": 4}, "train": {"total_dialog_turns": 256}}
+    merged = {key: {**big.get(key, {}), **changes.get(key, {})} for key in {**big, **changes}}
+    before = ledger_of(settings(**big), folder).at("head")
+    after = ledger_of(settings(**merged), folder).at("head")
+    assert after > before if larger else after < before
+
+
+def test_cuda_graphs_are_only_counted_where_they_are_captured(folder, monkeypatch):
+    monkeypatch.setattr(devices, "kv_cache_bytes", lambda *args, **options: 0)
+    totals = [ledger_of(settings(inference_model={"enforce_eager": eager}), folder, device=CUDA,
+                        dtype=torch.bfloat16).total for eager in (False, True)]
+    assert totals[0] - totals[1] == GIB
+
+
+def test_reference_and_teacher_are_counted_by_their_own_configurations(folder, larger_folder):
+    config = settings(train={"kl_to_ref_coeff": 0.1}, ref_model={"name": larger_folder},
+                      distill={"teacher": larger_folder, "topk_coeff": 1.0})
+    ledger = ledger_of(config, folder)
+    theirs = 4 * ModelShape.of(larger_folder).parameters
+    assert row(ledger, "reference").bytes == row(ledger, "teacher").bytes == theirs
+    assert "chunked" in row(ledger, "head").note  # distillation cannot be fused
+    own = ledger_of(settings(train={"kl_to_ref_coeff": 0.1}), folder)
+    assert row(own, "reference").bytes == row(own, "weights").bytes
+
+
+def test_an_engine_elsewhere_takes_nothing_here(folder):
+    names = {row.name for row in ledger_of(settings(), folder, sharing="apart").rows}
+    assert not names & {"KV cache", "generation", "engine"}
+
+
+def test_adapters_reach_the_ledger(folder):
+    ledger = ledger_of(settings(), folder, lora=LoRA(rank=2, targets=("q_proj",)))
+    assert row(ledger, "gradients").bytes == 4 * 2 * 2 * (64 + 64)
+
+
+def test_adapters_need_no_second_model_as_reference(folder, larger_folder):
+    def names(**changes) -> set[str]:
+        config = settings(train={"kl_to_ref_coeff": 0.1}, **changes)
+        return {row.name for row in ledger_of(config, folder, lora=LoRA()).rows}
+
+    assert "reference" not in names()
+    assert "reference" in names(ref_model={"name": larger_folder})
+
+
+def test_the_longest_row_comes_from_the_prompts_or_else_the_configuration(folder):
+    def tokens_of(config: Config, **options) -> str:
+        return row(ledger_of(config, folder, **options), "activations").note.split()[0]
+
+    one_row = {"train": {"max_tokens_per_micro_batch": 1}}
+    assert tokens_of(settings(**one_row), max_model_len=40) == "40"
+    assert tokens_of(settings(**one_row), max_model_len=None) == "512"  # the model's context
+    assert tokens_of(settings(env={"max_prompt_tokens": 10}, **one_row),
+                     max_model_len=None) == "34"
+    assert tokens_of(settings(inference_model={"max_model_len": 100}, **one_row),
+                     max_model_len=None) == "100"
+
+
+@given(num_envs=st.integers(1, 6), repeats=st.integers(2, 5), row_tokens=st.integers(30, 80),
+       budget=st.one_of(st.none(), st.integers(1, 700)), pieces=st.integers(1, 9),
+       maxent=st.booleans())
+def test_micro_batches_are_counted_as_they_are_split(num_envs, repeats, row_tokens, budget,
+                                                     pieces, maxent):
+    split = {"max_tokens_per_micro_batch": budget} if budget else {
+        "gradient_accumulation_steps": pieces}
+    rows = num_envs * repeats
+    objective = {"objective": "maxent_listwise", "aggregation": "prompt"} if maxent else {}
+    config = settings(env={"num_envs": num_envs, "repeats": repeats},
+                      train={"total_dialog_turns": rows, **split, **objective})
+    batch = TensorDict({
+        "tokens": {"full": torch.ones(rows, row_tokens, dtype=torch.int64)},
+        "masks": {"all_attention_mask": torch.ones(rows, row_tokens, dtype=torch.bool)},
+        "group_id": torch.arange(rows) // repeats}, [rows])
+    parts = data.split_rows(batch, max_tokens=budget, whole_groups=maxent,
+                            num_micro_batches=None if budget else pieces)
+    largest = max(part[data.TOKENS].numel() for part in parts)
+    counted = devices._micro_batch_tokens(config, row_tokens)
+    # A token budget is rarely filled to the last row.
+    assert largest <= counted < largest + (row_tokens * (repeats if maxent else 1) if budget else 1)
+
+
+# -- the device -----------------------------------------------------------------------------------
+
+
+def files(root: Path, contents: dict[str, str]) -> Path:
+    for name, text in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_the_ram_is_at_most_what_the_machine_has_and_a_container_may_use(monkeypatch):
+    physical = capacity(CPU)
+    monkeypatch.setattr(devices, "cgroup_limits", lambda: [physical // 2, 4 * physical])
+    assert capacity(CPU) == physical // 2
+
+
+@pytest.mark.parametrize("contents, limits", [
+    ({"proc/self/cgroup": "0::/job/task\n", "sys/fs/cgroup/job/task/memory.max": "max\n",
+      "sys/fs/cgroup/job/memory.max": "1000\n", "sys/fs/cgroup/memory.max": "2000\n"},
+     [1000, 2000]),
+    ({"proc/self/cgroup": "4:memory:/box\n3:cpu:/box\n",
+      "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "500\n",
+      "sys/fs/cgroup/cpu/box/memory.limit_in_bytes": "1\n"}, [500]),
+    ({"proc/self/cgroup": "0::/\n", "memory.max": "1\n"}, []),
+    ({}, []),
+], ids=["version 2", "version 1", "no limit", "no control groups"])
+def test_control_groups_limit_the_memory(tmp_path, contents, limits):
+    assert cgroup_limits(files(tmp_path, contents)) == limits
+
+
+@pytest.mark.gpu
+def test_the_capacity_of_a_gpu_is_all_of_its_memory():
+    assert capacity(CUDA) == torch.cuda.mem_get_info(CUDA)[1]
