@@ -30,7 +30,9 @@ from grpo import build  # noqa: E402
 from grpo import build_objective as objective  # noqa: E402
 from grpo.collectors import SyncCollector  # noqa: E402
 from grpo.config import Config, load_config  # noqa: E402
+from grpo.devices import capacity, run_ledger  # noqa: E402
 from grpo.evaluation import Evaluator  # noqa: E402
+from grpo.ledger import check_fits  # noqa: E402
 from grpo.presets import describe_preset  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
 from grpo.training.checkpoint import (  # noqa: E402
@@ -61,6 +63,13 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
     tokenizer = build.load_tokenizer(start_model)
     prompts = build.build_prompts(config, task, tokenizer, start_model)
 
+    # What it will take, before anything is launched
+    console = Console(config.iterations)
+    memory = run_ledger(config, start_model, device, dtype, backend,
+                        max_model_len=prompts.max_model_len)
+    console.info("\n".join(memory.table(capacity(device))))
+    check_fits(memory, capacity(device))
+
     loggers = make_loggers(
         config.logging.backends, run_dir=run_dir, config=settings,
         project=config.logging.wandb_project or "grpo", name=config.logging.wandb_run_name,
@@ -89,7 +98,6 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
         config, lambda: build.model_folder(config, task), frozen_model)
 
     # What people see
-    console = Console(config.iterations)
     console.banner(build.describe(config, actor, task, prompts, device=device, dtype=dtype,
                                   backend=backend, run_dir=run_dir))
 
