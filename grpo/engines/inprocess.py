@@ -1,10 +1,11 @@
-"""A vLLM engine inside the trainer's own process, so that both can hold one copy of the weights."""
+"""A vLLM engine that this process drives, so that both can hold one copy of the weights."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,11 @@ _BLOCK = {"cuda": 16, "cpu": 128}
 # The least it can start with, and the greatest share of the memory that we take unasked.
 _LEAST_FREE_SHARE = 0.05
 _MIN_KV_CACHE_BYTES, _MAX_KV_CACHE_SHARE = 64 << 20, 0.4
+
+
+_WORKER = "grpo.engines.worker.WeightWorker"
+# Ranks that vLLM has kernels for.
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def vllm_available() -> bool:
@@ -37,8 +43,12 @@ def start_engine(
     gpu_memory_utilization: float | None = None,
     kv_cache_memory_bytes: int | None = None,
     enable_prefix_caching: bool = True,
+    separate_process: bool = False,
+    handover: str | Path | None = None,
+    max_lora_rank: int | None = None,
+    max_loras: int = 1,
 ) -> LLM:
-    """Start vLLM in this process.
+    """Start vLLM, scheduled by this process.
 
     The engine returns log-probs of the distribution it sampled from (``processed_logprobs``): at
     temperature ``t`` those are log-softmax of ``logits / t``, which is what the trainer scores.
@@ -57,10 +67,18 @@ def start_engine(
             ``max_num_seqs`` rows of ``max_model_len`` tokens need, at most 40 % of the memory:
             the rest is the trainer's. With less, rows wait for each other and nothing breaks.
         enable_prefix_caching: share the prompt's KV cache between the members of a group.
+        separate_process: run the model in a process of its own, with the methods of
+            :mod:`grpo.engines.worker`; see :class:`~grpo.engines.handle.InProcessEngine`.
+        handover: file of weights that the trainer owns (from
+            :func:`~grpo.engines.shared_loader.own_weights`) and the engine maps instead of loading
+            a checkpoint; needs ``separate_process``.
+        max_lora_rank: take LoRA adapters up to this rank (rounded up to a rank that vLLM has);
+            None: none at all.
+        max_loras: adapters that can be in use at a time.
 
     Raises:
         ModuleNotFoundError: if vLLM is not installed.
-        ValueError: for options that do not fit the device.
+        ValueError: for options that do not fit the device or each other.
     """
     if not vllm_available():
         raise ModuleNotFoundError(
@@ -72,6 +90,9 @@ def start_engine(
     if device.type == "cpu" and gpu_memory_utilization is not None:
         raise ValueError(f"inference_model.gpu_memory_utilization={gpu_memory_utilization} has no "
                          "effect on a CPU; set inference_model.kv_cache_memory_bytes")
+    if handover is not None and not separate_process:
+        raise ValueError(f"handover={str(handover)!r} is for an engine in another process; set "
+                         "separate_process=True, or share an in-process engine by SingleCopy")
     _prepare_environment(device)
     from vllm import LLM
     from vllm.platforms import current_platform
@@ -82,9 +103,13 @@ def start_engine(
                          "inference_model.backend=transformers")
     options: dict[str, Any] = {}
     if device.type == "cpu":
-        _keep_weights_unpacked()
+        keep_weights_unpacked()
         # Compiling for a CPU takes longer than a small model's whole run.
         enforce_eager = True
+    if separate_process:
+        options |= _separate_process_options(handover)
+    if max_lora_rank is not None:
+        options |= _lora_options(max_lora_rank, max_loras)
     if gpu_memory_utilization is not None:
         options["gpu_memory_utilization"] = gpu_memory_utilization
     else:
@@ -110,14 +135,17 @@ def start_engine(
 
 
 def stop_engine(engine: LLM) -> None:
-    """Stop an in-process engine and leave torch.distributed, which it had initialised.
+    """Stop an engine; one without a process of its own also leaves torch.distributed, which it
+    had initialised.
 
-    The engine's tensors live on while somebody holds a view of them.
+    The engine's tensors live on while somebody holds a view or mapping of them.
     """
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    has_workers = bool(getattr(engine.llm_engine.model_executor, "workers", ()))
     engine.llm_engine.engine_core.shutdown()
-    cleanup_dist_env_and_memory()
+    if not has_workers:
+        cleanup_dist_env_and_memory()
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -154,9 +182,10 @@ def engine_module(engine: LLM) -> nn.Module:
         RuntimeError: if the engine runs in a process of its own.
     """
     executor = getattr(engine.llm_engine, "model_executor", None)
-    if executor is None:
-        raise RuntimeError("the engine runs in another process; start it with start_engine(), "
-                           "before any other vLLM engine of this process")
+    if executor is None or not hasattr(executor, "driver_worker"):
+        raise RuntimeError("the engine's model is in another process; start it with "
+                           "start_engine(), before any other vLLM engine of this process and "
+                           "without separate_process, or share its weights by SharedCopy")
     return executor.driver_worker.worker.model_runner.get_model()
 
 
@@ -171,7 +200,28 @@ def _prepare_environment(device: torch.device) -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
-def _keep_weights_unpacked() -> None:
+def _separate_process_options(handover: str | Path | None) -> dict[str, Any]:
+    options: dict[str, Any] = {"distributed_executor_backend": "mp",
+                               "worker_extension_cls": _WORKER}
+    if handover is not None:
+        from grpo.engines.shared_loader import LOAD_FORMAT, register_shared_loader
+
+        register_shared_loader()
+        options |= {"load_format": LOAD_FORMAT,
+                    "model_loader_extra_config": {"handover": str(Path(handover).absolute())}}
+    return options
+
+
+def _lora_options(rank: int, adapters: int) -> dict[str, Any]:
+    fitting = [size for size in _LORA_RANKS if size >= rank]
+    if rank < 1 or not fitting:
+        raise ValueError(f"max_lora_rank={rank} must be between 1 and {_LORA_RANKS[-1]}, the "
+                         "greatest that vLLM takes")
+    return {"enable_lora": True, "max_lora_rank": fitting[0], "max_loras": adapters,
+            "max_cpu_loras": adapters, "worker_extension_cls": _WORKER}
+
+
+def keep_weights_unpacked() -> None:
     """Stop vLLM's CPU build from repacking linear weights when it loads them.
 
     Repacking moves the values into a private layout and empties ``layer.weight``, after which no

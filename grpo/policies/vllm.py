@@ -10,6 +10,7 @@ from grpo.policies.base import Completions, Policy, Sampling
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.lora.request import LoRARequest
 
 
 class VLLMPolicy(Policy):
@@ -22,6 +23,11 @@ class VLLMPolicy(Policy):
         eos_token_ids: tokens that end a response.
         version: see :class:`~grpo.policies.base.Policy`.
         ignore_eos: always generate ``max_tokens``; for benchmarks.
+        lora_request: the adapter to generate with, from
+            :attr:`grpo.weights.lora.LoRASync.lora_request`; None: the base model.
+
+    Raises:
+        ValueError: for a ``lora_request`` that would be loaded again at every engine step.
 
     Examples:
         >>> engine = start_engine(path, device=torch.device("cpu"), dtype=torch.float32,
@@ -40,12 +46,18 @@ class VLLMPolicy(Policy):
         eos_token_ids: tuple[int, ...],
         version: Callable[[], int] = lambda: 0,
         ignore_eos: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         super().__init__(
             sampling, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids,
             max_model_len=engine.llm_engine.model_config.max_model_len, version=version)
+        if lora_request is not None and lora_request.load_inplace:
+            raise ValueError(f"lora_request {lora_request.lora_name!r} has load_inplace=True, with "
+                             "which vLLM reloads the adapter at every engine step; pass the "
+                             "request without it")
         self.engine = engine
         self.ignore_eos = ignore_eos
+        self.lora_request = lora_request
 
     def close(self) -> None:
         stop_engine(self.engine)
@@ -63,7 +75,8 @@ class VLLMPolicy(Policy):
             detokenize=False,  # turning log-probs into text would cost half the throughput
         )
         outputs = self.engine.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False,
+            lora_request=self.lora_request)
         answers = [output.outputs[0] for output in outputs]
         tokens = [list(answer.token_ids) for answer in answers]
         log_probs = [list(answer.logprobs.logprobs) for answer in answers]

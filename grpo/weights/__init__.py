@@ -1,8 +1,26 @@
 """How new weights reach the engine, and the proof that they did."""
 
-from grpo.weights.canary import Canary, CanaryReport, StaleWeightsError
-from grpo.weights.layout import LayoutError
-from grpo.weights.shared import SameModule, SingleCopy, WeightSync
+from __future__ import annotations
 
-__all__ = ["Canary", "CanaryReport", "LayoutError", "SameModule", "SingleCopy",
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo.weights.canary import Canary, CanaryReport, StaleWeightsError
+    from grpo.weights.layout import LayoutError
+    from grpo.weights.shared import SameModule, SharedCopy, SingleCopy, WeightSync
+
+_MODULE_OF = {
+    "Canary": "canary", "CanaryReport": "canary", "StaleWeightsError": "canary",
+    "LayoutError": "layout",
+    "SameModule": "shared", "SharedCopy": "shared", "SingleCopy": "shared", "WeightSync": "shared",
+}
+__all__ = ["Canary", "CanaryReport", "LayoutError", "SameModule", "SharedCopy", "SingleCopy",
            "StaleWeightsError", "WeightSync"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: an engine's worker needs a few light modules of this package and no loss.
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"grpo.weights.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ The rules hold for dense decoders whose modules have the names below: Llama, Mis
 Gemma 1 to 3 (text) and Phi-3, whose projections are fused on both sides. They follow
 ``packed_modules_mapping`` of vLLM's model classes but need only names and shapes, so they also work
 where vLLM is not installed. A module with any other name is an error: equal names do not mean equal
-storage (vLLM transposes GPT-2's matrices and reorders GPT-NeoX's fused attention).
+storage (vLLM transposes GPT-2's matrices and reorders the rows of Bloom's fused attention).
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Params: TypeAlias = Mapping[str, Tensor]
+
+#: What peft puts before the names of a model that it wraps whole.
+PEFT_PREFIX = "base_model.model."
 
 # Engine module -> the Hugging Face modules whose rows it holds, in order.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -137,11 +140,11 @@ def split_engine_tensor(
 
 
 def _first_names(params: Params) -> dict[str, str]:
-    """Each name mapped to the first name of the same tensor: itself, unless it is tied."""
+    """Each name mapped to one name of the same tensor: itself, unless it is a tied head."""
     first: dict[tuple, str] = {}
     # Tensors without memory have no address; two names of one are then one object.
     return {name: first.setdefault((t.device, t.data_ptr() or id(t), t.shape), name)
-            for name, t in params.items()}
+            for name, t in sorted(params.items(), key=lambda item: item[0] == _HEAD)}
 
 
 def _head_tied_on_one_side(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
@@ -210,3 +213,16 @@ def _wrongly_covered(
 
 def _rows(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 1
+
+
+def base_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """A model's own parameters under the names they have without LoRA.
+
+    Both peft and vLLM put a ``base_layer`` between an adapted module and its weight; peft may also
+    wrap the whole model.
+
+    Args:
+        model: a trainer's or an engine's, with or without adapters.
+    """
+    return {name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."): param
+            for name, param in model.named_parameters() if ".lora_" not in name}

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo.engines.inprocess import engine_module
-from grpo.weights.layout import Place, engine_layout, view
+from grpo.weights.fingerprint import fingerprint
+from grpo.weights.handover import Handover, Kind, map_tensors
+from grpo.weights.layout import Place, base_parameters, engine_layout, hf_names, view
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+    from grpo.engines.handle import EngineHandle
+
+# Pause between attempts to reset the prefix cache, in seconds.
+_RETRY = 0.05
 
 
 class WeightSync(Protocol):
@@ -70,8 +78,8 @@ class SingleCopy:
 
     def __init__(self, model: nn.Module, engine: LLM, *, version: int = 0) -> None:
         self.model, self.engine, self.version = model, engine, version
-        self.engine_params = dict(engine_module(engine).named_parameters())
-        trainer_params = dict(model.named_parameters())
+        self.engine_params = base_parameters(engine_module(engine))
+        trainer_params = base_parameters(model)
         self.places: dict[str, Place] = engine_layout(trainer_params, self.engine_params)
         self.device = next(iter(self.engine_params.values())).device
         different = self.differing()
@@ -103,7 +111,7 @@ class SingleCopy:
     def differing(self) -> list[str]:
         """Names of the trainer's parameters whose values differ in the engine."""
         different = []
-        for name, param in self.model.named_parameters():
+        for name, param in base_parameters(self.model).items():
             target = view(self.places[name], self.engine_params)
             if param.data_ptr() == target.data_ptr():
                 continue
@@ -116,8 +124,124 @@ class SingleCopy:
 
         An in-place update of such a parameter never reaches the engine.
         """
-        return [name for name, param in self.model.named_parameters()
+        return [name for name, param in base_parameters(self.model).items()
                 if param.data_ptr() != view(self.places[name], self.engine_params).data_ptr()]
+
+
+class SharedCopy:
+    """The trainer's parameters are views into memory that an engine in another process uses too.
+
+    On a CPU the memory is a shared file, on a GPU a CUDA IPC mapping. Either side may own it: the
+    engine, which then exports it here, or the trainer, which made it with
+    :func:`~grpo.engines.shared_loader.own_weights` before it started the engine. As with
+    :class:`SingleCopy`, an optimizer that writes in place has already updated the engine.
+
+    Args:
+        model: the trainer's model, loaded from the same checkpoint as the engine. Its parameters
+            are moved into the shared memory; its buffers stay its own, on the memory's device.
+        engine: handle of an engine with :class:`~grpo.engines.worker.WeightWorker`.
+        tensors: memory that the trainer owns, by engine name; None: the engine owns it.
+        kind: of memory the engine exports; None: what its device needs.
+        timeout: seconds :meth:`publish` may take, and each question to the engine.
+        version: number of updates so far.
+
+    Raises:
+        LayoutError: if the models' parameters do not match one to one.
+        ValueError: if their values differ, or the engine has several workers.
+        HandoverError: if the engine's memory cannot be mapped.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: EngineHandle,
+        *,
+        tensors: dict[str, Tensor] | None = None,
+        kind: Kind | None = None,
+        timeout: float = 60.0,
+        version: int = 0,
+    ) -> None:
+        if tensors is not None and kind is not None:
+            raise ValueError(f"kind={kind!r} is for memory that the engine exports; leave it out "
+                             "where the trainer owns the tensors")
+        self.model, self.engine, self.timeout, self.version = model, engine, timeout, version
+        self.tensors = self._map_engine(kind) if tensors is None else tensors
+        params = base_parameters(model)
+        self.places: dict[str, Place] = engine_layout(params, self.tensors)
+        self.device = next(iter(self.tensors.values())).device
+        if different := self.differing():
+            raise ValueError(f"trainer and {engine} were loaded from different weights, or the "
+                             f"engine does not use this memory; they differ in "
+                             f"{some_names(different)}")
+        for name, param in params.items():
+            param.data = view(self.places[name], self.tensors)
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = buffer.to(self.device)
+
+    def _map_engine(self, kind: Kind | None) -> dict[str, Tensor]:
+        answers = self.engine.collective_rpc("export_weights", kind, timeout=self.timeout)
+        if len(answers) != 1:
+            raise ValueError(f"{self.engine} has {len(answers)} workers, each with a part of every "
+                             "tensor; one copy needs tensor_parallel_size=1, use weights that are "
+                             "copied")
+        return map_tensors(Handover.from_dict(answers[0], source=str(self.engine)))
+
+    def publish(self) -> int:
+        """Finish pending writes, drop the engine's cached keys and values, count the version.
+
+        Raises:
+            TimeoutError: if requests still run when the time is over.
+            EngineError: if the engine is dead or does not answer.
+        """
+        deadline = time.monotonic() + self.timeout
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        # Also where there is no GPU: only an answer of the worker proves that it lives.
+        self.engine.collective_rpc("synchronize", timeout=self.timeout)
+        while not self.engine.reset_prefix_cache(timeout=self._left(deadline)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"waited {self.timeout:g} s for {self.engine} to reset its prefix cache, but "
+                    "requests are still running; finish, pause or abort them before publishing "
+                    "weights, or raise the timeout")
+            time.sleep(_RETRY)
+        self.version += 1
+        self.engine.set_version(self.version)
+        return self.version
+
+    @staticmethod
+    def _left(deadline: float) -> float:
+        """Seconds until ``deadline``, and enough for one answer after it."""
+        return max(1.0, deadline - time.monotonic())
+
+    @torch.no_grad()
+    def differing(self) -> list[str]:
+        """Names of the trainer's parameters whose values differ in the engine.
+
+        The engine hashes its tensors in its own process, so equality after an update proves that
+        both processes really see one memory.
+        """
+        answer, = self.engine.collective_rpc("fingerprints", timeout=self.timeout)
+        parts = hf_names(self.places)
+        different = set()
+        for name, tensor in self.tensors.items():
+            if answer.get(name, [None])[0] != fingerprint(tensor)[0]:
+                different.update(parts.get(name, []))
+        for name, param in base_parameters(self.model).items():
+            target = view(self.places[name], self.tensors)
+            if not torch.equal(param.data.to(target.device), target):
+                different.add(name)
+        return [name for name in self.places if name in different]
+
+    def unshared(self) -> list[str]:
+        """Names of parameters that no longer lie in the shared memory.
+
+        An in-place update of such a parameter never reaches the engine.
+        """
+        return [name for name, param in base_parameters(self.model).items()
+                if param.data_ptr() != view(self.places[name], self.tensors).data_ptr()]
 
 
 def some_names(names: list[str], count: int = 5) -> str:

@@ -1,0 +1,233 @@
+"""What a trainer needs of the engine: pauses, versions, calls into the workers, adapters."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from grpo.engines.api import (
+    ApiError,
+    DeadlineRequest,
+    LoraLoadRequest,
+    PauseRequest,
+    RpcRequest,
+    SleepRequest,
+    VersionRequest,
+    json_response,
+    read_body,
+)
+from grpo.engines.routes_generate import before
+from grpo.engines.versioned import Adapter, VersionedEngine
+
+ALIASES = ("VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_BRIDGE_CONFIG_PATH", "LOGDIR")
+router = APIRouter()
+
+
+def _engine(request: Request) -> VersionedEngine:
+    return request.app.state.versioned
+
+
+@router.get("/bridge/info")
+async def info(request: Request) -> Response:
+    """What this server is, and where it stands."""
+    state, engine = request.app.state, _engine(request)
+    return json_response({
+        **state.info,
+        "enabled": state.handover is not None,
+        "shared_weights": state.handover is not None,
+        "update_count": state.updates,
+        "last_update_time": state.last_update,
+        "policy_version": engine.version,
+        "paused": engine.paused,
+        "sleeping": engine.sleeping,
+        "open_requests": engine.open_requests,
+        "max_model_len": state.generation.max_model_len,
+    })
+
+
+@router.get("/bridge/state_dict_info")
+async def state_dict_info(request: Request) -> Response:
+    """The hand-over description, without the handles; null where weights are not shared."""
+    state = request.app.state
+    return json_response({**state.info, "shared_weights_enabled": state.handover is not None,
+                          "handover": state.handover and _without_handles(state.handover)})
+
+
+def _without_handles(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_handles(item) for key, item in value.items() if "handle" not in key}
+    if isinstance(value, list):
+        return [_without_handles(item) for item in value]
+    return value
+
+
+@router.get("/bridge/debug")
+async def debug(request: Request) -> Response:
+    """Facts for a bug report."""
+    state, engine = request.app.state, _engine(request)
+    return json_response({
+        **state.info, "pid": os.getpid(), "engine_type": type(engine.engine).__name__,
+        "errored": engine.engine.errored, "open_requests": engine.open_requests,
+        "rpc_methods": state.rpc_methods, "adapters": list(engine.adapters),
+        "environment": {name: os.environ.get(name) for name in ALIASES}})
+
+
+@router.get("/bridge/is_paused")
+async def is_paused(request: Request) -> Response:
+    """Whether requests wait for ``/bridge/resume``."""
+    return json_response({"paused": _engine(request).paused})
+
+
+@router.get("/bridge/is_sleeping")
+async def is_sleeping(request: Request) -> Response:
+    """Whether the engine has given its memory back."""
+    return json_response({"sleeping": _engine(request).sleeping})
+
+
+@router.post("/bridge/pause")
+async def pause(request: Request) -> Response:
+    """Stop sampling; see :meth:`~grpo.engines.versioned.VersionedEngine.pause`."""
+    body = await read_body(request, PauseRequest)
+    await before(_engine(request).pause(body.mode, clear_cache=body.clear_cache), body.timeout,
+                 f"running requests to stop (mode {body.mode})")
+    return json_response({"status": "paused", "mode": body.mode})
+
+
+@router.post("/bridge/resume")
+async def resume(request: Request) -> Response:
+    """Go on sampling."""
+    body = await read_body(request, DeadlineRequest)
+    await before(_engine(request).resume(), body.timeout, "the engine to resume")
+    return json_response({"status": "resumed"})
+
+
+@router.post("/bridge/sleep")
+async def sleep(request: Request) -> Response:
+    """Abort what runs and free memory; levels 1 and 2 need ``--enable-sleep-mode``."""
+    body = await read_body(request, SleepRequest)
+    if body.level and not request.app.state.info.get("sleep_mode"):
+        raise ApiError(f"level={body.level} needs a server started with --enable-sleep-mode; "
+                       "level 0 only pauses", status=409, type="conflict", param="level")
+    await before(_engine(request).sleep(body.level), body.timeout, "the engine to go to sleep")
+    return json_response({"status": "sleeping", "level": body.level})
+
+
+@router.post("/bridge/wake_up")
+async def wake_up(request: Request) -> Response:
+    """End a sleep and go on sampling."""
+    body = await read_body(request, DeadlineRequest)
+    await before(_engine(request).wake_up(), body.timeout, "the engine to wake up")
+    return json_response({"status": "awake"})
+
+
+@router.post("/bridge/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget cached keys and values; ``reset`` is false if running requests hold some."""
+    body = await read_body(request, DeadlineRequest)
+    done = await before(_engine(request).engine.reset_prefix_cache(), body.timeout,
+                        "the prefix cache to be reset")
+    return json_response({"reset": bool(done)})
+
+
+@router.get("/bridge/version")
+async def version(request: Request) -> Response:
+    """Policy version of the tokens that are sampled now."""
+    return json_response({"version": _engine(request).version})
+
+
+@router.post("/bridge/version")
+async def set_version(request: Request) -> Response:
+    """Set the policy version; 409 while tokens are being sampled."""
+    body = await read_body(request, VersionRequest)
+    state = request.app.state
+    await state.versioned.set_version(body.version)
+    state.updates, state.last_update = state.updates + 1, time.time()
+    return json_response({"version": body.version})
+
+
+@router.post("/bridge/rpc")
+async def rpc(request: Request) -> Response:
+    """Call a :class:`~grpo.engines.worker.WeightWorker` method on every worker."""
+    body = await read_body(request, RpcRequest)
+    known = request.app.state.rpc_methods
+    if body.method not in known:
+        raise ApiError(f"method={body.method!r} is not offered; known are {', '.join(known)}",
+                       status=403, type="forbidden", param="method")
+    results = await before(
+        _engine(request).engine.collective_rpc(body.method, args=tuple(body.args)), body.timeout,
+        f"{body.method} on the engine's workers")
+    return json_response({"results": results})
+
+
+@router.get("/lora/status")
+async def lora_status(request: Request) -> Response:
+    """The active adapter, all loaded ones, and adapter folders in ``LOGDIR``."""
+    engine = _engine(request)
+    log_dir = os.environ.get("LOGDIR")
+    folders = sorted(Path(log_dir).glob("*/adapter_config.json")) if log_dir else []
+    return json_response({
+        "lora_available": request.app.state.info.get("max_lora_rank") is not None,
+        "active_adapter_path": engine.active and engine.active.path,
+        "active_adapter_name": engine.active and engine.active.name,
+        "active_adapter_id": engine.active and engine.active.id,
+        "load_count": engine.lora_loads,
+        "loaded_adapters": list(engine.adapters),
+        "available_adapters": [file.parent.name for file in folders],
+    })
+
+
+@router.post("/lora/load")
+async def lora_load(request: Request) -> Response:
+    """Load an adapter under a new name, ``<adapter_name>-v<n>``, and make it the active one."""
+    body = await read_body(request, LoraLoadRequest)
+    max_rank = request.app.state.info.get("max_lora_rank")
+    if max_rank is None:
+        raise ApiError("adapters need a server started with --enable-lora", status=409,
+                       type="conflict")
+    engine, config = _engine(request), None
+    if body.adapter_id is not None:
+        work = engine.attach_adapter(body.adapter_name, body.adapter_id, version=body.version)
+    else:
+        config = _adapter_config(body.adapter_path, max_rank)
+        work = engine.load_adapter(body.adapter_name, body.adapter_path, version=body.version)
+    adapter: Adapter = await before(work, body.timeout, f"adapter {body.adapter_name}")
+    return json_response({
+        "status": "ok", "adapter_path": adapter.path, "adapter_name": adapter.name,
+        "adapter_id": adapter.id, "load_count": engine.lora_loads, "policy_version": engine.version,
+        "adapter_config": config})
+
+
+@router.post("/lora/unload")
+async def lora_unload(request: Request) -> Response:
+    """Go back to the base model."""
+    body = await read_body(request, DeadlineRequest)
+    previous: Adapter | None = await before(_engine(request).unload_adapter(), body.timeout,
+                                            "the adapter to be unloaded")
+    return json_response({"status": "ok", "previous_adapter": previous and previous.path,
+                          "previous_name": previous and previous.name})
+
+
+def _adapter_config(folder: str, max_rank: int) -> dict[str, Any]:
+    path = Path(folder)
+    if not (path / "adapter_config.json").is_file():
+        raise ApiError(f"adapter_path={folder}: there is no adapter_config.json", status=404,
+                       type="not_found", param="adapter_path")
+    if not any((path / name).is_file() for name in
+               ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")):
+        raise ApiError(f"adapter_path={folder}: there is no adapter_model.safetensors",
+                       status=404, type="not_found", param="adapter_path")
+    try:
+        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ApiError(f"adapter_path={folder}: adapter_config.json is not JSON: {error}",
+                       param="adapter_path") from None
+    if config.get("r", 0) > max_rank:
+        raise ApiError(f"adapter_path={folder} has rank {config['r']} but the server was started "
+                       f"with --max-lora-rank {max_rank}", param="adapter_path")
+    return {key: config.get(key) for key in
+            ("r", "lora_alpha", "target_modules", "base_model_name_or_path")}

@@ -1,0 +1,102 @@
+"""A policy that generates on an engine server, in another process or on another machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase
+
+from grpo import data
+from grpo.engines.client import EngineClient, Generated
+from grpo.policies.base import Completions, Policy, Sampling
+
+
+@dataclass
+class DatedCompletions(Completions):
+    """Completions with the policy versions that sampled them, ``[[version, tokens], ...]`` a row.
+    """
+
+    versions: list[list[list[int]]]
+
+
+class ServerPolicy(Policy):
+    """Sample over HTTP, all prompts of a batch in one call.
+
+    ``policy_version`` is the oldest version that sampled a token of the row, as the server counts:
+    an update in flight makes a row as old as its oldest token.
+
+    Args:
+        client: of the server.
+        sampling: see :class:`~grpo.policies.base.Sampling`.
+        pad_token_id: fill value of the token tensors.
+        eos_token_ids: tokens that end a response.
+        ignore_eos: always generate ``max_tokens``; for benchmarks.
+        seeded: draw the same samples again for the same seed and call. The engine then needs a
+            random generator a row, which slows large batches on a GPU; without, samples differ
+            from run to run.
+        timeout: seconds for one batch.
+
+    Raises:
+        RuntimeError: when called, if the engine aborted a row, as ``pause(mode="abort")`` does.
+
+    Examples:
+        >>> policy = ServerPolicy(EngineClient("http://127.0.0.1:9001"),
+        ...                       Sampling(max_tokens=8), pad_token_id=0,
+        ...                       eos_token_ids=(1,))                          # doctest: +SKIP
+        >>> policy.generate_from_ids([[5, 6, 7]])["tokens", "response"]        # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        sampling: Sampling,
+        *,
+        pad_token_id: int,
+        eos_token_ids: tuple[int, ...],
+        ignore_eos: bool = False,
+        seeded: bool = True,
+        timeout: float = 1200.0,
+    ) -> None:
+        super().__init__(sampling, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids,
+                         max_model_len=client.info()["max_model_len"],
+                         version=lambda: client.version)
+        self.client = client
+        self.ignore_eos = ignore_eos
+        self.seeded = seeded
+        self.timeout = timeout
+
+    def _generate(self, prompts: list[list[int]]) -> DatedCompletions:
+        answers = self.client.generate(
+            prompts, timeout=self.timeout, max_tokens=self.sampling.max_tokens,
+            temperature=float(self.sampling.temperature), ignore_eos=self.ignore_eos,
+            stop_token_ids=None if self.ignore_eos else list(self.eos_token_ids),
+            seed=self._seed() if self.seeded else None)
+        _refuse_aborted(answers)
+        return DatedCompletions(
+            tokens=[answer.tokens[0] for answer in answers],
+            log_probs=[answer.log_probs[0] for answer in answers],
+            truncated=[answer.finish_reasons[0] == "length" for answer in answers],
+            versions=[answer.versions[0] for answer in answers])
+
+    def _seed(self) -> int:
+        """A seed for the call's first row; the server adds the row's number.
+
+        Calls lie 2**20 rows apart, so two of them do not share a row's seed.
+        """
+        return ((self.sampling.seed * 1_000_003 + self.calls) << 20) % 2**62
+
+    def _write(self, tensordict: TensorDictBase, completions: Completions) -> TensorDictBase:
+        super()._write(tensordict, completions)
+        oldest = [min(version for version, _ in row) for row in completions.versions]
+        tensordict[data.POLICY_VERSION] = torch.tensor(
+            oldest, device=tensordict[data.POLICY_VERSION].device)
+        return tensordict
+
+
+def _refuse_aborted(answers: list[Generated]) -> None:
+    aborted = [row for row, answer in enumerate(answers) if answer.finish_reasons[0] == "abort"]
+    if aborted:
+        raise RuntimeError(f"the engine aborted {len(aborted)} of {len(answers)} rows (the first "
+                           f"is row {aborted[0]}), so they are no samples of the policy; pause it "
+                           "with mode keep or wait while rollouts run")

@@ -1,0 +1,211 @@
+"""A connection between a trainer and an engine's workers that carries bytes, with deadlines.
+
+Both ends build the same thing from a small JSON-able description: a group of processes apart from
+``torch.distributed``'s default group, so that neither the trainer's own parallelism nor vLLM's is
+touched. The rendezvous is a ``TCPStore`` that carries NCCL's or Gloo's addresses; nothing that
+comes from the network is unpickled.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Transport: TypeAlias = Literal["nccl", "gloo"]
+
+#: NCCL's watchdog ends the whole process when its own timeout passes; ours has to come first.
+_WATCHDOG_SECONDS = 24 * 3600
+_POLL_SECONDS = 2e-4
+
+
+class TransferError(RuntimeError):
+    """Weights did not reach the engine."""
+
+
+class Deadline:
+    """What is left of a span of time.
+
+    Args:
+        seconds: until it passes.
+        doing: what the whole span is for; part of the error.
+        fix: what the reader can do about it.
+    """
+
+    def __init__(self, seconds: float, doing: str, *, fix: str) -> None:
+        self.seconds, self.doing, self.fix = seconds, doing, fix
+        self.end = time.monotonic() + seconds
+
+    def left(self, waiting_for: str) -> float:
+        """Seconds until the deadline.
+
+        Raises:
+            TransferError: when it has passed, naming ``waiting_for``.
+        """
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TransferError(f"{self.doing}: waited {self.seconds:.0f} s in all, at last for "
+                                f"{waiting_for}; {self.fix}")
+        return left
+
+    def pause(self, waiting_for: str) -> None:
+        """Sleep a moment.
+
+        Raises:
+            TransferError: when the deadline has passed.
+        """
+        self.left(waiting_for)
+        time.sleep(_POLL_SECONDS)
+
+    def result(self, future: Future, waiting_for: str) -> Any:
+        """The result of ``future``, or its error as a :class:`TransferError`."""
+        while not future.done():
+            self.pause(waiting_for)
+        if error := future.exception():
+            raise TransferError(f"{self.doing}: {waiting_for} failed: {error}") from error
+        return future.result()
+
+
+def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
+    """Call ``function`` in a thread that cannot keep the process alive when it hangs."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001  handed to whoever waits for the future
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=f"transfer-{function.__name__}").start()
+    return future
+
+
+class Channel:
+    """One member of the group: the trainer's sender is rank 0, the engine's workers follow.
+
+    Args:
+        config: from :meth:`host`, the same on all sides.
+        rank: of this member.
+        device: whose tensors are sent; a GPU for NCCL, the CPU for Gloo.
+        store: the sender's own end of the rendezvous; the others connect to it.
+
+    Raises:
+        RuntimeError: from the backend, when the others do not come in time.
+    """
+
+    def __init__(self, config: dict[str, Any], *, rank: int, device: torch.device,
+                 store: dist.TCPStore | None = None) -> None:
+        self.transport: Transport = config["transport"]
+        self.rank, self.size, self.device = rank, config["size"], device
+        self._works: list[Any] = []
+        patience = timedelta(seconds=config["seconds"])
+        self.store = store or dist.TCPStore(config["host"], config["port"], None, False, patience)
+        if self.transport == "nccl":
+            torch.cuda.set_device(device)
+            self.group = dist.ProcessGroupNCCL(
+                self.store, rank, self.size, timeout=timedelta(seconds=_WATCHDOG_SECONDS))
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = patience
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=config["host"])]
+            self.group = dist.ProcessGroupGloo(self.store, rank, self.size, options)
+        # NCCL connects at the first message; it should not be the weights.
+        hello = torch.zeros(1, dtype=torch.uint8, device=device)
+        self.wait(self.broadcast([hello]),
+                  Deadline(config["seconds"], "connecting trainer and engine",
+                           fix="look at the other side's log"), "the first byte")
+
+    @staticmethod
+    def host(transport: Transport, size: int, *, host: str, seconds: float
+             ) -> tuple[dict[str, Any], dist.TCPStore]:
+        """Open the rendezvous on a free port of ``host``.
+
+        Returns:
+            The description for the other members, and the store that keeps the port open.
+        """
+        listener = socket.socket()
+        listener.bind((host, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        # The store would listen on every interface; the socket we hand over listens on one.
+        store = dist.TCPStore(host, port, None, True, timedelta(seconds=seconds),
+                              wait_for_workers=False, master_listen_fd=listener.detach())
+        return {"transport": transport, "size": size, "host": host, "port": port,
+                "seconds": seconds}, store
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> list[Any]:
+        """Start sending (rank 0) or receiving contiguous tensors; returns what to wait for.
+
+        NCCL takes them as one operation, which hides the latency of the small ones.
+        """
+        grouped = self.transport == "nccl"
+        if grouped:
+            self.group._start_coalescing()
+        # As bytes: Gloo does not know every dtype.
+        works = [self.group.broadcast(tensor.view(-1).view(torch.uint8), 0) for tensor in tensors]
+        if grouped:
+            works = [self.group._end_coalescing()]
+        self._works = [work for work in self._works if not work.is_completed()] + works
+        return works
+
+    def wait(self, works: Iterable[Any], deadline: Deadline, waiting_for: str, *,
+             until: Future | None = None) -> None:
+        """Wait until ``works`` are done.
+
+        Args:
+            works: from :meth:`broadcast`.
+            deadline: of the whole update.
+            waiting_for: for the error.
+            until: the other side's call; its failure ends the wait.
+
+        Raises:
+            TransferError: at the deadline, or with the other side's or the backend's error.
+        """
+        for work in works:
+            while not work.is_completed():
+                if until is not None and until.done() and until.exception():
+                    deadline.result(until, "the engine's workers")
+                deadline.pause(waiting_for)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise TransferError(f"{deadline.doing}: {waiting_for} failed: {error}; "
+                                    f"{deadline.fix}") from error
+
+    def close(self) -> None:
+        """Leave the group; sends that hang are given up."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.abort()
+            in_background(_outlive, group, self._works)
+
+
+def _outlive(group: Any, works: list[Any]) -> None:
+    """Keep ``group`` until its sends have ended: Gloo would block whoever drops it before."""
+    while not all(work.is_completed() for work in works):
+        time.sleep(100 * _POLL_SECONDS)
+
+
+def buckets(sizes: Iterable[int], limit: int) -> Iterator[int]:
+    """How many tensors go together: as many as fit into ``limit`` bytes, at least one.
+
+    Examples:
+        >>> list(buckets([3, 3, 9, 1, 1, 1], 6))
+        [2, 1, 3]
+    """
+    count = total = 0
+    for size in sizes:
+        if count and total + size > limit:
+            yield count
+            count = total = 0
+        count, total = count + 1, total + size
+    if count:
+        yield count

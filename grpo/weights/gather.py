@@ -1,0 +1,54 @@
+"""A trainer's ranks while one of them hands weights on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class TrainerRanks:
+    """Gather a model that FSDP2 has sharded; without shards there is one rank, this process.
+
+    Args:
+        model: whose parameters are whole tensors or ``DTensor`` shards over the default group.
+
+    Attributes:
+        count: number of ranks.
+        leads: True on the rank that hands the weights on.
+
+    Examples:
+        >>> trainer = TrainerRanks(nn.Linear(2, 1))
+        >>> trainer.count, trainer.leads
+        (1, True)
+        >>> [(name, tuple(t.shape)) for name, t in
+        ...  trainer.whole(nn.Linear(2, 1).named_parameters())]
+        [('weight', (1, 2)), ('bias', (1,))]
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        shards = [param for param in model.parameters() if isinstance(param, DTensor)]
+        self.count = dist.get_world_size() if shards else 1
+        self.leads = not shards or dist.get_rank() == 0
+        self._device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def whole(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors one after another; every rank must take them all, in the same order."""
+        for name, tensor in named:
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+    def agree(self, succeeded: bool) -> None:
+        """Let every rank know whether the leading one succeeded; call it in a ``finally``.
+
+        Raises:
+            RuntimeError: on the other ranks, if it did not.
+        """
+        if self.count > 1:
+            failed = torch.tensor([not succeeded], dtype=torch.uint8, device=self._device)
+            dist.broadcast(failed, 0)
+            if failed and not self.leads:
+                raise RuntimeError("rank 0 could not hand the weights on; its error says why")

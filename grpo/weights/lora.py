@@ -1,0 +1,265 @@
+"""LoRA adapters reach the engine: the same memory, written in place, in memory, or over HTTP.
+
+Only the two thin factors of each adapted module are trained, so an update is megabytes where the
+model is gigabytes. vLLM keeps an active adapter in a *slot* whose addresses never change; what is
+written there is in use with the next token, CUDA graphs included.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from grpo.engines import lora_worker
+from grpo.weights.adapters import Adapter, adapters, load_adapter_tensors, save_adapter
+from grpo.weights.lora_slot import slot_access
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+    from grpo.engines.handle import EngineHandle
+
+How = Literal["auto", "views", "write", "load"]
+
+
+class LoRASync:
+    """Keep one adapter of an engine equal to the trainer's.
+
+    ========= ==================================================== ==============================
+    ``how``    an update                                            possible
+    ========= ==================================================== ==============================
+    "views"    nothing: the trained parameters *are* the slot       ``alpha == r``, ``r`` equals the
+                                                                    engine's ``max_lora_rank``, one
+                                                                    dtype and one device
+    "write"    one copy into the slot, the scaling folded into B    no tensor parallelism
+    "load"     the engine takes up a new adapter from memory        always
+    ========= ==================================================== ==============================
+
+    ``"auto"`` takes the first that is possible. Views need a scaling of 1 because engines keep
+    ``scaling * B``: a parameter that held the product would be trained with another effective
+    learning rate than B itself, and how weights travel must not change what is learned. They need
+    the full rank because B would be a matrix with gaps otherwise, which fused optimizers refuse.
+
+    The engine has the trainer's adapter from construction on. Requests use it by carrying
+    :attr:`lora_request`, once and for all; a request with ``load_inplace`` would reload the adapter
+    at every engine step.
+
+    Args:
+        model: with adapters, see :func:`~grpo.weights.adapters.make_lora`. The engine serves the
+            same base weights; the adapter travels alone.
+        engine: started with LoRA enabled and :class:`~grpo.engines.lora_worker.LoRAMethods` among
+            its worker's methods.
+        how: see above.
+        name: of the adapter, for requests.
+        adapter_id: of the adapter, positive; one for each adapter of an engine.
+        version: updates published so far.
+        timeout: seconds that any call to the engine may take.
+
+    Raises:
+        RuntimeError: if the engine was started without LoRA.
+        ValueError: for an adapter that does not fit the engine, naming each module, and for a
+            ``how`` that is impossible, with the reason.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: EngineHandle,
+        *,
+        how: How = "auto",
+        name: str = "policy",
+        adapter_id: int = 1,
+        version: int = 0,
+        timeout: float = 60.0,
+    ) -> None:
+        if how not in get_args(How):
+            raise ValueError(f"how={how!r} is unknown; use one of {get_args(How)}")
+        if adapter_id < 1:
+            raise ValueError(f"adapter_id={adapter_id} must be positive; 0 means no adapter")
+        self.engine, self.version, self.timeout = engine, version, timeout
+        self.name, self.adapter_id = name, adapter_id
+        self.adapters: dict[str, Adapter] = adapters(model)
+        self.access = slot_access(engine, adapter_id, timeout=timeout)
+        self.slot = self.access.open({key: list(a.shape) for key, a in self.adapters.items()})
+        self.how, self.held = self._choose(how)
+        self._update()
+        if self.how == "views":
+            for param_name, param in self._params().items():
+                param.data = self.held[param_name]
+
+    @property
+    def lora_request(self) -> LoRARequest:
+        """What generation requests carry to use the adapter."""
+        from vllm.lora.request import LoRARequest
+
+        # Never read: the adapter is registered already. vLLM only wants the path to be there.
+        return LoRARequest(self.name, self.adapter_id, f"memory:{self.name}")
+
+    def publish(self) -> int:
+        """Bring the adapter's current values to the engine and return the new version.
+
+        Raises:
+            RuntimeError: if the engine dropped the adapter, or still runs requests, whose cached
+                keys and values cannot be dropped.
+        """
+        self._update()
+        if not self.engine.reset_prefix_cache(timeout=self.timeout):
+            raise RuntimeError("the engine refused to reset its prefix cache because requests are "
+                               "still running; finish or abort them before publishing weights")
+        self.version += 1
+        self.engine.set_version(self.version)
+        return self.version
+
+    @torch.no_grad()
+    def differing(self) -> list[str]:
+        """Factors whose values differ in the engine, as ``module.lora_A`` or ``module.lora_B``."""
+        if self.access.slot() != self.slot:
+            return list(self._params())
+        values = self._values()
+        if self.how == "load":
+            return self.access.differing(values)
+        return [name for name, held in self.held.items()
+                if not torch.equal(held, values[name].to(held.device, held.dtype))]
+
+    def unshared(self) -> list[str]:
+        """Factors that should lie in the engine's slot and do not; none unless they are views."""
+        if self.how != "views":
+            return []
+        return [name for name, param in self._params().items()
+                if param.data_ptr() != self.held[name].data_ptr()]
+
+    def close(self) -> None:
+        """Give the slot back; parameters that were views of it keep their values."""
+        if self.how == "views":
+            for param in self._params().values():
+                param.data = param.data.clone()
+        self.access.close()
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        if self.how == "load":
+            self.slot = self.access.load(self._values())
+            return
+        if (slot := self.access.slot()) != self.slot:
+            raise RuntimeError(
+                f"the engine moved adapter {self.name!r} from slot {self.slot} to {slot}; removing "
+                "it or reloading the engine's weights does that. Make a new LoRASync, which gives "
+                "it a slot again")
+        values = self._values()
+        targets = {name: held for name, held in self.held.items()
+                   if held.data_ptr() != values[name].data_ptr()}
+        if targets:
+            torch._foreach_copy_(list(targets.values()), [values[name] for name in targets])
+        for device in {held.device for held in self.held.values() if held.is_cuda}:
+            torch.cuda.synchronize(device)
+
+    def _params(self) -> dict[str, nn.Parameter]:
+        return {f"{key}.{part}": param for key, adapter in self.adapters.items()
+                for part, param in (("lora_A", adapter.a), ("lora_B", adapter.b))}
+
+    def _values(self) -> dict[str, Tensor]:
+        """The factors as the engine keeps them, the scaling folded into B."""
+        return lora_worker.flat({key: a.tensors() for key, a in self.adapters.items()})
+
+    def _choose(self, how: How) -> tuple[How, dict[str, Tensor]]:
+        """What ``how`` comes to, and the parts of the slot that the adapter's rank uses."""
+        if self.access.workers > 1:
+            if how not in ("auto", "load"):
+                raise ValueError(f"how={how!r} is impossible: the engine has {self.access.workers} "
+                                 "workers with a shard each. Use how='load' or 'auto'")
+            return "load", {}
+        if how == "load":
+            return "load", {}
+        buffers = self.access.map()
+        held = {name: lora_worker.narrow(buffers[name], name.rpartition(".")[2], param.shape)
+                for name, param in self._params().items()}
+        obstacles = self._obstacles_to_views(held)
+        if how == "views" and obstacles:
+            raise ValueError(f"how='views' is impossible: {'; '.join(obstacles)}. Use how='write' "
+                             "or 'auto'")
+        return ("views" if how != "write" and not obstacles else "write"), held
+
+    def _obstacles_to_views(self, held: dict[str, Tensor]) -> list[str]:
+        obstacles = []
+        scalings = {adapter.scaling for adapter in self.adapters.values()} - {1.0}
+        if scalings:
+            obstacles.append(f"adapters are scaled by {', '.join(map(str, sorted(scalings)))}, and "
+                             "only alpha == r gives 1")
+        for name, param in self._params().items():
+            theirs = held[name]
+            if (param.dtype, param.device) != (theirs.dtype, theirs.device):
+                obstacles.append(f"{name} is {param.dtype} on {param.device}, the engine's slot "
+                                 f"{theirs.dtype} on {theirs.device}")
+            if not theirs.is_contiguous():
+                obstacles.append(f"{name} has a rank of {param.shape[1]}, below the engine's "
+                                 "max_lora_rank")
+        return obstacles[:3]
+
+
+class AdapterServer(Protocol):
+    """What is needed of :class:`~grpo.engines.client.EngineClient`."""
+
+    def load_lora(self, path: str, *, name: str, version: int) -> str:
+        """Use the adapter in a folder from now on; returns the name it is served under."""
+
+
+class HTTPLoRASync:
+    """Bring adapters to an engine server as folders that it reads from disk.
+
+    The server gives every load a name and id of its own, so running requests finish with the
+    adapter they started with, no cached key or value is taken for a newer adapter's, and the
+    adapter is read once. It drops an old adapter when its last request has ended; the newest two
+    folders are kept.
+
+    Args:
+        client: of the server, which must see ``folder`` at the same path.
+        model: with adapters, see :func:`~grpo.weights.adapters.make_lora`.
+        folder: gets ``adapter_step_1``, ``adapter_step_2`` and so on.
+        name: of the adapter; the server appends the number of the load.
+        version: updates published so far.
+
+    Attributes:
+        lora_name: what the newest version is served as; None before the first is published.
+    """
+
+    KEPT = 2
+
+    def __init__(self, client: AdapterServer, model: nn.Module, *, folder: str | Path,
+                 name: str = "policy", version: int = 0) -> None:
+        adapters(model)  # raises if there are none
+        self.client, self.model, self.folder = client, model, Path(folder)
+        self.name, self.version = name, version
+        self.lora_name: str | None = None
+        self.saved: list[Path] = []
+
+    def publish(self) -> int:
+        """Save the adapter and have the server use it for the requests to come.
+
+        The version only counts once the server has loaded it.
+        """
+        version = self.version + 1
+        path = save_adapter(self.model, self.folder / f"adapter_step_{version}")
+        self.lora_name = self.client.load_lora(str(path), name=self.name, version=version)
+        self.version = version
+        self.saved.append(path)
+        while len(self.saved) > self.KEPT:
+            shutil.rmtree(self.saved.pop(0), ignore_errors=True)
+        return self.version
+
+    def differing(self) -> list[str]:
+        """Factors that changed since the newest version was saved for the server."""
+        ours = {f"{key}.{part}": param for key, adapter in adapters(self.model).items()
+                for part, param in (("lora_A", adapter.a), ("lora_B", adapter.b))}
+        if not self.saved:
+            return list(ours)
+        theirs = lora_worker.flat(load_adapter_tensors(self.saved[-1]))
+        return [key for key, param in ours.items()
+                if key not in theirs or not torch.equal(param.detach().cpu(), theirs[key])]
+
+    def unshared(self) -> list[str]:
+        """Nothing is meant to be shared."""
+        return []

@@ -1,0 +1,269 @@
+"""Child processes: started on a free port, watched, and ended with everything they started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from grpo.engines.client import EngineClient, EngineTimeoutError, EngineUnreachableError
+from grpo.engines.process import EngineProcess, EngineStartError, bind, server_command
+
+# A server that answers every GET, on the socket it inherited.
+SERVER = """
+    import http.server, os, socket, subprocess, sys, time
+    sock = socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1]))
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = ('{"token": "%s"}' % os.environ.get("GRPO_SERVER_TOKEN")).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+    def serve():
+        server = http.server.HTTPServer(sock.getsockname(), Handler, bind_and_activate=False)
+        server.socket = sock
+        server.server_activate()
+        server.serve_forever()
+"""
+
+
+def child(script, **options):
+    code = textwrap.dedent(SERVER) + textwrap.dedent(script)
+    return EngineProcess([sys.executable, "-c", code], **{"start_timeout": 20.0, **options})
+
+
+def gone(pid, *, within=5.0):
+    """Whether a process has ended (or is only waited for) within some seconds."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                if stat.read().rsplit(")", 1)[1].split()[0] in "ZX":
+                    return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def wait_for_line(process, marker):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        for line in process.last_lines():
+            if line.startswith(marker):
+                return line.removeprefix(marker).strip()
+        time.sleep(0.02)
+    raise AssertionError(f"no line {marker} in {process.last_lines()}")
+
+
+def test_server_is_ready_on_a_free_port_with_its_token_and_ends_on_exit(tmp_path):
+    with child("serve()", token="secret", log_path=tmp_path / "deep" / "log") as server:
+        assert server.port > 0 and server.alive()
+        assert server.client().call("GET", "/") == {"token": "secret"}
+        pid = server.pid
+        with pytest.raises(RuntimeError, match="started already"):
+            server.start()
+    assert gone(pid) and not server.alive()
+    server.stop()  # a second time: nothing to do
+    with pytest.raises(RuntimeError, match="not running"):
+        _ = server.pid
+
+
+def test_two_servers_get_different_ports():
+    with child("serve()") as one, child("serve()") as two:
+        assert one.port != two.port
+
+
+def test_a_stopped_server_can_be_started_again(tmp_path):
+    server = child("serve()", log_path=tmp_path / "log")
+    for _ in range(2):
+        with server:
+            assert server.client().alive()
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"port {port} of 127.0.0.1.*choose another"):
+            child("serve()", port=port).start()
+        with pytest.raises(OSError, match=str(port)):
+            bind("127.0.0.1", port)
+
+
+def test_a_crash_shows_the_last_lines():
+    server = child("""
+        for i in range(100): print("line", i)
+        raise SystemExit("no such model")
+    """)
+    with pytest.raises(EngineStartError) as info, server:
+        pass
+    assert "exit code 1" in str(info.value) and "| no such model" in str(info.value)
+    assert "| line 99" in str(info.value) and "| line 5\n" not in str(info.value)
+    assert not server.alive()
+
+
+def test_a_signal_is_named():
+    with pytest.raises(EngineStartError, match="signal SIGSEGV"), child(
+            "os.kill(os.getpid(), 11)"):
+        pass
+
+
+@pytest.mark.slow
+def test_a_server_that_never_gets_ready_is_ended_at_the_deadline():
+    server = child("print('loading', os.getpid(), flush=True); time.sleep(600)", start_timeout=3.0)
+    started = time.monotonic()
+    with pytest.raises(EngineStartError, match="waited 3 s for http://127.0.0.1.*/health") as info:
+        with server:
+            pass
+    assert time.monotonic() - started < 8
+    pid = int(str(info.value).split("loading ")[1].split()[0])
+    assert gone(pid)
+
+
+@pytest.mark.slow
+def test_a_server_that_accepts_and_says_nothing_is_not_ready():
+    with pytest.raises(EngineStartError, match="waited 3 s"), child(
+            "sock.listen(); time.sleep(600)", start_timeout=3.0):
+        pass
+
+
+def test_a_crash_later_is_reported_with_its_log():
+    with child("print('fine so far', flush=True); serve()") as server:
+        os.kill(server.pid, signal.SIGKILL)
+        assert gone(server.pid)
+        with pytest.raises(RuntimeError, match="signal SIGKILL") as info:
+            server.check()
+        assert "fine so far" in str(info.value)
+
+
+def test_stop_kills_what_ignores_the_request_to_end():
+    server = child("""
+        import signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        serve()
+    """)
+    with server:
+        pid = server.pid
+        started = time.monotonic()
+        server.stop(timeout=0.3)
+    assert time.monotonic() - started < 5 and gone(pid)
+
+
+WORKER = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid"
+
+
+def test_stop_ends_workers_too_even_if_the_server_is_dead_already():
+    for kill_first in (False, True):
+        with child(f"print('worker', {WORKER}, flush=True); serve()") as server:
+            worker = int(wait_for_line(server, "worker"))
+            if kill_first:
+                os.kill(server.pid, signal.SIGKILL)
+                assert gone(server.pid) and not gone(worker, within=0.1)
+        assert gone(worker)
+
+
+def test_processes_that_we_did_not_start_live_on():
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        with child("serve()"):
+            pass
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["kill", "exit"])
+def test_the_server_and_its_workers_end_with_the_parent(tmp_path, end):
+    """Killed, the parent can do nothing: its child sees standard input close."""
+    server = textwrap.dedent(SERVER) + textwrap.dedent(f"""
+        from grpo.engines.process import exit_with_parent
+        exit_with_parent(grace=0.5)
+        print('worker', {WORKER}, flush=True)
+        serve()
+    """)
+    parent = tmp_path / "parent.py"
+    parent.write_text(textwrap.dedent(f"""
+        import os, sys, time
+        from grpo.engines.process import EngineProcess
+        server = EngineProcess([sys.executable, "-c", {server!r}],
+                               log_path={str(tmp_path / 'log')!r}, start_timeout=20)
+        server.start()
+        server.wait_ready()
+        print(server.pid, flush=True)
+        {"time.sleep(600)" if end == "kill" else "sys.exit()"}
+    """))
+    with subprocess.Popen([sys.executable, str(parent)], stdout=subprocess.PIPE, text=True,
+                          env={**os.environ, "PYTHONPATH": os.getcwd()}) as process:
+        pid = int(process.stdout.readline())
+        worker = int((tmp_path / "log").read_text().split("worker ")[1].split()[0])
+        if end == "kill":
+            assert not gone(pid, within=0.2)
+            process.kill()
+    assert gone(pid) and gone(worker)
+
+
+def test_client_says_who_is_not_there_and_keeps_its_deadline():
+    with bind("127.0.0.1", 0) as sock:
+        client = EngineClient(f"http://127.0.0.1:{sock.getsockname()[1]}")
+        assert not client.alive()
+        with pytest.raises(EngineUnreachableError, match="is the server running"):
+            client.info()
+        sock.listen()
+        started = time.monotonic()
+        with pytest.raises(EngineTimeoutError, match="GET http.*no answer in 0.2 s"):
+            client.call("GET", "/bridge/info", timeout=0.2)
+        assert time.monotonic() - started < 2
+
+
+def test_client_deadline_holds_for_an_answer_that_drips():
+    script = """
+        class Drip(Handler):
+            def do_GET(self):
+                self.send_response(200)
+                self.send_header("Content-Length", "1000")
+                self.end_headers()
+                while True:
+                    self.wfile.write(b" ")
+                    self.wfile.flush()
+                    time.sleep(0.05)
+        Handler = Drip
+        serve()
+    """
+    server = child(script)
+    server.start()
+    try:
+        client = server.client(timeout=0.5)
+        wait = time.monotonic() + 20
+        while time.monotonic() < wait:  # until it listens
+            started = time.monotonic()
+            try:
+                client.info()
+            except EngineTimeoutError:
+                break
+            except EngineUnreachableError:
+                time.sleep(0.05)
+        assert 0.4 < time.monotonic() - started < 2
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:80", "https://a:1", "http://a", "http://a:1/v1"])
+def test_client_refuses_other_addresses(url):
+    with pytest.raises(ValueError, match="http://host:port"):
+        EngineClient(url)
+
+
+def test_server_command_leaves_out_what_is_not_set():
+    command = server_command("m", dtype="float32", enforce_eager=False, max_loras=None)
+    assert command[3:] == ["--model", "m", "--dtype", "float32"]

@@ -1,0 +1,66 @@
+"""The server's command line: what it refuses, and what it makes of the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo.engines.process import TOKEN_VARIABLE
+from grpo.engines.server import check, engine_arguments, main, parser
+
+
+def parse(*options):
+    return parser().parse_args(["--model", "tiny", *options])
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--host", "0.0.0.0"], "--token"),
+    (["--shared-weights", "--enable-sleep-mode"], "exclude each other"),
+    (["--shared-weights", "--tensor-parallel-size", "2"], "--tensor-parallel-size 1, not 2"),
+    (["--gpu-memory-utilization", "0.5", "--kv-cache-memory-bytes", "1"], "one of them"),
+    (["--engine-options", "[1]"], "JSON object")])
+def test_options_that_exclude_each_other(options, message):
+    with pytest.raises(ValueError, match=message):
+        check(parse(*options))
+
+
+def test_other_machines_need_the_token():
+    check(parse("--host", "0.0.0.0", "--token", "secret"))
+    for host in ("127.0.0.1", "localhost", "::1", "127.9.9.9"):
+        check(parse("--host", host))
+
+
+def test_errors_of_the_command_line_end_the_program(capsys, monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with pytest.raises(SystemExit):
+        main(["--model", "tiny", "--host", "0.0.0.0"])
+    assert "opens the engine to other machines" in capsys.readouterr().err
+
+
+def test_environment_variables_stand_for_options(monkeypatch):
+    assert not parse().shared_weights
+    monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", "1")
+    monkeypatch.setenv("LOGDIR", "/logs")
+    monkeypatch.setenv("VLLM_BRIDGE_CONFIG_PATH", "/a/b.json")
+    args = parse()
+    assert (args.shared_weights, args.log_dir, args.bridge_config_path) == (
+        True, "/logs", "/a/b.json")
+
+
+def test_engine_arguments():
+    gpu = engine_arguments(parse("--max-model-len", "64", "--engine-options", '{"max_logprobs": 5}',
+                                 "--enable-lora", "--no-prefix-caching"), device_type="cuda")
+    assert gpu["logprobs_mode"] == "processed_logprobs" and not gpu["enforce_eager"]
+    assert gpu["max_model_len"] == 64 and gpu["max_logprobs"] == 5 and gpu["max_lora_rank"] == 16
+    assert not gpu["enable_prefix_caching"] and "kv_cache_memory_bytes" not in gpu
+    sized = engine_arguments(parse("--kv-cache-memory-bytes", "7"), device_type="cuda")
+    assert sized["kv_cache_memory_bytes"] == 7 and sized["gpu_memory_utilization"] < 0.1
+    cpu = engine_arguments(parse(), device_type="cpu")
+    assert cpu["enforce_eager"] and cpu["kv_cache_memory_bytes"] > 0
+
+
+def test_options_without_effect_are_refused():
+    with pytest.raises(ValueError, match="no effect on a CPU"):
+        engine_arguments(parse("--gpu-memory-utilization", "0.5"), device_type="cpu")
+    with pytest.raises(ValueError, match="--engine-options sets logprobs_mode"):
+        engine_arguments(parse("--engine-options", '{"logprobs_mode": "raw_logprobs"}'),
+                         device_type="cuda")

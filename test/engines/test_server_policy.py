@@ -1,0 +1,69 @@
+"""``ServerPolicy`` around a stand-in engine: the batch, its seeds and its versions."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from grpo.policies.base import Sampling
+from grpo.policies.server import ServerPolicy
+
+from .serving import server
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with server(info={"max_lora_rank": 8}) as (engine, client):
+        yield engine, client
+
+
+@pytest.fixture
+def client(shared):
+    yield shared[1]
+    shared[1].resume()
+
+
+@pytest.fixture
+def engine(shared):
+    return shared[0]
+
+
+def test_server_policy_writes_the_dense_batch(client, engine):
+    policy = ServerPolicy(client, Sampling(max_tokens=3, seed=5), pad_token_id=0,
+                          eos_token_ids=(1,))
+    batch = policy.generate_from_ids([[7, 8], [9]])
+    version = client.version
+    assert policy.max_model_len == 1000
+    assert set(policy.out_keys) <= set(batch.keys(True))
+    assert batch["policy_version"].tolist() == [version, version]
+    assert batch["log_probs", "full"][0].tolist() == [0, 0, -0.5, -0.5, -0.5]
+    assert batch["tokens", "full"][1, 0] == 9
+    first = [request.params.seed for request in engine.seen[-2:]]
+    policy.generate_from_ids([[7, 8], [9]])
+    second = [request.params.seed for request in engine.seen[-2:]]
+    assert len({*first, *second}) == 4
+    assert engine.seen[-1].params.stop_token_ids == [1]
+    assert not engine.seen[-1].params.detokenize
+
+
+def test_server_policy_dates_a_row_by_its_oldest_token(client, engine):
+    policy = ServerPolicy(client, Sampling(max_tokens=200), pad_token_id=0, eos_token_ids=(1,))
+    old = client.version
+    with_update = threading.Thread(target=lambda: (time.sleep(0.05), client.pause(),
+                                                   client.set_version(old + 1), client.resume()))
+    with_update.start()
+    batch = policy.generate_from_ids([[7]])
+    with_update.join()
+    assert client.version == old + 1
+    assert batch["policy_version"].tolist() == [old]
+
+
+def test_server_policy_refuses_aborted_rows(client):
+    policy = ServerPolicy(client, Sampling(max_tokens=900), pad_token_id=0, eos_token_ids=(1,))
+    aborting = threading.Thread(target=lambda: (time.sleep(0.05), client.pause("abort")))
+    aborting.start()
+    with pytest.raises(RuntimeError, match="aborted 2 of 2 rows"):
+        policy.generate_from_ids([[7], [8]])
+    aborting.join()

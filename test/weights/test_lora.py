@@ -1,0 +1,306 @@
+"""LoRA with real vLLM engines: every way an update travels, and what the engine then computes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from grpo import GRPOLoss, data, total_loss
+from grpo.engines.handle import InProcessEngine
+from grpo.engines.inprocess import start_engine, stop_engine
+from grpo.objectives import TokenScorer
+from grpo.policies import Sampling, VLLMPolicy
+from grpo.training import MasterAdamW
+from grpo.weights import Canary, StaleWeightsError
+from grpo.weights.adapters import (
+    AdapterDisabledReference,
+    adapters,
+    adapters_disabled,
+    make_lora,
+    save_adapter,
+)
+from grpo.weights.layout import base_parameters, engine_layout, view
+from grpo.weights.lora import LoRASync
+from grpo.weights.lora_slot import RemoteSlot
+
+pytest.importorskip("peft")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+MAX_RANK = 8
+# One is long enough to fill a block of the prefix cache (128 tokens on a CPU).
+PROMPTS = [[5 + (7 * row + i) % 200 for i in range(40 + 50 * row)] for row in range(4)]
+# The set-ups of an update: (how, rank, alpha); views need alpha = rank = the engine's greatest.
+SETUPS = [("views", 8, 8), ("write", 4, 12), ("write", 8, 8), ("load", 4, 12)]
+
+
+def start(model_folder, **options):
+    pytest.importorskip("vllm")
+    return InProcessEngine(start_engine(
+        str(model_folder), device=torch.device("cpu"), dtype=torch.float32, max_model_len=256,
+        max_num_seqs=64, max_lora_rank=MAX_RANK, max_loras=2, **options))
+
+
+@pytest.fixture(scope="module", params=["in process", "own process"])
+def engine(request, model_folder):
+    separate = request.param == "own process"
+    engine = start(model_folder, separate_process=separate)
+    assert bool(engine.workers) == separate
+    yield engine
+    stop_engine(engine.llm)
+
+
+@pytest.fixture
+def make(model_folder, engine):
+    """A model with trained adapters, its sync, and policies with and without the adapter."""
+    from transformers import AutoModelForCausalLM
+
+    opened = []
+
+    def build(how, r, alpha, *, adapter_id=1, **options):
+        torch.manual_seed(adapter_id)
+        model = make_lora(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32),
+                          r=r, alpha=alpha, **options)
+        randomise(model)
+        sync = LoRASync(model, engine, how=how, adapter_id=adapter_id, name=f"a{adapter_id}")
+        opened.append(sync)
+        return model, sync, policy_of(engine, sync)
+
+    yield build
+    for sync in opened:
+        sync.close()
+    engine.llm.reset_prefix_cache()
+
+
+def policy_of(engine, sync=None) -> VLLMPolicy:
+    return VLLMPolicy(engine.llm, Sampling(max_tokens=12), pad_token_id=0, eos_token_ids=(1,),
+                      version=lambda: sync.version if sync else 0,
+                      lora_request=sync.lora_request if sync else None)
+
+
+def randomise(model, std: float = 0.1) -> None:
+    with torch.no_grad():
+        for adapter in adapters(model).values():
+            adapter.b.normal_(std=std)
+
+
+def gap(model, policy) -> float:
+    """Greatest difference between the engine's log-probs and a plain Hugging Face forward."""
+    batch = data.trim(policy.generate_from_ids(PROMPTS))
+    tokens, mask = batch[data.TOKENS], batch[data.ASSISTANT_MASK]
+    with torch.no_grad():
+        logits = model(input_ids=tokens, attention_mask=batch[data.ATTENTION_MASK]).logits
+    log_probs = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    return (log_probs - batch[data.LOG_PROBS][:, 1:])[mask[:, 1:]].abs().max().item()
+
+
+def train_once(model, policy, optimizer) -> float:
+    """A GRPO step that rewards even tokens; returns how far the adapters moved."""
+    batch = policy.generate_from_ids(PROMPTS * 4)
+    even = (batch[data.TOKENS] % 2 == 0) & batch[data.ASSISTANT_MASK]
+    batch[data.REWARD] = even.sum(-1, keepdim=True).float()
+    batch[data.GROUP_ID] = torch.arange(4).repeat(4)
+    before = [adapter.b.detach().clone() for adapter in adapters(model).values()]
+    total_loss(GRPOLoss(model)(batch)).backward()
+    optimizer.step()
+    after = [adapter.b for adapter in adapters(model).values()]
+    return max((new - old).abs().max().item() for new, old in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize(("how", "r", "alpha"), SETUPS)
+def test_log_probs_agree_after_every_update(make, engine, how, r, alpha):
+    model, sync, policy = make(how, r, alpha)
+    base = {name: param.detach().clone() for name, param in base_parameters(model).items()}
+    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
+    assert sync.how == how
+    assert gap(model, policy) < 1e-4
+    for version in range(1, 4):
+        assert train_once(model, policy, optimizer) > 1e-3
+        assert sync.publish() == version == engine.version
+        assert sync.differing() == sync.unshared() == []
+        assert gap(model, policy) < 1e-4
+    assert all(torch.equal(param, base[name]) for name, param in base_parameters(model).items())
+    with adapters_disabled(model):
+        assert gap(model, policy_of(engine)) < 1e-4
+        assert gap(model, policy) > 1e-2, "the adapter changed nothing"
+
+
+@pytest.mark.parametrize("how", ["write", "load"])
+def test_an_update_that_was_not_published_is_seen(make, how):
+    model, sync, policy = make(how, 4, 8)
+    canary = Canary(policy, TokenScorer(model), sync, prompts=PROMPTS)
+    assert canary.check().max_abs_diff < 1e-4
+    name = "model.layers.1.self_attn.v_proj"
+    with torch.no_grad():
+        adapters(model)[name].b.normal_()
+    assert sync.differing() == [f"{name}.lora_B"]
+    with pytest.raises(StaleWeightsError, match=f"differ: {name}.lora_B"):
+        canary.check()
+    sync.publish()
+    assert canary.check().max_abs_diff < 1e-4
+
+
+def test_views_are_the_engines_memory_and_losing_it_is_seen(make):
+    model, sync, policy = make("auto", MAX_RANK, MAX_RANK)
+    assert sync.how == "views"
+    canary = Canary(policy, TokenScorer(model), sync, prompts=PROMPTS)
+    randomise(model, std=0.3)  # in place, so nothing else has to happen but to drop old caches
+    assert sync.differing() == []
+    sync.publish()
+    canary.check()
+    name = "model.layers.0.mlp.gate_proj"
+    adapters(model)[name].a.data = adapters(model)[name].a.data.clone()
+    with pytest.raises(StaleWeightsError, match=f"{name}.lora_A no longer lies"):
+        canary.check()
+
+
+@pytest.mark.parametrize(("r", "alpha", "reason"), [
+    (MAX_RANK, 2 * MAX_RANK, "scaled by 2.0"), (4, 4, "has a rank of 4, below")])
+def test_views_that_would_change_training_are_refused(make, r, alpha, reason):
+    with pytest.raises(ValueError, match=f"how='views' is impossible: .*{reason}"):
+        make("views", r, alpha)
+    assert make("auto", r, alpha)[1].how == "write"
+
+
+@pytest.mark.parametrize("how", ["write", "load"])
+def test_a_subset_of_modules_and_layers(make, how):
+    model, sync, policy = make(how, 2, 4, target_modules=["k_proj", "up_proj", "o_proj"],
+                               layer_indices=[1])
+    assert gap(model, policy) < 1e-4
+    randomise(model, std=0.5)
+    sync.publish()
+    assert gap(model, policy) < 1e-4
+
+
+def test_two_adapters_live_side_by_side(make):
+    first = make("write", 4, 8)
+    second = make("load", 8, 8, adapter_id=2)
+    assert first[1].slot != second[1].slot
+    for model, sync, policy in (first, second, first):
+        randomise(model)
+        sync.publish()
+        assert gap(model, policy) < 1e-4
+    assert gap(second[0], second[2]) < 1e-4
+    assert gap(first[0], second[2]) > 1e-2
+
+
+def test_a_saved_adapter_is_served_from_disk(make, engine, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    model, _, _ = make("write", 4, 12)
+    request = LoRARequest("saved", 7, str(save_adapter(model, tmp_path / "adapter")))
+    policy = policy_of(engine)
+    policy.lora_request = request
+    assert engine.llm.llm_engine.add_lora(request)
+    try:
+        assert gap(model, policy) < 1e-4
+    finally:
+        engine.llm.llm_engine.remove_lora(7)
+
+
+def test_a_rank_above_the_engines_names_every_module(make):
+    with pytest.raises(Exception, match=r"layers\.1\.mlp\.up_proj: rank 16 is above the engine's "
+                                        r"max_lora_rank=8"):
+        make("write", 16, 16)
+
+
+def test_a_shape_that_differs_names_the_module(make, engine, byte_model):
+    model = make_lora(byte_model, r=4)  # narrower than the engine's
+    with pytest.raises(Exception, match=r"layers\.0\.self_attn\.q_proj: 16 inputs and 16 outputs "
+                                        r"here, 128 and 128 in the engine"):
+        LoRASync(model, engine)
+
+
+def test_an_adapter_that_the_engine_dropped_is_an_error(make, engine):
+    model, sync, _ = make("write", 4, 8)
+    engine.llm.llm_engine.remove_lora(sync.adapter_id)
+    assert len(sync.differing()) == 2 * len(adapters(model))
+    with pytest.raises(RuntimeError, match="moved adapter 'a1' from slot 0 to None"):
+        sync.publish()
+    assert sync.version == 0
+
+
+def test_publish_while_requests_run_is_an_error(make, engine):
+    from vllm import SamplingParams
+
+    _, sync, _ = make("write", 4, 8)
+    core = engine.llm.llm_engine
+    core.add_request("busy", {"prompt_token_ids": PROMPTS[0]},
+                     SamplingParams(max_tokens=20, ignore_eos=True),
+                     lora_request=sync.lora_request)
+    core.step()
+    try:
+        with pytest.raises(RuntimeError, match="requests are still running"):
+            sync.publish()
+    finally:
+        core.abort_request(["busy"])
+        while core.has_unfinished_requests():
+            core.step()
+    assert sync.publish() == 1
+
+
+def test_requests_that_reload_the_adapter_at_every_step_are_refused(make, engine):
+    import msgspec
+
+    _, sync, _ = make("write", 4, 8)
+    request = msgspec.structs.replace(sync.lora_request, load_inplace=True)
+    with pytest.raises(ValueError, match="load_inplace=True"):
+        VLLMPolicy(engine.llm, Sampling(max_tokens=1), pad_token_id=0, eos_token_ids=(1,),
+                   lora_request=request)
+
+
+def test_the_reference_costs_no_second_model(make, engine):
+    model, _, policy = make("write", 4, 8)
+    batch = policy_of(engine).generate_from_ids(PROMPTS)
+    AdapterDisabledReference(model, temperature=1.0, max_tokens=2000)(batch)
+    mask = batch[data.ASSISTANT_MASK]
+    difference = batch[data.REF_LOG_PROBS] - batch[data.LOG_PROBS]
+    assert difference[mask].abs().max() < 1e-4
+
+
+def test_adapters_on_a_base_in_the_engines_memory(model_folder, make, engine):
+    """One copy of the base, one of the adapters: nothing of the policy exists twice."""
+    if engine.workers:
+        pytest.skip("the base is shared in process here")
+    from grpo.engines.inprocess import engine_module
+
+    model, sync, policy = make("views", MAX_RANK, MAX_RANK)
+    theirs = base_parameters(engine_module(engine.llm))
+    places = engine_layout(base_parameters(model), theirs)
+    for name, param in base_parameters(model).items():
+        assert torch.equal(param.data, view(places[name], theirs))
+        param.data = view(places[name], theirs)
+    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
+    train_once(model, policy, optimizer)
+    sync.publish()
+    assert gap(model, policy) < 1e-4
+    assert all(param.data_ptr() == view(places[name], theirs).data_ptr()
+               for name, param in base_parameters(model).items())
+
+
+def test_writing_in_place_is_faster_than_loading(make, record_property):
+    """Loading builds and packs an adapter; writing copies into memory that is there."""
+    seconds = {}
+    for how, adapter_id in (("write", 1), ("load", 2)):
+        _, sync, _ = make(how, 4, 8, adapter_id=adapter_id)
+        times = []
+        for _ in range(15):
+            begin = time.perf_counter()
+            sync._update()
+            times.append(time.perf_counter() - begin)
+        seconds[how] = min(times)
+    record_property("load_over_write", seconds["load"] / seconds["write"])
+    print(f"an update by load takes {seconds['load'] / seconds['write']:.1f} times one by write, "
+          f"{1e3 * seconds['write']:.2f} ms")
+    assert seconds["write"] < seconds["load"]
+
+
+def test_values_can_be_sent_to_an_engine_of_this_process_like_to_another(make, engine):
+    model, sync, _ = make("write", 4, 8)
+    remote = RemoteSlot(engine, sync.adapter_id, timeout=30.0)
+    values = {f"{name}.{part}": tensor for name, adapter in adapters(model).items()
+              for part, tensor in adapter.tensors().items()}
+    assert remote.differing(values) == []
+    values["model.layers.0.mlp.up_proj.lora_A"] = values["model.layers.0.mlp.up_proj.lora_A"] + 1
+    assert remote.differing(values) == ["model.layers.0.mlp.up_proj.lora_A"]

@@ -1,0 +1,281 @@
+"""Checkpoints carry weights to an engine: written whole, read in place by real vLLM, or restarted.
+
+One engine process serves the tests of reloading and, because starting it takes longest, those of
+:class:`~grpo.weights.transfer.WeightTransfer` that need a real one.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo import data
+from grpo.objectives import TokenScorer
+from grpo.policies import Sampling, VLLMPolicy
+from grpo.weights import Canary, StaleWeightsError
+from grpo.weights.channel import TransferError
+from grpo.weights.layout import LayoutError
+from grpo.weights.reload import CheckpointReload, EngineRestart, write_checkpoint
+from grpo.weights.transfer import WeightTransfer
+
+from .receivers import ThreadedEngine, Worker, vllm_like
+
+# One is long enough to fill a block of the prefix cache (128 tokens on a CPU).
+PROMPTS = [[5 + (7 * row + i) % 200 for i in range(40 + 50 * row)] for row in range(4)]
+
+
+def change(model, seed: int = 1) -> None:
+    """Another model of the same shape."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.05 * torch.randn(param.shape, generator=generator))
+
+
+def loaded(folder: Path, **options):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+def same(model, other) -> bool:
+    ours, theirs = model.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+# -- a real engine ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(model_folder):
+    """vLLM in a process of its own, with our methods in its worker."""
+    pytest.importorskip("vllm")
+    from grpo.engines.handle import InProcessEngine
+    from grpo.engines.inprocess import start_engine, stop_engine
+
+    llm = start_engine(str(model_folder), device=torch.device("cpu"), dtype=torch.float32,
+                       max_model_len=256, max_num_seqs=64, separate_process=True)
+    yield llm, InProcessEngine(llm)
+    stop_engine(llm)
+
+
+def ways(tmp_path, tokenizer):
+    def transfer(**options):
+        return lambda model, engine: WeightTransfer(model, engine, timeout=60.0, **options)
+
+    return {"reload": lambda model, engine: CheckpointReload(model, tokenizer, engine, tmp_path,
+                                                             timeout=60.0),
+            "gloo": transfer(backend="gloo", bucket_bytes=50_000),
+            "ipc": transfer(backend="ipc")}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("way", ["reload", "gloo", "ipc"])
+def test_vllm_generates_with_the_weights_of_each_update(
+        way, served, model_folder, tokenizer, tmp_path):
+    """Also of its head, which is the embedding: reloading can leave one of the two behind."""
+    llm, engine = served
+    model = loaded(model_folder)
+    change(model, seed=len(way))  # differs from what the way before has left
+    weights = ways(tmp_path, tokenizer)[way](model, engine)
+    policy = VLLMPolicy(llm, Sampling(max_tokens=12), pad_token_id=0, eos_token_ids=(1,),
+                        version=lambda: weights.version)
+    canary = Canary(policy, TokenScorer(model), weights, prompts=PROMPTS)
+    with pytest.raises(StaleWeightsError, match=r"these parameters differ: model\.embed_tokens"):
+        canary.check()
+    for version in (1, 2):
+        assert weights.publish() == version == engine.version
+        assert weights.differing() == []
+        assert canary.check().max_abs_diff < 1e-4
+        batch = policy.generate_from_ids(PROMPTS)
+        assert (batch[data.POLICY_VERSION] == version).all()
+        change(model, seed=10 + version)
+        assert set(weights.differing()) == {name for name, _ in model.named_parameters()}
+        with pytest.raises(StaleWeightsError):
+            canary.check()
+    assert [path.name for path in tmp_path.iterdir()] == (
+        ["version_000002"] if way == "reload" else [])
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("way", ["reload", "gloo", "ipc"])
+def test_vllm_refuses_another_model_by_name(way, served, make_model, tokenizer, tmp_path):
+    _, engine = served
+    other = make_model(dtype=torch.float32, vocab_size=len(tokenizer))
+    with pytest.raises(LayoutError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight: shape"):
+        ways(tmp_path, tokenizer)[way](other, engine)
+    assert engine.alive()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.vllm
+def test_a_sender_that_stalls_leaves_vllm_alive_and_a_later_update_reaches_it(
+        served, model_folder, monkeypatch):
+    from grpo.weights import channel
+
+    _, engine = served
+    model = loaded(model_folder)
+    change(model, seed=99)
+    weights = WeightTransfer(model, engine, backend="gloo", timeout=60.0)
+    weights.publish()
+    change(model, seed=100)
+    # The trainer's bytes never leave; the worker gives up first.
+    monkeypatch.setattr(channel.Channel, "broadcast", lambda self, tensors: list(tensors) and [])
+    weights.timeout = 3.0
+    with pytest.raises(TransferError, match="the engine's workers to store the weights failed.*"
+                                            "look at the trainer, which stopped sending"):
+        weights.publish()
+    monkeypatch.undo()
+    assert engine.alive()
+    weights.timeout = 60.0
+    assert weights.publish() == 2
+    assert weights.differing() == []
+
+
+# -- the checkpoint --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_is_the_model_and_holds_a_tied_head_once(
+        make_model, tokenizer, tmp_path, tied):
+    from safetensors import safe_open
+
+    model = make_model(dtype=torch.float32, vocab_size=len(tokenizer), tie_word_embeddings=tied)
+    path = write_checkpoint(model, tokenizer, tmp_path, 7)
+    assert path == tmp_path / "version_000007"
+    assert same(loaded(path), model)
+    with safe_open(path / "model.safetensors", framework="pt") as file:
+        assert ("lm_head.weight" in file.keys()) == (not tied)
+    assert json.loads((path / "config.json").read_text())["tie_word_embeddings"] is tied
+
+
+def test_a_process_killed_while_writing_leaves_the_older_checkpoint(
+        byte_model, tokenizer, tmp_path, monkeypatch):
+    older = write_checkpoint(byte_model, tokenizer, tmp_path, 1)
+    before = {name: tensor.clone() for name, tensor in byte_model.state_dict().items()}
+    change(byte_model)
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(byte_model, tokenizer, tmp_path, 2)
+    monkeypatch.undo()
+    assert not (tmp_path / "version_000002").exists()
+    held = loaded(older).state_dict()
+    assert all(torch.equal(held[name], before[name]) for name in before)
+    # The next one finds its way past what was left.
+    assert same(loaded(write_checkpoint(byte_model, tokenizer, tmp_path, 2)), byte_model)
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+# -- order and refusals ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threaded(byte_model):
+    """Workers in threads that load checkpoints as vLLM does: in place, by Hugging Face names."""
+    engine = ThreadedEngine([Worker(vllm_like(byte_model))])
+    engine.read = []
+    engine.intercept["load_checkpoint"] = lambda folder: engine.read.append(
+        Path(folder).name) or [1]
+    return engine
+
+
+def test_reloading_pauses_reads_resets_counts_resumes_and_keeps_the_newest(
+        byte_model, tokenizer, threaded, tmp_path):
+    weights = CheckpointReload(byte_model, tokenizer, threaded, tmp_path, pause_mode="abort",
+                               version=4)
+    weights.publish()
+    weights.publish()
+    calls = threaded.log[threaded.log.index("pause abort"):]
+    assert calls[:5] == ["pause abort", "load_checkpoint", "reset_prefix_cache", "version 5",
+                         "resume"]
+    assert threaded.read == ["version_000005", "version_000006"]
+    assert [path.name for path in tmp_path.iterdir()] == ["version_000006"]
+    assert weights.unshared() == []
+
+
+def test_an_engine_with_adapters_is_refused_because_reloading_would_drop_them(
+        byte_model, tokenizer, threaded, tmp_path):
+    weights = CheckpointReload(byte_model, tokenizer, threaded, tmp_path)
+
+    class Adapters:
+        def list_adapters(self):
+            return {3: "an adapter"}
+
+    threaded.workers[0].model.lora_manager = Adapters()
+    with pytest.raises(TransferError, match=r"LoRA adapters \[3\].*use EngineRestart"):
+        weights.publish()
+    assert threaded.read == []
+    assert "pause keep" not in threaded.log
+    assert weights.version == 0
+
+
+def test_a_worker_that_cannot_read_is_an_error_and_the_older_checkpoint_stays(
+        byte_model, tokenizer, threaded, tmp_path):
+    weights = CheckpointReload(byte_model, tokenizer, threaded, tmp_path)
+    weights.publish()
+
+    def fail(folder):
+        raise OSError("no such file")
+
+    threaded.intercept["load_checkpoint"] = fail
+    with pytest.raises(TransferError, match="read .*version_000002 failed: no such file"):
+        weights.publish()
+    assert weights.version == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version_000001", "version_000002"]
+
+
+class Restarts:
+    """Engines of threads that are started and stopped."""
+
+    def __init__(self, model) -> None:
+        self.model, self.log, self.running = model, [], None
+
+    def stop(self) -> None:
+        self.log.append("stop")
+        self.running = None
+
+    def start(self, folder: Path) -> ThreadedEngine:
+        assert self.running is None, "two engines would share the GPU"
+        self.log.append(f"start {folder.name}")
+        started = vllm_like(self.model)
+        held = loaded(folder)
+        fresh = ThreadedEngine([Worker(started)])
+        WeightTransfer(held, fresh, backend="gloo", timeout=20.0).publish()
+        self.running = fresh
+        return fresh
+
+
+def test_a_restarted_engine_has_the_weights_of_the_newest_checkpoint(
+        byte_model, tokenizer, tmp_path):
+    engines = Restarts(byte_model)
+    weights = EngineRestart(byte_model, tokenizer, tmp_path, stop=engines.stop,
+                            start=engines.start, timeout=60.0)
+    with pytest.raises(TransferError, match="no engine runs"):
+        weights.differing()
+    for version in (1, 2):
+        change(byte_model, seed=version)
+        assert weights.publish() == version == engines.running.version
+        assert weights.differing() == []
+    assert engines.log == ["stop", "start version_000001", "stop", "start version_000002"]
+    assert [path.name for path in tmp_path.iterdir()] == ["version_000002"]
+    change(byte_model, seed=3)
+    assert weights.differing()
+
+
+def test_an_engine_that_does_not_start_is_an_error_that_names_the_checkpoint(
+        byte_model, tokenizer, tmp_path):
+    def start(folder):
+        raise RuntimeError("out of memory")
+
+    weights = EngineRestart(byte_model, tokenizer, tmp_path, stop=lambda: None, start=start)
+    with pytest.raises(TransferError, match="start from .*version_000001 failed: out of memory"):
+        weights.publish()
+    assert weights.version == 0
+    assert (tmp_path / "version_000001").exists()

@@ -1,0 +1,307 @@
+"""One memory in two processes with a real vLLM engine, owned by either side.
+
+Two engines are started in all. Tests of an engine run from top to bottom: the last kills it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo import GRPOLoss, data, total_loss
+from grpo.engines.handle import EngineError, InProcessEngine
+from grpo.engines.inprocess import start_engine, stop_engine
+from grpo.engines.shared_loader import own_weights
+from grpo.objectives import TokenScorer
+from grpo.policies import Sampling, VLLMPolicy
+from grpo.training import MasterAdamW
+from grpo.weights import Canary, StaleWeightsError
+from grpo.weights.handover import FILE_NAME, Handover, HandoverError, StaleHandoverError
+from grpo.weights.shared import SharedCopy
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytest.importorskip("vllm")
+
+REPO = Path(__file__).resolve().parents[2]
+PROMPTS = [[5 + (7 * row + i) % 200 for i in range(40 + 50 * row)] for row in range(4)]
+OPTIONS = {"device": torch.device("cpu"), "dtype": torch.float32, "max_model_len": 256,
+           "max_num_seqs": 64, "separate_process": True}
+
+
+def load(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+class Run:
+    """An engine in another process, its policy, and everything that must be gone afterwards."""
+
+    def __init__(self, folder, **options) -> None:
+        self.files, self.processes = set(os.listdir("/dev/shm")), processes()
+        self.llm = start_engine(str(folder), **OPTIONS, **options)
+        self.engine = InProcessEngine(self.llm)
+        self.policy = VLLMPolicy(self.llm, Sampling(max_tokens=8), pad_token_id=0,
+                                 eos_token_ids=(1,), version=lambda: self.engine.version)
+        self.worker = self.engine.workers[0].proc.pid
+
+    def share(self, model, **options) -> None:
+        self.model = model
+        self.weights = SharedCopy(model, self.engine, **options)
+        self.canary = Canary(self.policy, TokenScorer(model), self.weights, prompts=PROMPTS)
+
+    def train(self, optimizer) -> None:
+        """A GRPO step that rewards even tokens."""
+        batch = self.policy.generate_from_ids(PROMPTS * 4)
+        even = (batch[data.TOKENS] % 2 == 0) & batch[data.ASSISTANT_MASK]
+        batch[data.REWARD] = even.sum(-1, keepdim=True).float()
+        batch[data.GROUP_ID] = torch.arange(4).repeat(4)
+        before = self.model.model.embed_tokens.weight.detach().clone()
+        total_loss(GRPOLoss(self.model)(batch)).backward()
+        optimizer.step()
+        assert (self.model.model.embed_tokens.weight - before).abs().max() > 1e-4
+
+    def check_nothing_is_left(self) -> None:
+        stop_engine(self.llm)
+        deadline = time.monotonic() + 20
+        while (left := processes() - self.processes) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left
+        assert set(os.listdir("/dev/shm")) <= self.files
+
+
+def processes() -> set[str]:
+    """Descendants of this process, by pid and command."""
+    parents, commands = {}, {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                name, _, rest = (folder / "stat").read_text().rpartition(")")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            parents[folder.name], commands[folder.name] = rest.split()[1], name
+    def ours(pid):
+        return pid == str(os.getpid()) or (pid in parents and ours(parents[pid]))
+    # multiprocessing keeps one helper of its own for the life of the interpreter.
+    helper = "multiprocessing.resource_tracker"
+    return {pid for pid in parents if ours(parents[pid])
+            and helper not in Path(f"/proc/{pid}/cmdline").read_text()}
+
+
+# --- the engine owns the memory ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(model_folder):
+    run = Run(model_folder)
+    run.share(load(model_folder), timeout=20.0)
+    yield run
+    stop_engine(run.llm)
+
+
+def test_both_processes_have_the_same_values_and_every_parameter_is_shared(run):
+    assert run.weights.unshared() == run.weights.differing() == []
+    assert run.worker != os.getpid()
+    assert run.model.lm_head.weight is run.model.model.embed_tokens.weight
+    storages = {t.untyped_storage().data_ptr() for t in run.weights.tensors.values()}
+    assert {p.untyped_storage().data_ptr() for p in run.model.parameters()} == storages
+    inode = run.engine.collective_rpc("export_weights", timeout=10)[0]["storages"][0]["handle"][
+        "inode"]
+    for pid in (os.getpid(), run.worker):  # the very same file is mapped by both
+        assert f" {inode} " in Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("make", [
+    lambda params: MasterAdamW(params, lr=1e-2), lambda params: torch.optim.SGD(params, lr=0.5)],
+    ids=["AdamW", "SGD"])
+def test_the_engine_follows_every_update(run, make):
+    optimizer = make(run.model.parameters())
+    for _ in range(3):
+        version = run.weights.version
+        theirs = run.engine.collective_rpc("fingerprints", timeout=10)[0]
+        run.train(optimizer)
+        optimizer.zero_grad() if isinstance(optimizer, torch.optim.SGD) else None
+        assert run.weights.publish() == version + 1
+        assert run.canary.check().max_abs_diff < 1e-4
+        now = run.engine.collective_rpc("fingerprints", timeout=10)[0]
+        assert all(now[name] != theirs[name] for name in now)  # hashed by the engine's process
+        assert run.weights.differing() == []
+    assert run.policy.generate_from_ids(PROMPTS)[data.POLICY_VERSION].tolist() == [version + 1] * 4
+
+
+def test_a_rebound_parameter_is_named(run):
+    layer = run.model.model.layers[1].mlp.down_proj
+    shared = layer.weight.data
+    layer.weight.data = shared.clone()
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert run.weights.unshared() == [name]
+    assert run.weights.differing() == []  # the values still agree
+    with pytest.raises(StaleWeightsError, match=rf"{name} no longer lies in the engine's memory"):
+        run.canary.check()
+    with torch.no_grad():
+        layer.weight.mul_(1.5)
+    assert run.weights.differing() == [name]
+    layer.weight.data = shared
+    assert run.weights.unshared() == run.weights.differing() == []
+
+
+def test_a_forgotten_prefix_cache_is_noticed(run):
+    run.canary.check()
+    run.train(MasterAdamW(run.model.parameters(), lr=1e-2))
+    with pytest.raises(StaleWeightsError, match="all parameters are equal.*caches"):
+        run.canary.check()
+    run.weights.publish()
+    run.canary.check()
+
+
+def test_other_weights_are_refused(run, model_folder):
+    model = load(model_folder)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1.0)
+    with pytest.raises(ValueError, match=r"different weights.*model\.norm\.weight"):
+        SharedCopy(model, run.engine)
+
+
+def test_what_the_worker_refuses_is_passed_on(run, tmp_path):
+    for method, argument, complaint in (
+            ("export_weights", "disk", "kind='disk' is unknown"),
+            ("export_weights", "cuda_ipc", "does not suit weights on cpu"),
+            ("fingerprints", ["nonsense"], "no tensors called nonsense"),
+            ("load_checkpoint", str(tmp_path), r"has no \*\.safetensors file")):
+        with pytest.raises(EngineError, match=f"{method} failed.*{complaint}"):
+            run.engine.collective_rpc(method, argument, timeout=10)
+    assert run.engine.alive()
+
+
+def test_a_checkpoint_is_loaded_in_place(run, model_folder):
+    before = {name: tensor.clone() for name, tensor in run.weights.tensors.items()}
+    fresh = dict(load(model_folder).named_parameters())
+    written, = run.engine.collective_rpc("load_checkpoint", str(model_folder), timeout=30)
+    assert written == len(before)
+    # The trainer sees what the engine loaded: it is one memory.
+    assert all(torch.equal(p, fresh[name]) for name, p in run.model.named_parameters())
+    run.weights.publish()
+    assert run.canary.check().max_abs_diff < 1e-4
+    assert run.weights.unshared() == []
+
+
+def test_publish_waits_for_requests_only_until_its_deadline(run):
+    from vllm import SamplingParams
+
+    core = run.llm.llm_engine
+    core.add_request("busy", {"prompt_token_ids": PROMPTS[0]},
+                     SamplingParams(max_tokens=20, ignore_eos=True))
+    core.step()
+    version, run.weights.timeout = run.weights.version, 0.5
+    try:
+        with pytest.raises(EngineError, match="only generate"):
+            run.engine.pause("wait", timeout=5)
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match="waited 0.5 s for vLLM engine .* still running"):
+            run.weights.publish()
+        assert 0.5 <= time.monotonic() - start < 3
+        assert run.weights.version == version
+        run.engine.pause("keep", timeout=5)  # kept requests are computed again
+        run.weights.publish()
+        run.engine.resume(timeout=5)
+        run.engine.pause("abort", timeout=5)
+        assert not core.has_unfinished_requests()
+    finally:
+        run.weights.timeout = 20.0
+    run.weights.publish()
+    assert run.canary.check().max_abs_diff < 1e-4
+
+
+def test_the_engine_goes_on_when_a_trainer_dies_while_sharing(run, tmp_path):
+    """Another trainer maps the memory by the file, writes into it, and is killed."""
+    handover = Handover.from_dict(run.engine.collective_rpc("export_weights", timeout=10)[0])
+    script = """
+import sys, time
+from grpo.weights.handover import Handover, map_tensors
+tensors = map_tensors(Handover.read(Handover.find(log_dir=sys.argv[1])))
+tensors["model.norm.weight"].mul_(1.25)
+print("written", flush=True)
+time.sleep(600)
+"""
+    handover.write(tmp_path)
+    norm = run.model.model.norm.weight.detach().clone()
+    trainer = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=REPO,
+                               stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout.readline() == "written\n"
+    trainer.kill()
+    trainer.wait()
+    assert torch.equal(run.model.model.norm.weight, norm * 1.25)
+    run.weights.publish()
+    assert run.canary.check().max_abs_diff < 1e-4
+    assert run.weights.differing() == []
+
+
+def test_the_trainer_keeps_its_weights_when_the_engine_is_killed(run, tmp_path):
+    handover = Handover.from_dict(run.engine.collective_rpc("export_weights", timeout=10)[0])
+    path = handover.write(tmp_path)
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    version = run.weights.version
+    os.kill(run.worker, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(EngineError, match=rf"vLLM engine of .*\[{run.worker}\].*worker process "
+                                          "ended.*restart it"):
+        run.weights.publish()
+    assert time.monotonic() - start < run.weights.timeout
+    assert run.weights.version == version and not run.engine.alive()
+    with torch.no_grad():
+        for name, param in run.model.named_parameters():
+            assert torch.equal(param, before[name])
+            param.add_(1.0)  # still writable
+            assert torch.equal(param, before[name] + 1.0)
+    with pytest.raises(StaleHandoverError, match=f"process {run.worker}"):
+        Handover.read(path)
+    run.check_nothing_is_left()
+
+
+# --- the trainer owns the memory ---------------------------------------------------------------
+
+
+def test_an_engine_is_born_in_the_trainers_memory(model_folder, tmp_path):
+    model = load(model_folder)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)  # not what the checkpoint holds
+    handover, tensors = own_weights(model, name=str(model_folder))
+    path = handover.write(tmp_path)
+    assert path.name == FILE_NAME
+    run = Run(model_folder, handover=path)
+    run.share(model, tensors=tensors, timeout=20.0)
+    assert run.weights.unshared() == []
+    inode = handover.storages[0].handle["inode"]
+    assert f" {inode} " in Path(f"/proc/{run.worker}/maps").read_text()
+    assert run.canary.check().max_abs_diff < 1e-4  # weights that no file on disk has
+
+    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
+    for version in (1, 2):
+        run.train(optimizer)
+        assert run.weights.publish() == version
+        assert run.canary.check().max_abs_diff < 1e-4
+        assert run.weights.differing() == []
+
+    with pytest.raises(EngineError, match="in the trainer's memory already"):
+        run.engine.collective_rpc("export_weights", timeout=10)
+    os.kill(run.worker, signal.SIGKILL)
+    with pytest.raises(EngineError, match="worker process ended"):
+        run.weights.publish()
+    with torch.no_grad():
+        model.model.norm.weight.add_(1.0)
+    assert Handover.read(path) == handover  # the owner lives: another engine can take over
+    run.check_nothing_is_left()
+
+
+def test_only_an_engine_of_its_own_process_maps_a_handover(model_folder):
+    with pytest.raises(ValueError, match="separate_process=True"):
+        start_engine(str(model_folder), **{**OPTIONS, "separate_process": False}, handover="x")
+    with pytest.raises(HandoverError, match="no such file"):
+        Handover.read(model_folder / FILE_NAME)

@@ -1,0 +1,288 @@
+"""Weight transfer: over real sockets and shared memory, to workers in threads and to real vLLM."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo.weights.channel import Deadline, TransferError
+from grpo.weights.layout import LayoutError
+from grpo.weights.transfer import WeightTransfer
+
+from .receivers import ThreadedEngine, Worker, assert_holds, vllm_like
+
+BUCKET = 2000  # bytes; some parameters are larger, most are not
+
+
+def engine_for(model, *, size: int = 1) -> ThreadedEngine:
+    return ThreadedEngine([Worker(vllm_like(model, rank=rank, size=size), rank)
+                           for rank in range(size)])
+
+
+@pytest.fixture
+def model(make_model):
+    model = make_model(dtype=torch.float32, hidden_size=32, num_attention_heads=4,
+                       num_key_value_heads=2, vocab_size=70)
+    with torch.no_grad():
+        for param in model.parameters():  # biases begin as zeros, and so does the engine
+            param.add_(torch.randn_like(param))
+    return model
+
+
+def transfer(model, engine, **options) -> WeightTransfer:
+    return WeightTransfer(model, engine, **{"backend": "gloo", "bucket_bytes": BUCKET,
+                                            "timeout": 20.0, **options})
+
+
+# -- what arrives ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_worker_ends_with_its_own_part_of_every_parameter(model, size, backend):
+    """With four workers and two key-value heads, heads are repeated, too."""
+    engine = engine_for(model, size=size)
+    weights = transfer(model, engine, backend=backend)
+    addresses = [p.data_ptr() for w in engine.workers for p in w.model.parameters()]
+    assert len(weights.differing()) == len(list(model.parameters()))
+    assert weights.publish() == 1
+    assert_holds(engine, model)
+    assert weights.differing() == []
+    assert weights.unshared() == []
+    # In place: graphs that hold the addresses see the update.
+    assert addresses == [p.data_ptr() for w in engine.workers for p in w.model.parameters()]
+    weights.close()
+
+
+def test_later_updates_use_the_same_connection_and_carry_the_newest_values(model):
+    engine = engine_for(model)
+    weights = transfer(model, engine)
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(0.5 * version)
+        assert weights.publish() == version == engine.version
+        assert_holds(engine, model)
+    assert engine.log.count("transfer_connect") == 1
+
+
+def test_one_changed_value_is_found_by_name(model):
+    engine = engine_for(model, size=2)
+    weights = transfer(model, engine)
+    weights.publish()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[-1, -1] += 1e-3  # of the second worker
+        model.model.layers[0].self_attn.k_proj.bias[0] += 1e-3
+    assert weights.differing() == ["model.layers.0.self_attn.k_proj.bias",
+                                   "model.layers.1.mlp.up_proj.weight"]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_values_are_rounded_to_the_engines_type(make_model, backend):
+    model = make_model(dtype=torch.float64)
+    engine = engine_for(model)
+    for worker in engine.workers:
+        worker.model.to(torch.bfloat16)
+    weights = transfer(model, engine, backend=backend)
+    weights.publish()
+    assert_holds(engine, model)
+    assert weights.differing() == []
+
+
+def test_parameters_that_moved_are_exported_again(model):
+    engine = engine_for(model)
+    weights = transfer(model, engine, backend="ipc")
+    weights.publish()
+    norm = model.model.norm.weight
+    norm.data = norm.data.clone() + 1
+    weights.publish()
+    assert_holds(engine, model)
+    assert engine.log.count("transfer_map") == 2
+
+
+def test_an_update_pauses_sends_resets_counts_and_resumes_in_this_order(model):
+    engine = engine_for(model)
+    weights = transfer(model, engine, pause_mode="wait", version=6)
+    weights.publish()
+    calls = engine.log[engine.log.index("pause wait"):]
+    assert calls == ["pause wait", "transfer_receive", "reset_prefix_cache", "version 7", "resume"]
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_a_wrong_model_is_named_parameter_by_parameter_before_anything_is_sent(model, make_model):
+    other = make_model(dtype=torch.float32, hidden_size=32, num_attention_heads=4,
+                       num_key_value_heads=2, vocab_size=70, intermediate_size=24,
+                       num_hidden_layers=3)
+    engine = engine_for(other, size=2)
+    with pytest.raises(LayoutError) as error:
+        transfer(model, engine)
+    assert "model.layers.0.mlp.down_proj.weight: shape (32, 16)" in str(error.value)
+    assert "model.layers.2.input_layernorm.weight: 0 of the engine's 32 rows" in str(error.value)
+    assert engine.log == ["transfer_describe"]
+
+
+def test_workers_that_never_join_are_named_at_the_deadline(model):
+    engine = engine_for(model)
+    engine.intercept["transfer_connect"] = lambda *args: time.sleep(30)
+    started = time.monotonic()
+    with pytest.raises(TransferError, match=r"publishing weights 1: waited 1 s in all, at last for "
+                                            r"the engine's 1 workers to join through .*; "
+                                            r"nothing was sent"):
+        transfer(model, engine, timeout=0.6).publish()
+    assert time.monotonic() - started < 5
+    # Nothing was sent, and the engine was not even paused.
+    assert not any(call.startswith("pause") for call in engine.log)
+
+
+def test_workers_that_stop_receiving_are_an_error_and_a_later_update_connects_anew(model):
+    engine = engine_for(model)
+    weights = transfer(model, engine, timeout=3.0)
+    engine.intercept["transfer_receive"] = lambda *args: time.sleep(30)
+    with pytest.raises(TransferError, match=r"waited 3 s in all.*the engine stays paused"):
+        weights.publish()
+    assert weights.version == 0
+    assert "resume" not in engine.log
+    del engine.intercept["transfer_receive"]
+    weights.timeout = 20.0
+    assert weights.publish() == 1
+    assert_holds(engine, model)
+
+
+def test_an_error_of_a_worker_ends_the_update_at_once(model):
+    engine = engine_for(model)
+    weights = transfer(model, engine)
+
+    def fail(*args):
+        raise ValueError("the disk of the worker is on fire")
+
+    engine.intercept["transfer_receive"] = fail
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="the disk of the worker is on fire"):
+        weights.publish()
+    assert time.monotonic() - started < 5
+
+
+def test_a_trainer_that_stops_sending_is_an_error_for_the_worker(model):
+    engine = engine_for(model)
+    transfer(model, engine).publish()
+    with pytest.raises(TransferError, match="bucket 1 of .*look at the trainer"):
+        engine.workers[0].transfer_receive(0.3)
+
+
+def test_a_refused_cache_reset_is_an_error(model):
+    engine = engine_for(model)
+    engine.cache_resets = False
+    with pytest.raises(TransferError, match="refused to reset its prefix cache"):
+        transfer(model, engine).publish()
+    assert engine.version == 0
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"backend": "mpi"}, "backend='mpi' is unknown; choose one of nccl, gloo, ipc"),
+    ({"loader": "fast"}, "loader='fast' is unknown"),
+    ({"pause_mode": "stop"}, "pause_mode='stop' is unknown"),
+    ({"loader": "vllm"}, "loader='vllm' sends with NCCL, but backend='gloo'"),
+    ({"backend": "nccl"}, "the model is on cpu; use backend='gloo'"),
+    ({"bucket_bytes": 0}, "bucket_bytes=0"),
+    ({"timeout": -1.0}, "timeout=-1.0"),
+])
+def test_options_that_cannot_work_are_refused(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        transfer(model, engine_for(model), **options)
+
+
+def test_the_rendezvous_listens_on_loopback_only(model):
+    engine = engine_for(model)
+    ports = []
+    connect = engine.workers[0].transfer_connect
+
+    def look(config, plan):
+        listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        ports.extend(line[1] for line in listening
+                     if line[3] == "0A" and int(line[1].split(":")[1], 16) == config["port"])
+        wide = Path("/proc/net/tcp6").read_text()
+        assert f":{config['port']:04X} 0000000000000000" not in wide
+        return [connect(config, plan)]
+
+    engine.intercept["transfer_connect"] = look
+    transfer(model, engine).publish()
+    assert [port.split(":")[0] for port in ports] == ["0100007F"]
+
+
+def test_a_deadline_says_what_was_waited_for_last():
+    deadline = Deadline(0.01, "publishing", fix="restart it")
+    time.sleep(0.02)
+    with pytest.raises(TransferError, match="publishing: waited 0 s in all, at last for the moon; "
+                                            "restart it"):
+        deadline.left("the moon")
+
+
+# -- a trainer sharded by FSDP2 --------------------------------------------------------------------
+
+SHARDED = """
+import sys, torch, torch.distributed as dist
+sys.path[:0] = [{folder!r}, {tests!r}]
+from torch.distributed.fsdp import fully_shard
+from receivers import ThreadedEngine, Worker, assert_holds, vllm_like
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from grpo.weights.channel import TransferError
+from grpo.weights.transfer import WeightTransfer
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+torch.manual_seed(0)
+def make():
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=70, hidden_size=32, intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=True))
+whole, model = make(), make()
+for layer in model.model.layers:
+    fully_shard(layer)
+fully_shard(model)
+engine = ThreadedEngine([Worker(vllm_like(whole))]) if rank == 0 else None
+weights = WeightTransfer(model, engine, backend="gloo", bucket_bytes=2000, timeout=60.0)
+assert weights.publish() == 1
+assert weights.differing() == []
+with torch.no_grad():
+    for p, q in zip(model.parameters(), whole.parameters()):
+        p.mul_(3), q.mul_(3)
+changed = weights.differing()
+assert bool(changed) == (rank == 0)
+assert weights.publish() == 2
+if rank == 0:
+    assert_holds(engine, whole)
+    def fail(*args):
+        raise ValueError("no more")
+    engine.intercept["transfer_receive"] = fail
+try:
+    weights.publish()
+except TransferError as error:
+    assert rank == 0 and "no more" in str(error)
+except RuntimeError as error:
+    assert rank == 1 and "rank 0 could not" in str(error)
+else:
+    raise AssertionError("a failed update went unnoticed")
+assert weights.version == 2
+print("all is well")
+"""
+
+
+@pytest.mark.slow
+def test_a_sharded_trainer_sends_whole_parameters_and_fails_on_all_ranks(tmp_path):
+    here = Path(__file__).resolve()
+    script = tmp_path / "trainer.py"
+    script.write_text(SHARDED.format(folder=str(here.parents[2]), tests=str(here.parent)))
+    ranks = [subprocess.Popen([sys.executable, script, str(rank), tmp_path / "rendezvous"],
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              env={**os.environ, "OMP_NUM_THREADS": "1"}) for rank in range(2)]
+    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    assert all("all is well" in output for output in outputs), "\n".join(outputs)
