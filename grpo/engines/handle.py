@@ -145,13 +145,15 @@ class InProcessEngine:
         deadline = time.monotonic() + timeout
         while not answer.done() and self.alive() and time.monotonic() < deadline:
             wait([answer], timeout=min(_POLL, timeout))
-        if not answer.done():
+        error = answer.exception() if answer.done() else None
+        # An executor that notices the death of its worker cancels what it was asked.
+        if not answer.done() or error is not None and not self.alive():
             # Its answer may still arrive and would be taken for that of a later call.
             self._lost = (f"no answer to {what} within {timeout:g} s" if self.alive() else
                           f"its worker process ended during {what}")
             raise EngineError(f"{self}: {self._lost}; look at its log and restart it. The "
                               "trainer's weights are intact")
-        if error := answer.exception():
+        if error is not None:
             raise EngineError(f"{self}: {what} failed: {error}") from error
         return answer.result()
 
