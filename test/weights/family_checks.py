@@ -1,0 +1,184 @@
+"""One copy of the weights for every supported architecture, each with an engine of its own.
+
+Collected by ``test_families.py``, in a process apart: when one in-process engine ends, all others
+lose torch.distributed.
+
+Trainer and engine compute attention differently, so that their log-probs agree means that every
+parameter lies where the engine looks for it, that scaled rotary tables, windows and soft caps are
+the same on both sides, and that nothing is derived from the weights once and kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grpo import data
+from grpo.objectives import TokenScorer
+from grpo.policies import Sampling, VLLMPolicy
+from grpo.weights import Canary, SingleCopy
+from grpo.weights.layout import engine_layout, hf_names, split_engine_tensor
+
+from .families import FAMILIES, VOCABULARY, load_family, save_family
+
+# The longest is longer than the sliding windows and than the context Llama's frequencies are
+# scaled from. No prompt contains UNSEEN.
+PROMPTS = [[5 + (7 * row + 3 * i) % 200 for i in range(size)]
+           for row, size in enumerate((2, 9, 60))]
+UNSEEN = VOCABULARY - 1
+# The others differ from these in a detail.
+COMMON = ("llama", "qwen3-tied", "gemma3", "phi3")
+# Engines run until the process ends: beside another one an engine starts in half a second, after
+# stop_engine() in five.
+RUNNING: list[Any] = []
+
+
+@dataclass
+class Shared:
+    """A model, the engine that holds its weights, and what generates with it."""
+
+    model: Any
+    weights: SingleCopy
+    policy: VLLMPolicy
+    engine_module: nn.Module
+
+    def sample(self) -> Tensor:
+        """Log-probs ``[B, T]`` of tokens drawn with the same random numbers in each call."""
+        self.weights.publish()
+        return self.policy.with_sampling(max_tokens=1).generate_from_ids(PROMPTS)[data.LOG_PROBS]
+
+    def check(self) -> float:
+        """Greatest difference between both sides' log-probs; past 1e-4 the canary raises."""
+        self.weights.publish()
+        canary = Canary(self.policy, TokenScorer(self.model), self.weights, prompts=PROMPTS,
+                        tolerance=(1e-4, 1e-4))
+        return canary.check().max_abs_diff
+
+
+@pytest.fixture(scope="module", params=[
+    name if name in COMMON else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+def shared(request, tmp_path_factory) -> Shared:
+    from grpo.engines.inprocess import engine_module, start_engine
+
+    folder = save_family(request.param, tmp_path_factory.mktemp(request.param))
+    skip_inspection(folder)
+    engine = start_engine(str(folder), device=torch.device("cpu"), dtype=torch.float32,
+                          max_model_len=128, max_num_seqs=8)
+    RUNNING.append(engine)
+    model = load_family(folder)
+    weights = SingleCopy(model, engine)
+    policy = VLLMPolicy(engine, Sampling(max_tokens=8), pad_token_id=0, eos_token_ids=(),
+                        version=lambda: weights.version)
+    return Shared(model, weights, policy, engine_module(engine))
+
+
+def skip_inspection(folder: Path) -> None:
+    """vLLM looks at a class it meets for the first time in a process of its own: 20 s each."""
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    for name in AutoConfig.from_pretrained(folder).architectures:
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def update(model: nn.Module, *, seed: int) -> None:
+    """Write into every parameter in place, as an optimizer does."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.97).add_(0.02 * torch.randn_like(param))
+
+
+def test_log_probs_agree_before_and_after_updates_of_every_parameter(shared):
+    before = shared.sample()
+    assert shared.check() < 1e-4
+    for seed in (1, 2):
+        update(shared.model, seed=seed)
+        assert shared.check() < 1e-4
+    assert (shared.sample() - before).abs().max() > 1e-2
+    assert shared.weights.unshared() == []
+
+
+def test_the_engine_sees_an_update_of_each_single_parameter(shared):
+    before = shared.sample()
+    assert torch.equal(shared.sample(), before)
+    torch.manual_seed(4)
+    for name, param in shared.model.named_parameters():
+        with torch.no_grad():
+            param.add_(0.05 * torch.randn_like(param))
+        after = shared.sample()
+        assert not torch.equal(after, before), name
+        before = after
+
+
+def test_only_the_padding_of_the_vocabulary_stays_the_engines(shared):
+    weights = shared.weights
+    padding = {name: tensor.detach()[VOCABULARY:].clone()
+               for name, tensor in weights.engine_params.items()
+               if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
+    assert all(len(rows) == 62 for rows in padding.values())
+    before = {name: tensor.detach().clone() for name, tensor in weights.engine_params.items()}
+    update(shared.model, seed=3)
+    for name, tensor in weights.engine_params.items():
+        rows = (tensor != before[name]).reshape(len(tensor), -1).any(1)
+        assert rows[:VOCABULARY].all(), name  # no other matrix has more rows
+        assert torch.equal(tensor[VOCABULARY:], padding.get(name, tensor[VOCABULARY:])), name
+
+
+def test_a_tied_head_is_one_parameter_on_both_sides_and_moves_with_the_embedding(shared):
+    embedding = shared.engine_module.model.embed_tokens
+    head = getattr(shared.engine_module, "lm_head", embedding)  # vLLM's Gemma 2 has none
+    ours = shared.model.get_input_embeddings().weight
+    assert ours.data_ptr() == embedding.weight.data_ptr()
+    assert shared.model.lm_head.weight.data_ptr() == head.weight.data_ptr()
+    tied = shared.model.config.tie_word_embeddings
+    assert (shared.model.lm_head.weight is ours) == tied
+    assert (head.weight is embedding.weight) == tied
+    before = shared.sample()
+    original = ours.detach()[UNSEEN].clone()
+    with torch.no_grad():
+        ours[UNSEEN] *= 1.5  # never an input, so only the head can show it
+    assert torch.equal(shared.sample(), before) != tied
+    shared.check()
+    with torch.no_grad():
+        ours[UNSEEN] = original
+
+
+def test_buffers_keep_their_values(shared):
+    fresh = dict(load_family(shared.model.config._name_or_path).named_buffers())
+    ours = dict(shared.model.named_buffers())
+    assert ours.keys() == fresh.keys()
+    assert any("inv_freq" in name for name in ours)
+    assert all(torch.equal(ours[name], fresh[name]) for name in fresh)
+
+
+def test_names_and_shapes_alone_give_the_same_layout_with_tied_names_listed_once_or_twice(shared):
+    def shapes(module: nn.Module, **options) -> dict[str, Tensor]:
+        memory: dict[int, Tensor] = {}
+        return {name: memory.setdefault(id(p), torch.empty_like(p, device="meta"))
+                for name, p in module.named_parameters(**options)}
+
+    places = shared.weights.places
+    assert engine_layout(shapes(shared.model), shapes(shared.engine_module)) == places
+    twice = engine_layout(shapes(shared.model, remove_duplicate=False),
+                          shapes(shared.engine_module, remove_duplicate=False))
+    assert twice.pop("lm_head.weight") == places.get("lm_head.weight",
+                                                     places["model.embed_tokens.weight"])
+    places = {name: place for name, place in places.items() if name != "lm_head.weight"}
+    assert twice == places
+
+
+def test_the_engines_tensors_split_into_all_of_the_trainers_parameters(shared):
+    weights, ours = shared.weights, dict(shared.model.named_parameters())
+    assert hf_names(weights.places).keys() == weights.engine_params.keys()
+    found = {}
+    for name, tensor in weights.engine_params.items():
+        found |= split_engine_tensor(name, tensor, weights.places)
+    assert found.keys() == ours.keys()
+    for name, part in found.items():
+        assert part.data_ptr() == ours[name].data_ptr() and part.shape == ours[name].shape, name
