@@ -72,6 +72,7 @@ def ways(tmp_path, tokenizer):
             "ipc": transfer(backend="ipc")}
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("way", ["reload", "gloo", "ipc"])
 def test_vllm_generates_with_the_weights_of_each_update(
@@ -100,6 +101,7 @@ def test_vllm_generates_with_the_weights_of_each_update(
         ["version_000002"] if way == "reload" else [])
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("way", ["reload", "gloo", "ipc"])
 def test_vllm_refuses_another_model_by_name(way, served, make_model, tokenizer, tmp_path):
@@ -111,6 +113,7 @@ def test_vllm_refuses_another_model_by_name(way, served, make_model, tokenizer, 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_sender_that_stalls_leaves_vllm_alive_and_a_later_update_reaches_it(
         served, model_folder, monkeypatch):
