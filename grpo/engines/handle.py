@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+from grpo.weights.channel import in_background
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -139,9 +140,8 @@ class InProcessEngine:
                               "intact")
         if not self.workers:
             return function()
-        answer: Future = Future()
         # A worker that dies may leave the call waiting for ever, so it waits in a thread.
-        threading.Thread(target=_settle, args=(answer, function), daemon=True).start()
+        answer = in_background(function)
         deadline = time.monotonic() + timeout
         while not answer.done() and self.alive() and time.monotonic() < deadline:
             wait([answer], timeout=min(_POLL, timeout))
@@ -156,10 +156,3 @@ class InProcessEngine:
         if error is not None:
             raise EngineError(f"{self}: {what} failed: {error}") from error
         return answer.result()
-
-
-def _settle(answer: Future, function: Callable[[], Any]) -> None:
-    try:
-        answer.set_result(function())
-    except BaseException as error:  # handed to the thread that waits, whatever it is
-        answer.set_exception(error)

@@ -80,8 +80,8 @@ def engine_tensors(params: dict[str, Tensor]) -> dict[str, Tensor]:
         if parts and parts[0] == name:
             tensors[fused] = torch.cat([params[part] for part in parts])
         elif not parts:
-            rows = -param.shape[0] % layout._VOCABULARY_BLOCK if (
-                name.endswith(layout._VOCABULARY)) else 0
+            rows = -param.shape[0] % layout.VOCABULARY_BLOCK if (
+                name.endswith(layout.VOCABULARY)) else 0
             tensors[name] = torch.cat([param, param.new_zeros(rows, *param.shape[1:])])
     return tensors
 
@@ -90,7 +90,7 @@ def _fused_with(name: str, params: dict[str, Tensor]) -> tuple[str, list[str]]:
     """The engine tensor a parameter is fused into, and all parameters in it; none if it is not."""
     path, _, kind = name.rpartition(".")
     prefix, _, module = path.rpartition(".")
-    for fused, modules in layout._FUSED.items():
+    for fused, modules in layout.FUSED.items():
         parts = [f"{prefix}.{part}.{kind}" for part in modules]
         if module in modules and all(part in params for part in parts):
             return f"{prefix}.{fused}.{kind}", parts

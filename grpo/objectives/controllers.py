@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, get_args
 
@@ -41,7 +42,7 @@ class Controller(Protocol):
         ...
 
 
-class _MultiplicativeKL:
+class _MultiplicativeKL(ABC):
     """A coefficient that each measurement multiplies with :meth:`_factor`, always above 0."""
 
     def __init__(self, init: float, *, target: float) -> None:
@@ -54,8 +55,9 @@ class _MultiplicativeKL:
         self.target = float(target)
         self.skipped = 0
 
+    @abstractmethod
     def _factor(self, measured: float) -> float:
-        raise NotImplementedError
+        """What a measurement multiplies the coefficient with."""
 
     def update(self, measured: float) -> float:
         """Adapt to a measured KL in nats; returns the new ``value``."""

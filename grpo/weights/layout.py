@@ -25,8 +25,8 @@ Params: TypeAlias = Mapping[str, Tensor]
 PEFT_PREFIX = "base_model.model."
 
 # Engine module -> the Hugging Face modules whose rows it holds, in order.
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_FUSED_OF = {part: fused for fused, parts in _FUSED.items() for part in parts}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 # Modules that both sides store alike.
 _SAME = frozenset({
     "embed_tokens", "lm_head", "qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj",
@@ -34,7 +34,7 @@ _SAME = frozenset({
     "post_feedforward_layernorm", "norm"})
 _HEAD = "lm_head.weight"
 # Matrices whose rows are vocabulary entries; vLLM pads them to a multiple of 64.
-_VOCABULARY, _VOCABULARY_BLOCK = ("embed_tokens.weight", _HEAD), 64
+VOCABULARY, VOCABULARY_BLOCK = ("embed_tokens.weight", _HEAD), 64
 
 
 class LayoutError(ValueError):
@@ -165,7 +165,7 @@ def _place_of(name: str, trainer_params: Params, engine_params: Params) -> Place
     if fused is None or name in engine_params:
         return Place(name, 0, rows)
     # A part that is missing leaves rows without an owner, which is reported for the whole tensor.
-    parts = _FUSED[fused]
+    parts = FUSED[fused]
     before = (trainer_params.get(f"{prefix}{part}{kind}") for part in parts[:parts.index(module)])
     start = sum(_rows(part) for part in before if part is not None)
     return Place(f"{prefix}{fused}{kind}", start, start + rows)
@@ -204,7 +204,7 @@ def _wrongly_covered(
                     "of the trainer"]
         end = places[ours].stop
     ownerless = _rows(tensor) - end
-    padded = end > 0 and name.endswith(_VOCABULARY) and ownerless < _VOCABULARY_BLOCK
+    padded = end > 0 and name.endswith(VOCABULARY) and ownerless < VOCABULARY_BLOCK
     if ownerless > 0 and not padded:
         return [f"{name}: {end} of the engine's {_rows(tensor)} rows have a counterpart in the "
                 "trainer"]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from grpo.weights.channel import Channel, Deadline, buckets
 from grpo.weights.fingerprint import fingerprint
+from grpo.weights.layout import base_parameters
 
 #: ``[local start, start in the whole tensor, length]`` along one dimension.
 Segment = list[int]
@@ -149,8 +150,7 @@ class _Receiving:
 
 def engine_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The engine's parameters by name; an adapter's wrapper leaves no trace in the name."""
-    return {name.replace(".base_layer.", "."): param.data
-            for name, param in model.named_parameters()}
+    return {name: param.data for name, param in base_parameters(model).items()}
 
 
 def describe_tensors(model: nn.Module) -> dict[str, dict[str, Any]]:

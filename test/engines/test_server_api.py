@@ -11,28 +11,11 @@ import pytest
 from grpo.engines.api import GenerateRequest
 
 from .fake_engine import FIRST
-from .serving import post, raw, refusal, server
+from .serving import post, raw, refusal
 
 ALTERED = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2,
            "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"5": 1.0},
            "allowed_token_ids": [5], "bad_words": ["no"]}
-
-
-@pytest.fixture(scope="module")
-def shared():
-    with server(info={"max_lora_rank": 8}) as (engine, client):
-        yield engine, client
-
-
-@pytest.fixture
-def client(shared):
-    yield shared[1]
-    shared[1].resume()
-
-
-@pytest.fixture
-def engine(shared):
-    return shared[0]
 
 
 def test_generate_answers_in_the_form_that_atropos_reads(client):

@@ -11,23 +11,6 @@ from grpo.engines.client import EngineCallError, EngineClient, EngineTimeoutErro
 from .serving import raw, refusal, server
 
 
-@pytest.fixture(scope="module")
-def shared():
-    with server(info={"max_lora_rank": 8}) as (engine, client):
-        yield engine, client
-
-
-@pytest.fixture
-def client(shared):
-    yield shared[1]
-    shared[1].resume()
-
-
-@pytest.fixture
-def engine(shared):
-    return shared[0]
-
-
 def test_pause_version_resume(client, engine):
     before = client.version
     client.pause("wait", clear_cache=False)

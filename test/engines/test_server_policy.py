@@ -10,25 +10,6 @@ import pytest
 from grpo.policies.base import Sampling
 from grpo.policies.server import ServerPolicy
 
-from .serving import server
-
-
-@pytest.fixture(scope="module")
-def shared():
-    with server(info={"max_lora_rank": 8}) as (engine, client):
-        yield engine, client
-
-
-@pytest.fixture
-def client(shared):
-    yield shared[1]
-    shared[1].resume()
-
-
-@pytest.fixture
-def engine(shared):
-    return shared[0]
-
 
 def test_server_policy_writes_the_dense_batch(client, engine):
     policy = ServerPolicy(client, Sampling(max_tokens=3, seed=5), pad_token_id=0,

@@ -21,18 +21,8 @@ PROMPTS = [[5 + (7 * row + i) % 200 for i in range(40)] for row in range(8)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, tokenizer):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=512,
-        tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None))
-    path = tmp_path_factory.mktemp("model")
-    model.to(torch.bfloat16).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+def folder(gpu_folder):
+    return gpu_folder
 
 
 @contextlib.contextmanager
