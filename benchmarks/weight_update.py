@@ -1,6 +1,6 @@
 """Weight updates from a trainer on GPU 0 to an engine on GPU 1, and where their time goes.
 
-    python benchmarks/weight_update.py --out benchmarks/results/weight_update_h200.json
+    python benchmarks/weight_update.py --out benchmarks/results/weight_update_2h200.json
 
 Random models with the shapes of Qwen2.5 1.5B and 7B; the engine (vLLM, CUDA graphs on) loads dummy
 weights, which the first update replaces. Measured in turn:
@@ -92,7 +92,9 @@ def main() -> None:
         return
     if torch.cuda.device_count() < 2:
         sys.exit("needs two GPUs, and sees " + str(torch.cuda.device_count()))
-    result = {"benchmark": "weight_update", **describe_machine(also=("vllm",)),
+    result = {"benchmark": "weight_update",
+              "command": " ".join(["python benchmarks/weight_update.py", *sys.argv[1:]]),
+              **describe_machine(also=("vllm",)),
               "repeats": args.repeats, "rows": ROWS, "prompt": PROMPT, "response": RESPONSE,
               "sizes": {}}
     for size in args.sizes:
