@@ -19,6 +19,7 @@ class TrainerRanks:
     Attributes:
         count: number of ranks.
         leads: True on the rank that hands the weights on.
+        device: of this rank's shards.
 
     Examples:
         >>> trainer = TrainerRanks(nn.Linear(2, 1))
@@ -33,7 +34,7 @@ class TrainerRanks:
         shards = [param for param in model.parameters() if isinstance(param, DTensor)]
         self.count = dist.get_world_size() if shards else 1
         self.leads = not shards or dist.get_rank() == 0
-        self._device = next(model.parameters()).device
+        self.device = next(model.parameters()).device
 
     @torch.no_grad()
     def whole(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -48,7 +49,27 @@ class TrainerRanks:
             RuntimeError: on the other ranks, if it did not.
         """
         if self.count > 1:
-            failed = torch.tensor([not succeeded], dtype=torch.uint8, device=self._device)
+            failed = torch.tensor([not succeeded], dtype=torch.uint8, device=self.device)
             dist.broadcast(failed, 0)
             if failed and not self.leads:
                 raise RuntimeError("rank 0 could not hand the weights on; its error says why")
+
+    def tell(self, text: str) -> str:
+        """The leading rank's ``text``, on every rank."""
+        if self.count == 1:
+            return text
+        size = torch.tensor([len(text.encode())], device=self.device)
+        dist.broadcast(size, 0)
+        content = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        if self.leads:
+            content.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
+        dist.broadcast(content, 0)
+        return bytes(content.cpu().numpy()).decode()
+
+    def total(self, number: int) -> int:
+        """Sum of the ranks' numbers."""
+        if self.count == 1:
+            return number
+        summed = torch.tensor([number], device=self.device)
+        dist.all_reduce(summed)
+        return int(summed)

@@ -201,6 +201,11 @@ def local(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor.narrow(piece.dim, piece.local, piece.length) if tensor.dim() else tensor
 
 
+def part_of(whole: Tensor, piece: Piece) -> Tensor:
+    """What of the trainer's ``whole`` parameter a worker's ``piece`` is."""
+    return whole.narrow(piece.dim, piece.offset, piece.length) if whole.dim() else whole
+
+
 def _segments(module: nn.Module, param: Tensor) -> tuple[int, int, list[Segment]]:
     """Dimension, whole length and held segments of a parameter.
 

@@ -7,17 +7,17 @@ engine can share memory, :class:`~grpo.weights.shared.SingleCopy` needs no copy 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from grpo.weights.channel import Channel, Deadline, TransferError, buckets, in_background
+from grpo.weights.channel import Deadline, TransferError
 from grpo.weights.fingerprint import fingerprint
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.layout import LayoutError, engine_layout
-from grpo.weights.receiver import Piece, pieces_of, plan_bytes
+from grpo.weights.paths import DirectPath, MappedPath, WrittenPath
+from grpo.weights.receiver import part_of, pieces_of
 
 if TYPE_CHECKING:
     from grpo.engines.handle import EngineHandle
@@ -59,8 +59,9 @@ class WeightTransfer:
         model: the trainer's; parameters may be ``DTensor`` shards and of another float type than
             the engine's, to which they are then rounded.
         engine: where to send; None on every rank but 0.
-        backend: ``nccl`` between GPUs; ``ipc`` where the engine may map the trainer's memory (one
-            host, also one GPU); ``gloo`` for engines on a CPU.
+        backend: ``nccl`` between GPUs; ``ipc`` where trainer and engine may map each other's
+            memory (one host, also one GPU; ranks of a sharded trainer on the GPUs of the engine's
+            workers); ``gloo`` for engines on a CPU.
         loader: what stores the parameters, see above.
         bucket_bytes: parameters in flight at a time.
         host: interface of the trainer that the workers connect to.
@@ -107,10 +108,11 @@ class WeightTransfer:
         if backend == "nccl" and self.device.type != "cuda":
             raise ValueError(f"backend='nccl' sends from GPU to GPU, but the model is on "
                              f"{self.device}; use backend='gloo'")
-        if backend == "ipc" and self.trainer.count > 1:
-            raise ValueError("backend='ipc' maps whole parameters, but these are sharded; use "
-                             "backend='nccl'")
+        # Ranks that share the engine's GPUs write into its memory, each on its own.
+        self._all_ranks_send = backend == "ipc" and self.trainer.count > 1
         self._path: Any = None
+        self.workers: list[dict[str, Any]] = []  # known to the leading rank
+        self.plan: list[dict[str, Any]] = []
         matches = False
         try:
             if self.trainer.leads:
@@ -130,10 +132,12 @@ class WeightTransfer:
             TransferError: at the deadline, naming what was waited for, or with the engine's error.
         """
         succeeded = False
+        deadline = Deadline(self.timeout, f"publishing weights {self.version + 1}", fix=_CONNECT)
         try:
-            if self.trainer.leads:
-                self._publish(Deadline(
-                    self.timeout, f"publishing weights {self.version + 1}", fix=_CONNECT))
+            if self._all_ranks_send:
+                self._write(deadline)
+            elif self.trainer.leads:
+                self._publish(deadline)
             else:
                 list(self._gathered())  # empty; takes part in the gathering
             succeeded = True
@@ -182,6 +186,27 @@ class WeightTransfer:
             if self.trainer.count > 1:
                 for _ in wholes:  # the other ranks gather all parameters, whatever happens here
                     pass
+        self._finish(deadline)
+
+    def _write(self, deadline: Deadline) -> None:
+        """As :meth:`_publish`, by all ranks together."""
+        if self._path is None:
+            self._path = WrittenPath(self.model, self.trainer, self.engine, plan=self.plan,
+                                     workers=self.workers, deadline=deadline)
+        deadline.fix = _RETRY
+        paused = False
+        try:
+            if self.trainer.leads:
+                self.engine.pause(self.pause_mode, timeout=deadline.left("the engine to pause"))
+            paused = True
+        finally:
+            self.trainer.agree(paused)
+        self._path.send()
+        if self.trainer.leads:
+            self._finish(deadline)
+
+    def _finish(self, deadline: Deadline) -> None:
+        """The weights are there: let the engine generate with them."""
         if not self.engine.reset_prefix_cache(
                 timeout=deadline.left("the engine to reset its prefix cache")):
             raise TransferError(
@@ -192,7 +217,7 @@ class WeightTransfer:
 
     def _connect(self, deadline: Deadline) -> Any:
         if self.backend == "ipc":
-            return _Mapped(self.model, self.engine, self.plan, workers=len(self.workers),
+            return MappedPath(self.model, self.engine, self.plan, workers=len(self.workers),
                            deadline=deadline)
         if self.loader == "vllm":
             from grpo.weights.vllm_transfer import VLLMTransfer
@@ -200,7 +225,7 @@ class WeightTransfer:
             return VLLMTransfer(self.engine, self.plan, device=self.device, host=self.host,
                                 workers=len(self.workers), bucket_bytes=self.bucket_bytes,
                                 deadline=deadline)
-        return _Direct(self.engine, self.plan, transport=self.backend, device=self.device,
+        return DirectPath(self.engine, self.plan, transport=self.backend, device=self.device,
                        host=self.host, workers=len(self.workers), bucket_bytes=self.bucket_bytes,
                        deadline=deadline)
 
@@ -211,92 +236,6 @@ class WeightTransfer:
             if self.trainer.leads:
                 dtype = getattr(torch, (plan or self.plan)[number]["dtype"])
                 yield whole.to(dtype).contiguous()
-
-
-class _Direct:
-    """Broadcast into the engine's memory."""
-
-    def __init__(self, engine: EngineHandle, plan: list[dict], *, transport: str,
-                 device: torch.device, host: str, workers: int, bucket_bytes: int,
-                 deadline: Deadline) -> None:
-        self.engine, self.device = engine, device
-        self.counts = list(buckets((plan_bytes(item) for item in plan), bucket_bytes))
-        patience = deadline.left("the connection")
-        config, store = Channel.host(transport, 1 + workers, host=host, seconds=patience)
-        config["bucket_bytes"] = bucket_bytes
-        joining = in_background(engine.collective_rpc, "transfer_connect", config, plan,
-                                timeout=patience)
-        opening = in_background(Channel, config, rank=0, device=device, store=store)
-        deadline.result(joining, f"the engine's {workers} workers to join through "
-                                 f"{host}:{config['port']}")
-        self.channel: Channel = deadline.result(opening, "the trainer's end of the connection")
-
-    def send(self, tensors: Iterator[Tensor], deadline: Deadline) -> None:
-        left = deadline.left("the first bucket")
-        # The workers give up first, so that their engine still answers afterwards.
-        receiving = in_background(self.engine.collective_rpc, "transfer_receive", 0.9 * left,
-                                  timeout=left)
-        flying: tuple[int, list, list] | None = None
-        for number, count in enumerate(self.counts):
-            bucket = list(islice(tensors, count))
-            works = self.channel.broadcast(bucket)
-            if flying:
-                self._land(flying, deadline, receiving)
-            flying = (number, works, bucket)  # keeps gathered parameters alive until they are sent
-        if flying:
-            self._land(flying, deadline, receiving)
-        deadline.result(receiving, "the engine's workers to store the weights")
-
-    def _land(self, flying: tuple[int, list, list], deadline: Deadline, receiving: Any) -> None:
-        number, works, _ = flying
-        self.channel.wait(works, deadline, f"bucket {number + 1} of {len(self.counts)} to be sent",
-                          until=receiving)
-
-    def close(self) -> None:
-        self.channel.close()
-
-
-class _Mapped:
-    """The workers copy out of the trainer's memory, which they map once."""
-
-    def __init__(self, model: nn.Module, engine: EngineHandle, plan: list[dict], *,
-                 workers: int, deadline: Deadline) -> None:
-        self.model, self.engine, self.plan, self.workers = model, engine, plan, workers
-        self.handovers: list[Any] = []
-        self._export(deadline)
-
-    def _export(self, deadline: Deadline) -> None:
-        from grpo.weights.handover import export_tensors
-
-        params = dict(self.model.named_parameters())
-        # Torch counts the users of GPU memory: each process needs an export of its own.
-        copies = self.workers if next(iter(params.values())).is_cuda else 1
-        self.close()
-        self.handovers = [
-            export_tensors(params, model=type(self.model).__name__, owner="trainer")
-            for _ in range(copies)]
-        self.addresses = [param.data_ptr() for param in self.model.parameters()]
-        described = [handover.to_dict() for handover in self.handovers]
-        self._call("transfer_map", described, self.plan, deadline=deadline,
-                   waiting_for="the engine's workers to map the trainer's memory")
-
-    def send(self, tensors: Iterator[Tensor], deadline: Deadline) -> None:
-        if self.addresses != [param.data_ptr() for param in self.model.parameters()]:
-            self._export(deadline)
-        self._call("transfer_copy", deadline=deadline,
-                   waiting_for="the engine's workers to copy the weights")
-
-    def _call(self, method: str, *args: Any, deadline: Deadline, waiting_for: str) -> None:
-        deadline.result(in_background(self.engine.collective_rpc, method, *args,
-                                      timeout=deadline.left(waiting_for)), waiting_for)
-
-    def close(self) -> None:
-        """Mappings end with the workers' next one, or with their process."""
-        from grpo.weights.handover import release
-
-        for handover in self.handovers:
-            release(handover)
-        self.handovers = []
 
 
 def compare(wholes: Iterator[Tensor], engine: EngineHandle, plan: list[dict[str, Any]],
@@ -315,7 +254,7 @@ def compare(wholes: Iterator[Tensor], engine: EngineHandle, plan: list[dict[str,
     for number, (item, whole) in enumerate(zip(plan, wholes, strict=True)):
         for worker, fingerprints in zip(workers, theirs, strict=True):
             pieces = pieces_of(worker["tensors"].get(item["tensor"]), item)
-            ours = [fingerprint(_piece(whole, piece)) for piece in pieces]
+            ours = [fingerprint(part_of(whole, piece)) for piece in pieces]
             # The sums beside the hashes are for people; those of broken weights are NaN.
             if [f[0] for f in ours] != [f[0] for f in fingerprints[number]]:
                 different.append(item["name"])
@@ -376,10 +315,6 @@ def _stand_in(shape: Any, dtype: torch.dtype) -> Tensor:
     """A tensor without memory; float types are converted on the way, hence count as one."""
     return torch.empty(tuple(shape), device="meta",
                        dtype=torch.float32 if dtype in _FLOATS else dtype)
-
-
-def _piece(whole: Tensor, piece: Piece) -> Tensor:
-    return whole.narrow(piece.dim, piece.offset, piece.length) if whole.dim() else whole
 
 
 def check_option(name: str, value: str, options: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo.weights.handover import export_tensors
 from grpo.weights.receiver import TransferMethods
 
 
@@ -21,6 +22,11 @@ class Worker(TransferMethods):
         self.rank, self.device = rank, torch.device("cpu")
         self.model_runner = SimpleNamespace(get_model=lambda: model)
         self.model = model
+
+    def export_weights(self) -> dict[str, Any]:
+        """As the worker of :mod:`grpo.engines.worker`."""
+        return export_tensors(dict(self.model.named_parameters()), model="test",
+                              owner="engine").to_dict()
 
 
 class ThreadedEngine:

@@ -1,0 +1,205 @@
+"""How the bytes of an update travel; :class:`~grpo.weights.transfer.WeightTransfer` chooses.
+
+* :class:`DirectPath`: broadcast over NCCL or Gloo into the engine's memory.
+* :class:`MappedPath`: the engine's workers copy out of the trainer's memory.
+* :class:`WrittenPath`: the ranks of a sharded trainer write into the memory of the workers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo.weights.channel import Channel, Deadline, TransferError, buckets, in_background
+from grpo.weights.gather import TrainerRanks
+from grpo.weights.handover import (
+    Handover,
+    HandoverError,
+    export_tensors,
+    map_tensors,
+    release,
+)
+from grpo.weights.receiver import Piece, local, part_of, pieces_of, plan_bytes
+
+if TYPE_CHECKING:
+    from grpo.engines.handle import EngineHandle
+
+
+class DirectPath:
+    """Broadcast into the engine's memory."""
+
+    def __init__(self, engine: EngineHandle, plan: list[dict], *, transport: str,
+                 device: torch.device, host: str, workers: int, bucket_bytes: int,
+                 deadline: Deadline) -> None:
+        self.engine, self.device = engine, device
+        self.counts = list(buckets((plan_bytes(item) for item in plan), bucket_bytes))
+        patience = deadline.left("the connection")
+        config, store = Channel.host(transport, 1 + workers, host=host, seconds=patience)
+        config["bucket_bytes"] = bucket_bytes
+        joining = in_background(engine.collective_rpc, "transfer_connect", config, plan,
+                                timeout=patience)
+        opening = in_background(Channel, config, rank=0, device=device, store=store)
+        deadline.result(joining, f"the engine's {workers} workers to join through "
+                                 f"{host}:{config['port']}")
+        self.channel: Channel = deadline.result(opening, "the trainer's end of the connection")
+
+    def send(self, tensors: Iterator[Tensor], deadline: Deadline) -> None:
+        left = deadline.left("the first bucket")
+        # The workers give up first, so that their engine still answers afterwards.
+        receiving = in_background(self.engine.collective_rpc, "transfer_receive", 0.9 * left,
+                                  timeout=left)
+        flying: tuple[int, list, list] | None = None
+        for number, count in enumerate(self.counts):
+            bucket = list(islice(tensors, count))
+            works = self.channel.broadcast(bucket)
+            if flying:
+                self._land(flying, deadline, receiving)
+            flying = (number, works, bucket)  # keeps gathered parameters alive until they are sent
+        if flying:
+            self._land(flying, deadline, receiving)
+        deadline.result(receiving, "the engine's workers to store the weights")
+
+    def _land(self, flying: tuple[int, list, list], deadline: Deadline, receiving: Any) -> None:
+        number, works, _ = flying
+        self.channel.wait(works, deadline, f"bucket {number + 1} of {len(self.counts)} to be sent",
+                          until=receiving)
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+class MappedPath:
+    """The workers copy out of the trainer's memory, which they map once."""
+
+    def __init__(self, model: nn.Module, engine: EngineHandle, plan: list[dict], *,
+                 workers: int, deadline: Deadline) -> None:
+        self.model, self.engine, self.plan, self.workers = model, engine, plan, workers
+        self.handovers: list[Any] = []
+        self._export(deadline)
+
+    def _export(self, deadline: Deadline) -> None:
+        params = dict(self.model.named_parameters())
+        # Torch counts the users of GPU memory: each process needs an export of its own.
+        copies = self.workers if next(iter(params.values())).is_cuda else 1
+        self.close()
+        self.handovers = [
+            export_tensors(params, model=type(self.model).__name__, owner="trainer")
+            for _ in range(copies)]
+        self.addresses = [param.data_ptr() for param in self.model.parameters()]
+        described = [handover.to_dict() for handover in self.handovers]
+        self._call("transfer_map", described, self.plan, deadline=deadline,
+                   waiting_for="the engine's workers to map the trainer's memory")
+
+    def send(self, tensors: Iterator[Tensor], deadline: Deadline) -> None:
+        if self.addresses != [param.data_ptr() for param in self.model.parameters()]:
+            self._export(deadline)
+        self._call("transfer_copy", deadline=deadline,
+                   waiting_for="the engine's workers to copy the weights")
+
+    def _call(self, method: str, *args: Any, deadline: Deadline, waiting_for: str) -> None:
+        deadline.result(in_background(self.engine.collective_rpc, method, *args,
+                                      timeout=deadline.left(waiting_for)), waiting_for)
+
+    def close(self) -> None:
+        """Mappings end with the workers' next one, or with their process."""
+        for handover in self.handovers:
+            release(handover)
+        self.handovers = []
+
+
+class WrittenPath:
+    """A sharded trainer on the engine's GPUs: every rank writes what lies on its own.
+
+    NCCL refuses two processes on one GPU, and no rank sees the memory of all workers. So each rank
+    maps the memory of the worker on its GPU and, while the ranks gather their parameters one after
+    another, copies that worker's part into it. Only the gathering crosses a link.
+
+    Args:
+        model: sharded over the ranks.
+        trainer: its ranks.
+        engine: on the leading rank; the others pass None.
+        plan: from :func:`~grpo.weights.transfer.make_plan`, on the leading rank.
+        workers: from ``transfer_describe``, on the leading rank.
+        deadline: of the whole update.
+
+    Raises:
+        TransferError: on every rank, if a worker's device belongs to no rank.
+    """
+
+    def __init__(self, model: nn.Module, trainer: TrainerRanks, engine: EngineHandle | None, *,
+                 plan: list[dict[str, Any]], workers: list[dict[str, Any]],
+                 deadline: Deadline) -> None:
+        self.model, self.trainer = model, trainer
+        memory: list[Any] | None = None
+        try:
+            if trainer.leads:
+                memory = engine.collective_rpc(
+                    "export_weights", timeout=deadline.left("the engine to hand over its memory"))
+        finally:
+            trainer.agree(memory is not None or not trainer.leads)
+        document = trainer.tell(json.dumps([plan, workers, memory]))
+        plan, described, handovers = json.loads(document)
+        mine = [(worker, Handover.from_dict(raw)) for worker, raw in
+                zip(described, handovers, strict=True) if self._is_mine(raw)]
+        self._check_coverage(len(mine), len(handovers))
+        self.targets: list[list[tuple[Tensor, Piece]]] = [[] for _ in plan]
+        failure = None
+        try:
+            for worker, handover in mine:
+                self._map(worker, handover, plan)
+        except HandoverError as error:
+            failure = error
+        self._raise_on_all(failure, "map the engine's memory")
+
+    def _map(self, worker: dict[str, Any], handover: Handover, plan: list[dict]) -> None:
+        mapped = map_tensors(handover)
+        for targets, item in zip(self.targets, plan, strict=True):
+            tensor = item["tensor"]
+            targets += [(local(mapped[tensor], piece), piece)
+                        for piece in pieces_of(worker["tensors"].get(tensor), item)]
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Gather all parameters and write them; every rank calls it, the engine being paused.
+
+        Raises:
+            TransferError: on every rank, if one could not write.
+        """
+        failure = None
+        wholes = self.trainer.whole(self.model.named_parameters())
+        for targets, (name, whole) in zip(self.targets, wholes, strict=True):
+            try:
+                for target, piece in targets:
+                    target.copy_(part_of(whole, piece))
+            except RuntimeError as error:  # the gathering goes on: other ranks wait in it
+                failure = failure or RuntimeError(f"{name}: {error}")
+        if self.trainer.device.type == "cuda":
+            torch.cuda.synchronize(self.trainer.device)
+        self._raise_on_all(failure, "write its part of the weights")
+
+    def close(self) -> None:
+        """Unmap the engine's memory."""
+        self.targets = []
+
+    def _raise_on_all(self, failure: Exception | None, doing: str) -> None:
+        if self.trainer.total(failure is not None):
+            whose = "this rank" if failure else "another rank"
+            raise TransferError(f"{whose} could not {doing}: {failure or 'see its error'}"
+                                ) from failure
+
+    def _is_mine(self, handover: dict[str, Any]) -> bool:
+        if self.trainer.device.type == "cpu":
+            return self.trainer.leads
+        uuid = str(torch.cuda.get_device_properties(self.trainer.device).uuid)
+        return handover["storages"][0]["handle"]["gpu"] == uuid
+
+    def _check_coverage(self, mine: int, workers: int) -> None:
+        if (covered := self.trainer.total(mine)) != workers:
+            raise TransferError(f"the trainer's ranks share the devices of {covered} of the "
+                                f"engine's {workers} workers; place them on the same GPUs, or use "
+                                "backend='nccl' between separate ones")
