@@ -223,7 +223,7 @@ class LoraLoadRequest(Body):
 
     adapter_path: str | None = Field(None, min_length=1)
     adapter_id: int | None = Field(None, ge=1)
-    adapter_name: str = Field("adapter", min_length=1)
+    adapter_name: str | None = Field(None, min_length=1)
     version: int | None = Field(None, ge=0)
     timeout: float = Field(60.0, gt=0)
 
@@ -232,6 +232,18 @@ class LoraLoadRequest(Body):
         if (self.adapter_path is None) == (self.adapter_id is None):
             raise ValueError("give exactly one of adapter_path and adapter_id")
         return self
+
+
+class AdapterNameRequest(Body):
+    """``POST /v1/unload_lora_adapter``."""
+
+    lora_name: str = Field(min_length=1)
+
+
+class AdapterFolderRequest(AdapterNameRequest):
+    """``POST /v1/load_lora_adapter``."""
+
+    lora_path: str = Field(min_length=1)
 
 
 def one_or_many(value: Any) -> tuple[list[Prompt], bool]:

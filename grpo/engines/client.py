@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
-import socket
-import time
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import orjson
 
 from grpo.engines.handle import EngineError, PauseMode
+from grpo.engines.http_call import http_request, split_url
 
 
 class EngineCallError(EngineError):
@@ -72,11 +69,8 @@ class EngineClient:
     """
 
     def __init__(self, url: str, *, token: str | None = None, timeout: float = 60.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or not parts.port or parts.path.strip("/"):
-            raise ValueError(f"url={url!r} must have the form http://host:port")
+        self.host, self.port = split_url(url)
         self.url = url.rstrip("/")
-        self.host, self.port = parts.hostname, parts.port
         self.token = token
         self.timeout = timeout
 
@@ -186,46 +180,20 @@ class EngineClient:
             EngineCallError: with the server's message, if it refuses or fails.
         """
         timeout = self.timeout if timeout is None else timeout
-        deadline = time.monotonic() + timeout
         what = f"{method} {self.url}{path}"
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        if self.token is not None:
-            headers["Authorization"] = f"Bearer {self.token}"
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         try:
-            connection.request(method, path, orjson.dumps(body) if body is not None else None,
-                               headers)
-            sock = connection.sock
-            sock.settimeout(max(deadline - time.monotonic(), 1e-3))
-            response = connection.getresponse()
-            raw = _read(sock, response, deadline)
+            status, raw = http_request(
+                self.host, self.port, method, path,
+                orjson.dumps(body) if body is not None else None, token=self.token,
+                timeout=timeout)
         except TimeoutError:
             raise EngineTimeoutError(
                 f"{what}: no answer in {timeout:g} s; is the engine paused? Else give the call "
                 "more time, or see the server's log") from None
-        except (OSError, http.client.HTTPException) as error:
+        except ConnectionError as error:
             raise EngineUnreachableError(f"{what}: {error or type(error).__name__}; is the server "
                                          "running? See its log") from error
-        finally:
-            connection.close()
-        return _value(what, response.status, raw)
-
-
-def _read(sock: socket.socket, response: http.client.HTTPResponse, deadline: float) -> bytes:
-    """The body; each piece waits only as long as the call has left."""
-    pieces = []
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        sock.settimeout(left)
-        piece = response.read1(1 << 16)
-        if not piece:
-            break
-        pieces.append(piece)
-    if response.length:
-        raise http.client.IncompleteRead(b"", response.length)
-    return b"".join(pieces)
+        return _value(what, status, raw)
 
 
 def _value(what: str, status: int, raw: bytes) -> dict[str, Any]:

@@ -102,6 +102,12 @@ class Generation:
         return [self.token_ids(prompt, where=f"prompt[{i}]" if several else "prompt")
                 for i, prompt in enumerate(prompts)]
 
+    def text_of(self, prompt: Prompt, token_ids: list[int]) -> str:
+        """A prompt as text: as it came, or decoded."""
+        if isinstance(prompt, dict):
+            (prompt,) = prompt.values()
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(token_ids)
+
     def parameters(
         self,
         fields: SamplingFields,
@@ -137,7 +143,7 @@ class Generation:
                        for part in sorted(output.outputs, key=lambda part: part.index)]
         answer = Answer(token_ids, samples)
         if params.prompt_logprobs is not None:
-            answer.prompt_positions = _positions(output.prompt_logprobs)
+            answer.prompt_positions = positions_of(output.prompt_logprobs)
         return answer
 
     async def answers(
@@ -193,7 +199,7 @@ class Generation:
     def _sample(self, part: Any, ticket: Any, *, start: int, asked: bool) -> Sample:
         token_ids = list(part.token_ids)
         # A piece without tokens may carry the log-probs of earlier ones.
-        positions = _positions(part.logprobs if token_ids else []) if asked else None
+        positions = positions_of(part.logprobs if token_ids else []) if asked else None
         if positions is not None and len(positions) != len(token_ids):
             raise RuntimeError(f"the engine returned {len(positions)} log-probs for "
                                f"{len(token_ids)} tokens; this vLLM version is not supported")
@@ -201,16 +207,14 @@ class Generation:
         return Sample(part.index, token_ids, part.text, positions, part.finish_reason, versions)
 
 
-def _positions(flat: Any) -> list[Position | None]:
+def positions_of(flat: Any) -> list[Position | None]:
     """vLLM's flat log-probs, one entry a position; None where it has none (a first token)."""
     if not flat:
         return []
-    positions: list[Position | None] = []
-    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
-        # The sampled token stands first, and again among the top ones: a dict keeps its place.
-        position = {token: max(value, IMPOSSIBLE) for token, value in
-                    zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True)}
-        if any(math.isnan(value) for value in flat.logprobs[start:end]):
-            raise RuntimeError("the engine returned NaN log-probs: the weights it has are broken")
-        positions.append(position or None)
-    return positions
+    if any(map(math.isnan, flat.logprobs)):
+        raise RuntimeError("the engine returned NaN log-probs: the weights it has are broken")
+    values = [max(value, IMPOSSIBLE) for value in flat.logprobs]
+    entries = list(zip(flat.token_ids, values, strict=True))
+    # The sampled token stands first, and again among the top ones: a dict keeps its place.
+    return [dict(entries[start:end]) or None
+            for start, end in zip(flat.start_indices, flat.end_indices, strict=True)]

@@ -1,11 +1,9 @@
-"""What a trainer needs of the engine: pauses, versions, calls into the workers, adapters."""
+"""What a trainer needs of the engine: pauses, sleep, versions, calls into the workers."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -13,7 +11,6 @@ from fastapi import APIRouter, Request, Response
 from grpo.engines.api import (
     ApiError,
     DeadlineRequest,
-    LoraLoadRequest,
     PauseRequest,
     RpcRequest,
     SleepRequest,
@@ -22,7 +19,7 @@ from grpo.engines.api import (
     read_body,
 )
 from grpo.engines.routes_generate import before
-from grpo.engines.versioned import Adapter, VersionedEngine
+from grpo.engines.versioned import VersionedEngine
 
 ALIASES = ("VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_BRIDGE_CONFIG_PATH", "LOGDIR")
 router = APIRouter()
@@ -108,9 +105,14 @@ async def resume(request: Request) -> Response:
 
 @router.post("/bridge/sleep")
 async def sleep(request: Request) -> Response:
-    """Abort what runs and free memory; levels 1 and 2 need ``--enable-sleep-mode``."""
+    """Abort what runs and free memory; levels 1 and 2 need a GPU and ``--enable-sleep-mode``."""
     body = await read_body(request, SleepRequest)
-    if body.level and not request.app.state.info.get("sleep_mode"):
+    info = request.app.state.info
+    if body.level and info.get("device") == "cpu":
+        raise ApiError(f"level={body.level} is impossible: vLLM can give memory back on GPUs only, "
+                       "and this engine runs on a CPU; level 0 only pauses", status=501,
+                       type="not_implemented", param="level")
+    if body.level and not info.get("sleep_mode"):
         raise ApiError(f"level={body.level} needs a server started with --enable-sleep-mode; "
                        "level 0 only pauses", status=409, type="conflict", param="level")
     await before(_engine(request).sleep(body.level), body.timeout, "the engine to go to sleep")
@@ -158,76 +160,8 @@ async def rpc(request: Request) -> Response:
     if body.method not in known:
         raise ApiError(f"method={body.method!r} is not offered; known are {', '.join(known)}",
                        status=403, type="forbidden", param="method")
+    _engine(request).require_awake()
     results = await before(
         _engine(request).engine.collective_rpc(body.method, args=tuple(body.args)), body.timeout,
         f"{body.method} on the engine's workers")
     return json_response({"results": results})
-
-
-@router.get("/lora/status")
-async def lora_status(request: Request) -> Response:
-    """The active adapter, all loaded ones, and adapter folders in ``LOGDIR``."""
-    engine = _engine(request)
-    log_dir = os.environ.get("LOGDIR")
-    folders = sorted(Path(log_dir).glob("*/adapter_config.json")) if log_dir else []
-    return json_response({
-        "lora_available": request.app.state.info.get("max_lora_rank") is not None,
-        "active_adapter_path": engine.active and engine.active.path,
-        "active_adapter_name": engine.active and engine.active.name,
-        "active_adapter_id": engine.active and engine.active.id,
-        "load_count": engine.lora_loads,
-        "loaded_adapters": list(engine.adapters),
-        "available_adapters": [file.parent.name for file in folders],
-    })
-
-
-@router.post("/lora/load")
-async def lora_load(request: Request) -> Response:
-    """Load an adapter under a new name, ``<adapter_name>-v<n>``, and make it the active one."""
-    body = await read_body(request, LoraLoadRequest)
-    max_rank = request.app.state.info.get("max_lora_rank")
-    if max_rank is None:
-        raise ApiError("adapters need a server started with --enable-lora", status=409,
-                       type="conflict")
-    engine, config = _engine(request), None
-    if body.adapter_id is not None:
-        work = engine.attach_adapter(body.adapter_name, body.adapter_id, version=body.version)
-    else:
-        config = _adapter_config(body.adapter_path, max_rank)
-        work = engine.load_adapter(body.adapter_name, body.adapter_path, version=body.version)
-    adapter: Adapter = await before(work, body.timeout, f"adapter {body.adapter_name}")
-    return json_response({
-        "status": "ok", "adapter_path": adapter.path, "adapter_name": adapter.name,
-        "adapter_id": adapter.id, "load_count": engine.lora_loads, "policy_version": engine.version,
-        "adapter_config": config})
-
-
-@router.post("/lora/unload")
-async def lora_unload(request: Request) -> Response:
-    """Go back to the base model."""
-    body = await read_body(request, DeadlineRequest)
-    previous: Adapter | None = await before(_engine(request).unload_adapter(), body.timeout,
-                                            "the adapter to be unloaded")
-    return json_response({"status": "ok", "previous_adapter": previous and previous.path,
-                          "previous_name": previous and previous.name})
-
-
-def _adapter_config(folder: str, max_rank: int) -> dict[str, Any]:
-    path = Path(folder)
-    if not (path / "adapter_config.json").is_file():
-        raise ApiError(f"adapter_path={folder}: there is no adapter_config.json", status=404,
-                       type="not_found", param="adapter_path")
-    if not any((path / name).is_file() for name in
-               ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")):
-        raise ApiError(f"adapter_path={folder}: there is no adapter_model.safetensors",
-                       status=404, type="not_found", param="adapter_path")
-    try:
-        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ApiError(f"adapter_path={folder}: adapter_config.json is not JSON: {error}",
-                       param="adapter_path") from None
-    if config.get("r", 0) > max_rank:
-        raise ApiError(f"adapter_path={folder} has rank {config['r']} but the server was started "
-                       f"with --max-lora-rank {max_rank}", param="adapter_path")
-    return {key: config.get(key) for key in
-            ("r", "lora_alpha", "target_modules", "base_model_name_or_path")}

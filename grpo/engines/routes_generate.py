@@ -49,9 +49,10 @@ async def health_generate(request: Request, timeout: float = 30.0) -> Response:
 async def generate(request: Request) -> Response:
     """Sample from one prompt or a list of them; see :class:`~grpo.engines.api.GenerateRequest`.
 
-    One prompt is answered by ``text``, ``prompt``, ``prompt_token_ids``, ``token_ids``,
-    ``finish_reasons``, ``policy_version`` and, if asked, ``logprobs`` and ``prompt_logprobs``; a
-    list by ``results`` with one such object a prompt. Log-probs are those of the distribution that
+    One prompt is answered by ``prompt_token_ids``, ``token_ids``, ``finish_reasons``,
+    ``policy_version``, the texts ``prompt`` and ``text`` unless ``return_text`` is false, and, if
+    asked, ``logprobs`` and ``prompt_logprobs``; a list by ``results`` with one such object a
+    prompt. Log-probs are those of the distribution that
     was sampled; ``altered_by`` names the options that make it another one than
     softmax(logits / temperature). ``stream`` answers in pieces, one JSON object a line, or as
     events if the client accepts ``text/event-stream``.
@@ -70,15 +71,16 @@ async def generate(request: Request) -> Response:
         return stream_json(request, (_piece(body, row, piece) async for row, piece in pieces))
     answers = await while_connected(
         request, generation.answers(token_ids, parameters, model=body.model))
-    results = [_result(body, prompt, answer)
+    results = [_result(body, prompt, answer, generation)
                for prompt, answer in zip(prompts, answers, strict=True)]
     return json_response({"results": results} if several else results[0])
 
 
-def _result(body: GenerateRequest, prompt: Any, answer: Answer) -> dict[str, Any]:
+def _result(
+    body: GenerateRequest, prompt: Any, answer: Answer, generation: Generation
+) -> dict[str, Any]:
     samples = answer.samples
     result: dict[str, Any] = {
-        "prompt": prompt if isinstance(prompt, str) else None,
         "prompt_token_ids": answer.prompt_token_ids,
         "token_ids": [sample.token_ids for sample in samples],
         "finish_reasons": [sample.finish_reason for sample in samples],
@@ -86,6 +88,7 @@ def _result(body: GenerateRequest, prompt: Any, answer: Answer) -> dict[str, Any
         "altered_by": body.altered_by(),
     }
     if body.return_text:
+        result["prompt"] = generation.text_of(prompt, answer.prompt_token_ids)
         result["text"] = [sample.text for sample in samples]
     if body.logprobs is not None:
         result["logprobs"] = [_logprobs(body, sample) for sample in samples]

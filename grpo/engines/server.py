@@ -9,16 +9,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import ipaddress
 import json
 import os
 import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from grpo.engines.process import TOKEN_VARIABLE, bind, exit_with_parent
+from grpo.engines.child import TOKEN_VARIABLE, bind, exit_with_parent
+from grpo.engines.plumbing import is_loopback
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 _CPU_KV_CACHE_BYTES = 256 << 20
 WORKER = "grpo.engines.worker.WeightWorker"
@@ -71,7 +76,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: naming the options, their values and what to change.
     """
-    if args.token is None and not _is_loopback(args.host):
+    if args.token is None and not is_loopback(args.host):
         raise ValueError(f"--host {args.host} opens the engine to other machines, weights and all; "
                          f"give a --token (or {TOKEN_VARIABLE}), or use --host 127.0.0.1")
     if args.shared_weights and args.enable_sleep_mode:
@@ -109,6 +114,9 @@ def engine_arguments(args: argparse.Namespace, *, device_type: str) -> dict[str,
         if getattr(args, name) is not None:
             fields[name] = getattr(args, name)
     if device_type == "cpu":
+        if args.enable_sleep_mode:
+            raise ValueError("--enable-sleep-mode needs a GPU: vLLM for CPUs cannot give memory "
+                             "back; leave it out, /bridge/pause works without")
         if args.gpu_memory_utilization is not None:
             raise ValueError(f"--gpu-memory-utilization {args.gpu_memory_utilization} has no "
                              "effect on a CPU; give --kv-cache-memory-bytes")
@@ -130,43 +138,62 @@ def engine_arguments(args: argparse.Namespace, *, device_type: str) -> dict[str,
 
 async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
     """Start the engine, export its weights if asked, and answer requests until told to stop."""
-    _prepare_environment()
-    import uvicorn
-    import vllm
-    from transformers import AutoTokenizer
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from grpo.engines.app import create_app
-
-    fields = engine_arguments(args, device_type=current_platform.device_type)
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**fields))
+    engine = start_engine(args)
     try:
-        handover = await _export(engine, args, current_platform.device_type)
-        config = engine.model_config
-        app = create_app(
-            engine, tokenizer=AutoTokenizer.from_pretrained(args.model),
-            model_names=tuple(name for name in (args.served_model_name, args.model) if name),
-            max_model_len=config.max_model_len, vocab_size=config.get_vocab_size(),
-            token=args.token, max_body_bytes=args.max_body_mib << 20,
-            rpc_methods=_rpc_methods(), handover=handover,
-            info={"dtype": str(config.dtype).removeprefix("torch."),
-                  "device": current_platform.device_type, "vllm_version": vllm.__version__,
-                  "tensor_parallel_size": args.tensor_parallel_size,
-                  "max_lora_rank": args.max_lora_rank if args.enable_lora else None,
-                  "sleep_mode": args.enable_sleep_mode})
+        app = await make_app(engine, args)
         host, port = sock.getsockname()[:2]
         print(f"serving {args.model} on http://{host}:{port}", flush=True)
-        # Requests that run when the server is told to stop are aborted after this time.
-        settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
-                                  timeout_graceful_shutdown=5)
-        await uvicorn.Server(settings).serve(sockets=[sock])
+        await http_server(app).serve(sockets=[sock])
     finally:
         engine.shutdown()
 
 
-async def _export(engine: Any, args: argparse.Namespace, device: str) -> dict[str, Any] | None:
+def start_engine(args: argparse.Namespace) -> AsyncLLM:
+    """vLLM's asynchronous engine, which belongs to the running event loop."""
+    _prepare_environment()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    fields = engine_arguments(args, device_type=current_platform.device_type)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**fields))
+
+
+async def make_app(engine: AsyncLLM, args: argparse.Namespace) -> FastAPI:
+    """The application around the engine; shares the engine's weights first if asked."""
+    import vllm
+    from transformers import AutoTokenizer
+    from vllm.platforms import current_platform
+
+    from grpo.engines.app import create_app
+
+    handover = await _export(engine, args, current_platform.device_type)
+    config = engine.model_config
+    return create_app(
+        engine, tokenizer=AutoTokenizer.from_pretrained(args.model),
+        model_names=tuple(name for name in (args.served_model_name, args.model) if name),
+        max_model_len=config.max_model_len, vocab_size=config.get_vocab_size(),
+        token=args.token, max_body_bytes=args.max_body_mib << 20,
+        rpc_methods=_rpc_methods(), handover=handover,
+        info={"dtype": str(config.dtype).removeprefix("torch."),
+              "device": current_platform.device_type, "vllm_version": vllm.__version__,
+              "tensor_parallel_size": args.tensor_parallel_size,
+              "max_lora_rank": args.max_lora_rank if args.enable_lora else None,
+              "sleep_mode": args.enable_sleep_mode})
+
+
+def http_server(app: FastAPI) -> uvicorn.Server:
+    """What answers requests with ``app``."""
+    import uvicorn
+
+    # Requests that run when the server is told to stop are aborted after this time.
+    return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False,
+                                         lifespan="off", timeout_graceful_shutdown=5))
+
+
+async def _export(
+    engine: AsyncLLM, args: argparse.Namespace, device: str
+) -> dict[str, Any] | None:
     if not args.shared_weights:
         return None
     from grpo.weights.handover import FILE_NAME, Handover
@@ -198,13 +225,6 @@ def _prepare_environment() -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     elif importlib.util.find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -59,8 +59,14 @@ class Constructors:
 
 @dataclass
 class Adapter:
-    """A LoRA adapter in the engine. A changed adapter is loaded under a new name and id."""
+    """A LoRA adapter in the engine. A changed adapter is loaded under a new name and id.
 
+    Attributes:
+        asked: the name its loader gave it; later loads may have been given the same.
+        name: ``<asked>-v<number of the load>``, its own.
+    """
+
+    asked: str
     name: str
     id: int
     path: str | None  # None: made in the workers' memory
@@ -208,15 +214,23 @@ class VersionedEngine:
     async def resume(self) -> None:
         """Go on sampling; without effect if not paused."""
         async with self._control:
-            if self.sleeping:
-                raise ApiError("the engine sleeps; POST /bridge/wake_up first", status=409,
-                               type="conflict")
+            self.require_awake()
             await self._resume()
 
     async def _resume(self) -> None:
         await self.engine.resume_generation()
         self.paused = False
         self._running.set()
+
+    def require_awake(self) -> None:
+        """Refuse what would touch memory that the engine has given back.
+
+        Raises:
+            ApiError: 409 while the engine sleeps.
+        """
+        if self.sleeping:
+            raise ApiError("the engine sleeps; POST /bridge/wake_up first", status=409,
+                           type="conflict")
 
     async def sleep(self, level: int) -> None:
         """Pause, aborting what runs, and free the GPU's memory (levels 1 and 2)."""
@@ -282,6 +296,8 @@ class VersionedEngine:
     def adapter_named(self, model: str | None) -> Adapter | None:
         """The adapter for a request's ``model``: the active one unless another is named.
 
+        A name without the number of a load stands for the newest one.
+
         Raises:
             ApiError: 404 for a name that is not served.
         """
@@ -289,6 +305,9 @@ class VersionedEngine:
             return self.active
         if model in self.adapters:
             return self.adapters[model]
+        loads = [adapter for adapter in self.adapters.values() if adapter.asked == model]
+        if loads:
+            return loads[-1]
         known = ", ".join([self.model_names[0], *self.adapters])
         raise ApiError(f"model={model!r} is not served here; known are {known}", status=404,
                        type="model_not_found", param="model")
@@ -304,17 +323,17 @@ class VersionedEngine:
             version: policy version of the adapter; None keeps the present one.
         """
         async with self._control:
-            name, id = f"{name}-v{self.lora_loads + 1}", next(self._ids)
-            adapter = Adapter(name, id, path, self.make.lora_request(name, id, path))
+            own, id = f"{name}-v{self.lora_loads + 1}", next(self._ids)
+            adapter = Adapter(name, own, id, path, self.make.lora_request(own, id, path))
             await self.engine.add_lora(adapter.request)
             return await self._activate(adapter, version)
 
     async def attach_adapter(self, name: str, id: int, *, version: int | None) -> Adapter:
         """Use an adapter that the workers hold in memory; see :meth:`load_adapter`."""
         async with self._control:
-            name = f"{name}-v{self.lora_loads + 1}"
-            request = self.make.lora_request(name, id, f"memory:{name}")
-            return await self._activate(Adapter(name, id, None, request), version)
+            own = f"{name}-v{self.lora_loads + 1}"
+            request = self.make.lora_request(own, id, f"memory:{own}")
+            return await self._activate(Adapter(name, own, id, None, request), version)
 
     async def _activate(self, adapter: Adapter, version: int | None) -> Adapter:
         self.adapters[adapter.name] = adapter

@@ -171,6 +171,40 @@ def test_stop_ends_workers_too_even_if_the_server_is_dead_already():
         assert gone(worker)
 
 
+@pytest.mark.parametrize("end", ["server killed", "server and worker ignore the request"])
+def test_shared_memory_of_a_killed_group_is_removed(end):
+    """Python's resource tracker, a member of the group, removes it, so it must end last."""
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" if (
+        "ignore" in end) else "pass"
+    with child(f"""
+        def work(lock):
+            {ignore}
+            memory = SharedMemory(create=True, size=64)
+            print("memory", memory.name, flush=True)
+            time.sleep(600)
+
+        from multiprocessing import get_context
+        from multiprocessing.shared_memory import SharedMemory
+        {ignore}
+        context = get_context("fork")
+        mine = SharedMemory(create=True, size=64)
+        worker = context.Process(target=work, args=(context.Lock(),))
+        worker.start()
+        print("mine", mine.name, flush=True)
+        print("worker", worker.pid, flush=True)
+        serve()
+    """) as server:
+        names = [wait_for_line(server, "memory"), wait_for_line(server, "mine")]
+        worker = int(wait_for_line(server, "worker"))
+        assert all(os.path.exists(f"/dev/shm/{name}") for name in names)
+        if end == "server killed":
+            os.kill(server.pid, signal.SIGKILL)
+            assert gone(server.pid)
+        server.stop(timeout=0.3)
+        assert not any(os.path.exists(f"/dev/shm/{name}") for name in names)
+        assert gone(worker)
+
+
 def test_processes_that_we_did_not_start_live_on():
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
@@ -187,7 +221,7 @@ def test_processes_that_we_did_not_start_live_on():
 def test_the_server_and_its_workers_end_with_the_parent(tmp_path, end):
     """Killed, the parent can do nothing: its child sees standard input close."""
     server = textwrap.dedent(SERVER) + textwrap.dedent(f"""
-        from grpo.engines.process import exit_with_parent
+        from grpo.engines.child import exit_with_parent
         exit_with_parent(grace=0.5)
         print('worker', {WORKER}, flush=True)
         serve()

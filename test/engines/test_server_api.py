@@ -25,7 +25,7 @@ def test_generate_answers_in_the_form_that_atropos_reads(client):
     version = client.version
     token = answer["token_ids"][0][0]
     assert answer == {
-        "prompt": None, "prompt_token_ids": [7, 8, 9], "token_ids": [[token] * 3] * 2,
+        "prompt": "'()", "prompt_token_ids": [7, 8, 9], "token_ids": [[token] * 3] * 2,
         "text": ["xxx", "xxx"], "finish_reasons": ["length", "length"],
         "logprobs": [[[{str(token): -0.5}]] * 3] * 2, "altered_by": [],
         "policy_version": [[[version, 3]]] * 2}
@@ -45,7 +45,8 @@ def test_teacher_log_probs_of_the_prompt(client):
 def test_forms_of_one_prompt(client, body):
     answer = post(client, "/generate", {**body, "max_tokens": 1})
     assert answer["prompt_token_ids"] == [7, 8, 9]
-    assert answer["prompt"] == ("abc" if body == {"prompt": "abc"} else None)
+    as_text = body in ({"prompt": "abc"}, {"prompt": {"prompt": "abc"}})
+    assert answer["prompt"] == ("abc" if as_text else "'()")  # token ids are decoded
 
 
 @pytest.mark.parametrize("body", [
@@ -64,7 +65,7 @@ def test_repeated_prompts_with_a_seed_draw_differently(client, engine):
 def test_flat_log_probs_are_one_number_a_token(client):
     answer = post(client, "/generate", {"prompt": [5], "logprobs": 0, "flat_logprobs": True,
                                         "return_text": False, "max_tokens": 2})
-    assert answer["logprobs"] == [[-0.5, -0.5]] and "text" not in answer
+    assert answer["logprobs"] == [[-0.5, -0.5]] and not {"text", "prompt"} & answer.keys()
 
 
 def test_top_log_probs_come_after_the_sampled_token(client):

@@ -8,7 +8,7 @@ import pytest
 
 from grpo.engines.client import EngineCallError, EngineClient, EngineTimeoutError
 
-from .serving import raw, refusal, server
+from .serving import post, raw, refusal, server
 
 
 def test_pause_version_resume(client, engine):
@@ -61,10 +61,25 @@ def test_sleep_needs_its_mode_and_ends_with_wake_up(client, engine):
         client.sleep()
     client.sleep(0)
     assert client.call("GET", "/bridge/is_sleeping") == {"sleeping": True}
-    with pytest.raises(EngineCallError, match="wake_up"):
-        client.resume()
+    for touch in (client.resume, lambda: client.collective_rpc("synchronize"),
+                  lambda: client.load_lora("/nowhere")):
+        with pytest.raises(EngineCallError, match="wake_up") as info:
+            touch()
+        assert info.value.status == 409
     client.wake_up()
     assert client.generate([[5]], max_tokens=1)
+
+
+def test_sleep_that_a_cpu_cannot_do_is_refused():
+    with server(info={"device": "cpu"}) as (_, client):
+        with pytest.raises(EngineCallError, match="this engine runs on a CPU") as info:
+            client.sleep(1)
+        assert info.value.status == 501
+        client.sleep(0)
+        client.wake_up()
+    with server(info={"device": "cuda", "sleep_mode": True}) as (engine, client):
+        client.sleep(2)
+        assert ("sleep", 2) in engine.calls
 
 
 def test_handover_is_described_without_its_handles():
@@ -105,6 +120,26 @@ def test_adapters_are_loaded_once_under_new_names(client, engine, tmp_path):
     assert engine.seen[-1].lora is None
 
 
+def test_adapters_by_the_routes_of_vllm_and_by_their_bare_name(client, engine, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    body = {"lora_name": "tuned", "lora_path": str(tmp_path)}
+    first, second = (post(client, "/v1/load_lora_adapter", body)["adapter_name"] for _ in range(2))
+    assert first != second and second.startswith("tuned-v")
+    for model in (None, "tuned", second):
+        post(client, "/generate", {"prompt": [5], "max_tokens": 1, "model": model})
+        assert engine.seen[-1].lora.name == second
+    error = refusal(client, "/generate", {"prompt": [5], "model": first})
+    assert error.status == 404 and second in str(error)
+    assert refusal(client, "/v1/load_lora_adapter", {"lora_name": "tuned"}).param == "lora_path"
+    assert post(client, "/v1/unload_lora_adapter", {"lora_name": "tuned"})[
+        "previous_name"] == second
+    post(client, "/generate", {"prompt": [5], "max_tokens": 1})
+    assert engine.seen[-1].lora is None
+    for name, status in (("tuned", 404), ("tiny", 400)):
+        assert refusal(client, "/v1/unload_lora_adapter", {"lora_name": name}).status == status
+
+
 def test_adapters_need_a_server_for_them():
     with server() as (_, client), pytest.raises(EngineCallError, match="--enable-lora"):
         client.load_lora("/nowhere")
@@ -126,6 +161,8 @@ def test_too_great_a_body_is_refused_announced_or_not():
     with server(max_body_bytes=1000) as (_, client):
         body = json.dumps({"prompt": "a" * 2000})
         assert refusal(client, "/generate", {"prompt": "a" * 2000}).status == 413
+        # More than the connection's buffers hold: the server answers before all is sent.
+        assert refusal(client, "/generate", {"prompt": "a" * (20 << 20)}).status == 413
         status, answer, _ = raw(client, "POST", "/generate", (c.encode() for c in [body]),
                                 {"Transfer-Encoding": "chunked"})
         assert status == 413 and "--max-body-mib" in json.loads(answer)["error"]["message"]

@@ -61,6 +61,8 @@ def test_engine_arguments():
 def test_options_without_effect_are_refused():
     with pytest.raises(ValueError, match="no effect on a CPU"):
         engine_arguments(parse("--gpu-memory-utilization", "0.5"), device_type="cpu")
+    with pytest.raises(ValueError, match="--enable-sleep-mode needs a GPU"):
+        engine_arguments(parse("--enable-sleep-mode"), device_type="cpu")
     with pytest.raises(ValueError, match="--engine-options sets logprobs_mode"):
         engine_arguments(parse("--engine-options", '{"logprobs_mode": "raw_logprobs"}'),
                          device_type="cuda")

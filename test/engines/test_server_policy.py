@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from grpo import data
 from grpo.policies.base import Sampling
 from grpo.policies.server import ServerPolicy
 
@@ -39,6 +40,9 @@ def test_server_policy_dates_a_row_by_its_oldest_token(client, engine):
     with_update.join()
     assert client.version == old + 1
     assert batch["policy_version"].tolist() == [old]
+    versions = batch["policy_versions", "full"][0, 1:].tolist()
+    assert versions[0] == old and versions[-1] == old + 1 and versions == sorted(versions)
+    assert data.staleness(batch, client.version)["policy/age_max"] == 1
 
 
 def test_server_policy_refuses_aborted_rows(client):

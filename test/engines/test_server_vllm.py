@@ -1,4 +1,4 @@
-"""The whole server around a real vLLM: one process for all tests of this file."""
+"""The whole server around a real vLLM: what it samples, what it refuses, and how it ends."""
 
 from __future__ import annotations
 
@@ -6,76 +6,24 @@ import http.client
 import json
 import os
 import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from grpo import data
-from grpo.engines.process import EngineProcess, server_command
+from grpo.engines.client import EngineCallError, EngineTimeoutError
 from grpo.policies.base import Sampling
 from grpo.policies.server import ServerPolicy
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-PROMPT = list(range(10, 26))
+from .real import LENGTH, PROMPT, InFlight, close, log_probs, wait_until
 
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory, tokenizer):
-    """Two checkpoints of one shape with other weights."""
-    from grpo.embedded import EmbeddedSpec, small_qwen2
-
-    folders = []
-    for seed in (0, 1):
-        folder = tmp_path_factory.mktemp(f"model{seed}")
-        model = small_qwen2(EmbeddedSpec(), len(tokenizer))
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                if "norm" not in name:
-                    param.normal_(std=0.2)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        folders.append(str(folder))
-    return folders
-
-
-@pytest.fixture(scope="module")
-def server(folders, tmp_path_factory):
-    pytest.importorskip("vllm")
-    log_dir = tmp_path_factory.mktemp("log")
-    command = server_command(
-        folders[0], dtype="float32", max_model_len=1024, max_num_seqs=32, shared_weights=True,
-        log_dir=log_dir, kv_cache_memory_bytes=64 << 20)
-    with EngineProcess(command, start_timeout=240, log_path=log_dir / "server.log") as server:
-        server.log_dir = log_dir
-        yield server
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-def client(server, folders):
-    client = server.client()
-    yield client
-    client.resume()
-    client.collective_rpc("load_checkpoint", folders[0], timeout=30)
-    client.reset_prefix_cache()
-
-
-def log_probs(folder, prompt, tokens, *, temperature=1.0):
-    """Log-probs of ``tokens`` after ``prompt`` by Transformers."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.tensor([prompt + tokens])
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-
-
-def close(ours, theirs):
-    return (torch.tensor(ours) - theirs).abs().max() < 1e-4
+def client(real_client):
+    return real_client
 
 
 def test_log_probs_are_those_of_the_sampled_distribution(client, folders):
@@ -120,90 +68,66 @@ def test_altered_sampling_reports_the_altered_distribution(client):
         assert sampled == 0.0 and others and set(others) == {-9999.0}
 
 
-def in_flight(client, *, stream, size, n=2):
-    """Start a long request; returns a function that waits for its samples."""
-    body = {"prompt": PROMPT, "max_tokens": size, "n": n, "ignore_eos": True, "logprobs": 0,
-            "flat_logprobs": True, "stream": stream, "return_text": False}
-    connection = http.client.HTTPConnection(client.host, client.port, timeout=60)
-    connection.request("POST", "/generate", json.dumps(body))
-    holder = {}
-
-    def read():
-        lines = [json.loads(line) for line in connection.getresponse().read().splitlines()]
-        if not stream:
-            (answer,) = lines
-            holder["samples"] = list(zip(answer["token_ids"], answer["logprobs"],
-                                         answer["policy_version"], strict=True))
-            return
-        holder["samples"] = []
-        for index in range(n):
-            mine = [line for line in lines if line["index"] == index]
-            holder["samples"].append(tuple(
-                [x for line in mine for x in line[key]]
-                for key in ("token_ids", "logprobs", "policy_version")))
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    while client.info()["open_requests"] == 0:
-        time.sleep(0.005)
-
-    def wait():
-        thread.join(60)
-        connection.close()
-        return holder["samples"]
-
-    return wait
+def test_a_cpu_says_why_it_cannot_sleep(client):
+    if client.info()["device"] != "cpu":
+        pytest.skip("for CPUs")
+    with pytest.raises(EngineCallError, match="this engine runs on a CPU") as info:
+        client.sleep()
+    assert info.value.status == 501
+    client.sleep(0)
+    assert client.call("GET", "/bridge/is_sleeping") == {"sleeping": True}
+    with pytest.raises(EngineCallError, match="wake_up"):
+        client.collective_rpc("synchronize")
+    client.wake_up()
+    assert client.call("GET", "/bridge/is_sleeping") == {"sleeping": False}
+    assert client.generate([PROMPT], max_tokens=3)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_update_in_flight_dates_every_token_by_the_weights_that_sampled_it(
-        client, folders, stream):
-    old = client.version
-    wait = in_flight(client, stream=stream, size=900)
-    time.sleep(0.15)
-    client.pause("keep")
-    client.collective_rpc("load_checkpoint", folders[1], timeout=30)
-    assert client.reset_prefix_cache()
-    client.set_version(old + 1)
-    client.resume()
-    for tokens, values, spans in wait():
-        versions = [version for version, count in spans for _ in range(count)]
-        assert len(tokens) == 900 and len(versions) == 900
-        split = versions.count(old)
-        assert 0 < split < 900 and versions == sorted(versions)
-        # Up to the update the old weights agree, behind it the new ones, to the very token.
-        before = log_probs(folders[0], PROMPT, tokens)
-        after = log_probs(folders[1], PROMPT, tokens)
-        assert close(values[:split], before[:split]) and close(values[split:], after[split:])
-        differ = (before - after).abs()
-        assert differ[split - 1] > 1e-3 and differ[split] > 1e-3
-
-
-def test_abort_ends_requests_and_wait_lets_them_finish(client):
-    wait = in_flight(client, stream=False, size=900)
-    time.sleep(0.15)
-    client.pause("abort")
-    assert all(0 < len(tokens) < 900 for tokens, _, _ in wait())
-    client.resume()
-    wait = in_flight(client, stream=False, size=100)
-    client.pause("wait")
-    assert all(len(tokens) == 100 for tokens, _, _ in wait())
-    assert client.info()["open_requests"] == 0
-
-
-def test_a_client_that_goes_away_frees_its_place(client):
+def test_a_client_that_goes_away_frees_its_place(client, stream):
     connection = http.client.HTTPConnection(client.host, client.port, timeout=60)
     connection.request("POST", "/generate", json.dumps(
-        {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}))
-    while client.info()["open_requests"] == 0:
-        time.sleep(0.01)
+        {"prompt": [PROMPT, PROMPT[1:]], "n": 2, "max_tokens": 900, "ignore_eos": True,
+         "stream": stream}))
+    wait_until(lambda: client.info()["open_requests"] == 2)
+    client.generate([[5]], max_tokens=3, ignore_eos=True)
+    if stream:
+        assert connection.getresponse().readline()
+    assert not client.reset_prefix_cache()
     connection.close()
-    deadline = time.monotonic() + 5
-    while client.info()["open_requests"] and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert client.info()["open_requests"] == 0
-    # Blocks of a request that still ran could not be dropped.
+    wait_until(lambda: not client.info()["open_requests"])
+    # Blocks of a request that still ran in the engine could not be dropped.
     assert client.reset_prefix_cache()
+
+
+def test_streams_add_up_to_the_whole_answer(client):
+    body = {"prompt": [[5, 6, 7], [8, 9]], "n": 2, "max_tokens": 16, "seed": 7, "logprobs": 0,
+            "flat_logprobs": True, "ignore_eos": True, "return_text": False}
+    whole = client.call("POST", "/generate", body)["results"]
+    connection = http.client.HTTPConnection(client.host, client.port, timeout=60)
+    connection.request("POST", "/generate", json.dumps({**body, "stream": True}))
+    pieces = [json.loads(line) for line in connection.getresponse().read().splitlines()]
+    connection.close()
+    assert len(pieces) > 4
+    for row, answer in enumerate(whole):
+        for index in range(2):
+            mine = [p for p in pieces if (p["prompt_index"], p["index"]) == (row, index)]
+            assert [t for p in mine for t in p["token_ids"]] == answer["token_ids"][index]
+            values = [value for p in mine for value in p["logprobs"]]
+            assert close(values, torch.tensor(answer["logprobs"][index]))
+            assert [p["finish_reason"] for p in mine] == [None] * (len(mine) - 1) + ["length"]
+
+
+@pytest.mark.slow
+def test_limits_of_time_and_size(client):
+    request = InFlight(client)
+    with pytest.raises(EngineTimeoutError, match=r"running requests to stop \(mode wait\)") as info:
+        client.pause("wait", timeout=0.05)
+    assert info.value.status == 504 and not client.info()["paused"]
+    assert all(len(tokens) == LENGTH for tokens, _, _, _ in request.samples())
+    with pytest.raises(EngineCallError, match="--max-body-mib") as info:
+        client.call("POST", "/generate", {"prompt": "a" * (33 << 20)})
+    assert info.value.status == 413 and client.alive()
 
 
 @pytest.mark.parametrize("body, message", [
@@ -211,8 +135,6 @@ def test_a_client_that_goes_away_frees_its_place(client):
     ({"prompt": [5], "logprobs": 10_000}, "logprobs"), ({"prompt": [5], "n": 2, "temperature": 0.0},
                                                         "greedy")])
 def test_refusals_are_400(client, body, message):
-    from grpo.engines.client import EngineCallError
-
     with pytest.raises(EngineCallError) as info:
         client.call("POST", "/generate", body)
     assert info.value.status == 400 and message in str(info.value)
@@ -234,20 +156,6 @@ def test_openai_routes(client, tokenizer):
             assert len(chat.choices[0].logprobs.content) == 5
 
 
-def test_the_weights_are_shared_through_the_handover_file(client, server, folders):
-    from grpo.weights.handover import Handover, map_tensors
-
-    info = client.call("GET", "/bridge/state_dict_info")
-    assert info["shared_weights_enabled"] and info["handover"]["kind"] == "shared_memory"
-    tensors = map_tensors(Handover.read(server.log_dir))
-    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
-    before = client.collective_rpc("fingerprints", [name], timeout=30)[0][name]
-    with torch.no_grad():
-        tensors[name].mul_(0.5)
-    after = client.collective_rpc("fingerprints", [name], timeout=30)[0][name]
-    assert before != after and after[1] == pytest.approx(before[1] / 2, rel=1e-4)
-
-
 def test_health_generate_and_facts(client):
     assert client.call("GET", "/health_generate") == {"status": "ok"}
     info = client.info()
@@ -255,16 +163,11 @@ def test_health_generate_and_facts(client):
     assert "load_checkpoint" in client.call("GET", "/bridge/debug")["rpc_methods"]
 
 
-def test_a_request_to_end_ends_the_server_and_its_workers(server):
+def test_a_request_to_end_ends_the_server_and_its_workers(real_server):
     """The last test: nothing is left of the server."""
-    os.kill(server.pid, signal.SIGTERM)
-    deadline = time.monotonic() + 30
-    while server.alive() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not server.alive()
-    while (left := _members(server.pid)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
+    os.kill(real_server.pid, signal.SIGTERM)
+    wait_until(lambda: not real_server.alive())
+    wait_until(lambda: not _members(real_server.pid))
 
 
 def _members(group):

@@ -1,0 +1,84 @@
+"""One HTTP request with one deadline, for all of it."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import time
+from urllib.parse import urlsplit
+
+
+def split_url(url: str) -> tuple[str, int]:
+    """Host and port of a server's address.
+
+    Raises:
+        ValueError: if it is not of the form ``http://host:port``.
+
+    Examples:
+        >>> split_url("http://127.0.0.1:9001/")
+        ('127.0.0.1', 9001)
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname or not parts.port or parts.path.strip("/"):
+        raise ValueError(f"url={url!r} must have the form http://host:port")
+    return parts.hostname, parts.port
+
+
+def http_request(
+    host: str,
+    port: int,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    *,
+    token: str | None = None,
+    timeout: float,
+) -> tuple[int, bytes]:
+    """Send a request with a JSON body over a connection of its own.
+
+    Returns:
+        Status and body of the answer.
+
+    Raises:
+        TimeoutError: if the whole answer is not here after ``timeout`` seconds.
+        ConnectionError: if there is no server, or it goes away or errs in the protocol.
+    """
+    deadline = time.monotonic() + timeout
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    try:
+        try:
+            connection.request(method, path, body, headers)
+        except (BrokenPipeError, ConnectionResetError):
+            # A server that refuses a body stops reading it, but has sent its reasons before.
+            if connection.sock is None:
+                raise
+        sock = connection.sock
+        sock.settimeout(max(deadline - time.monotonic(), 1e-3))
+        response = connection.getresponse()
+        return response.status, _read(sock, response, deadline)
+    except TimeoutError:
+        raise
+    except (OSError, http.client.HTTPException) as error:
+        raise ConnectionError(str(error) or type(error).__name__) from error
+    finally:
+        connection.close()
+
+
+def _read(sock: socket.socket, response: http.client.HTTPResponse, deadline: float) -> bytes:
+    """The body; each piece waits only as long as the call has left."""
+    pieces = []
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock.settimeout(left)
+        piece = response.read1(1 << 16)
+        if not piece:
+            break
+        pieces.append(piece)
+    if response.length:
+        raise http.client.IncompleteRead(b"", response.length)
+    return b"".join(pieces)

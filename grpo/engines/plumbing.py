@@ -1,0 +1,137 @@
+"""What our HTTP servers have in common: access token, limit of the body, errors as JSON."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import logging
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from grpo.engines.api import ApiError
+
+# Times the limit, of a body that is read to its end so that its sender can read the refusal.
+_MOST_DISCARDED = 16
+logger = logging.getLogger(__name__)
+
+
+def bare_app(
+    title: str, *, token: str | None, max_body_bytes: int, open_paths: tuple[str, ...] = (),
+    advice: str = "",
+) -> FastAPI:
+    """An application without routes that asks for the token, bounds bodies, and errs in JSON.
+
+    Args:
+        title: of the application.
+        token: if given, requests want ``Authorization: Bearer <token>``, or the token as the
+            password of basic authentication, which clients send for ``http://:<token>@host:port``.
+        max_body_bytes: greater requests are answered with 413.
+        open_paths: for these no token is wanted.
+        advice: what the sender of too great a body can do.
+    """
+    # No pages of documentation: they would load scripts from elsewhere.
+    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _bad_query)
+    app.add_exception_handler(Exception, _fault)
+    app.add_middleware(_Guard, token=token, max_body_bytes=max_body_bytes, open_paths=open_paths,
+                       advice=advice)
+    return app
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address.
+
+    Examples:
+        >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+        (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def _api_error(request: Request, error: ApiError) -> Response:
+    return error.response()
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    return ApiError(f"{request.method} {request.url.path}: {error.detail}",
+                    status=error.status_code, type="not_found").response()
+
+
+async def _bad_query(request: Request, error: RequestValidationError) -> Response:
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return ApiError(f"{name}={first['input']!r}: {first['msg']}", param=name).response()
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return ApiError(f"{type(error).__name__}: {error}", status=500, type="server_error").response()
+
+
+class _Guard:
+    """Refuse requests without the token or with too great a body, before any route sees them."""
+
+    def __init__(
+        self, app: ASGIApp, *, token: str | None, max_body_bytes: int,
+        open_paths: tuple[str, ...], advice: str,
+    ) -> None:
+        self.app = app
+        self.token = None if token is None else token.encode()
+        self.max_body_bytes, self.open_paths = max_body_bytes, open_paths
+        self.advice = advice
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        if self.token is not None and scope["path"] not in self.open_paths and not (
+                hmac.compare_digest(_secret(headers.get(b"authorization", b"")), self.token)):
+            error = ApiError("this server wants the header 'Authorization: Bearer <token>' with "
+                             "the token it was started with", status=401,
+                             type="authentication_error")
+            return await error.response()(scope, receive, send)
+        announced = headers.get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self.max_body_bytes:
+            # A client that is still sending would see its connection break, and no answer.
+            while int(announced) <= _MOST_DISCARDED * self.max_body_bytes and (
+                    await receive()).get("more_body"):
+                pass
+            return await self._too_great().response()(scope, receive, send)
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.max_body_bytes:
+                raise self._too_great()
+            return message
+
+        await self.app(scope, counted, send)
+
+    def _too_great(self) -> ApiError:
+        return ApiError(f"the body is greater than {self.max_body_bytes} bytes; {self.advice}start "
+                        "the server with a greater --max-body-mib", status=413,
+                        type="request_too_large")
+
+
+def _secret(authorization: bytes) -> bytes:
+    scheme, _, value = authorization.partition(b" ")
+    if scheme.lower() == b"bearer":
+        return value
+    if scheme.lower() == b"basic":
+        try:
+            return base64.b64decode(value).partition(b":")[2]
+        except binascii.Error:
+            pass
+    return b""

@@ -1,0 +1,42 @@
+"""On a GPU: an engine that sleeps gives its memory back, and generates the same when awake."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo.engines.client import EngineCallError
+from grpo.engines.process import EngineProcess, server_command
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
+PROMPT = list(range(10, 42))
+CACHE_BYTES = 4 << 30
+
+
+@pytest.fixture(scope="module")
+def client(gpu_folder, tmp_path_factory):
+    command = server_command(str(gpu_folder), dtype="bfloat16", max_model_len=128,
+                             max_num_seqs=16, kv_cache_memory_bytes=CACHE_BYTES,
+                             enable_sleep_mode=True)
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with EngineProcess(command, start_timeout=300, log_path=log) as server:
+        yield server.client(timeout=120)
+
+
+def greedy(client):
+    return client.generate([PROMPT], max_tokens=24, temperature=0.0)[0].tokens
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_memory_is_given_back_and_the_weights_return(client, gpu_folder, level):
+    expected = greedy(client)
+    free, _ = torch.cuda.mem_get_info(0)
+    client.sleep(level)
+    assert client.call("GET", "/bridge/is_sleeping") == {"sleeping": True}
+    assert torch.cuda.mem_get_info(0)[0] - free > 0.9 * CACHE_BYTES
+    with pytest.raises(EngineCallError, match="wake_up"):
+        client.collective_rpc("fingerprints")
+    client.wake_up()
+    if level == 2:  # the weights were dropped
+        client.collective_rpc("load_checkpoint", str(gpu_folder), timeout=60)
+    assert greedy(client) == expected

@@ -1,0 +1,113 @@
+"""Our server as atroposlib sees it: its own server tests and its client classes, unmodified.
+
+They run in a Python of their own, because atroposlib needs an older transformers. The variable
+``GRPO_ATROPOS_PYTHON`` names it; without it these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo.engines.process import EngineProcess, server_command
+
+CHECKS = Path(__file__).parent / "atroposlib_checks"
+PYTHON = os.environ.get("GRPO_ATROPOS_PYTHON")
+NEEDED = "atroposlib, torch, requests, pytest, pytest_asyncio"
+HOW = ("DIR/bin/pip install atroposlib==0.4.0 'transformers<5' torch requests pytest "
+       "pytest-asyncio, in a virtual environment of its own, then set GRPO_ATROPOS_PYTHON to "
+       "DIR/bin/python")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def python():
+    """The Python that has atroposlib."""
+    if not PYTHON:
+        pytest.skip(f"GRPO_ATROPOS_PYTHON is not set; {HOW}")
+    probe = subprocess.run([PYTHON, "-c", f"import {NEEDED}"], capture_output=True, text=True)
+    if probe.returncode:
+        pytest.skip(f"{PYTHON}: {probe.stderr.splitlines()[-1]}; {HOW}")
+    return PYTHON
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tokenizer):
+    """A random model whose tokenizer transformers 4 can load, too."""
+    from grpo.embedded import EmbeddedSpec, small_qwen2
+
+    folder = tmp_path_factory.mktemp("model")
+    model = small_qwen2(EmbeddedSpec(), len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {
+        "tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(model, tmp_path_factory):
+    """An adapter that changes what the model says."""
+    from transformers import AutoModelForCausalLM
+
+    from grpo.weights.adapters import adapters, make_lora, save_adapter
+
+    tuned = make_lora(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), r=4)
+    with torch.no_grad():
+        for factors in adapters(tuned).values():
+            factors.b.normal_(std=0.2)
+    return save_adapter(tuned, tmp_path_factory.mktemp("adapters") / "adapter_step_1")
+
+
+@pytest.fixture(scope="module")
+def server(python, model, tmp_path_factory):
+    pytest.importorskip("vllm")
+    command = server_command(str(model), dtype="float32", max_model_len=1024, max_num_seqs=32,
+                             enable_lora=True, kv_cache_memory_bytes=64 << 20)
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with EngineProcess(command, start_timeout=240, log_path=log) as server:
+        yield server
+
+
+@pytest.fixture
+def run(python, server, model, adapter, tmp_path):
+    """Run atroposlib's pytest on files of ``atroposlib_checks`` or modules of its own."""
+    empty = tmp_path / "empty.ini"
+    empty.write_text("[pytest]\nasyncio_mode = auto\n")
+
+    def run(*targets, at_least):
+        completed = subprocess.run(
+            [python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-c", str(empty),
+             "--confcutdir", str(CHECKS), "--rootdir", str(CHECKS), "--import-mode=importlib",
+             "-p", "atroposlib.tests.conftest", "--run-gpu", *map(str, targets)],
+            cwd=tmp_path, capture_output=True, text=True, timeout=240,
+            env=os.environ | {"GRPO_PEER_URL": server.url, "GRPO_PEER_MODEL": str(model),
+                              "GRPO_PEER_ADAPTER": str(adapter), "HF_HUB_OFFLINE": "1",
+                              # Their tests give no key, which later openai clients refuse.
+                              "OPENAI_ADMIN_KEY": "none", "PYTHONPATH": ""})
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        passed = re.search(r"(\d+) passed", completed.stdout)
+        assert passed and int(passed[1]) >= at_least, completed.stdout
+        assert "skipped" not in completed.stdout, completed.stdout
+
+    return run
+
+
+def test_its_own_server_tests_pass(run):
+    run(CHECKS / "own_server_tests.py", at_least=8)
+
+
+def test_its_client_classes_work(run):
+    run(CHECKS / "environment_clients.py", at_least=9)
+
+
+def test_the_clients_of_its_trainer_work(run, server):
+    run(CHECKS / "trainer_clients.py", at_least=3)
+    assert server.client().call("GET", "/lora/status")["load_count"] >= 2
