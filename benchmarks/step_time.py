@@ -95,6 +95,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict:
         "parameters": parameters,
         "seconds": {key.removeprefix("time/"): statistics.median(row[key] for row in steady)
                     for key in phases},
+        "canary_share": statistics.median(row["time/canary"] / row["time/step"] for row in steady),
         "seconds_per_iteration": [row["time/step"] for row in rows],
         "ratio_p01": statistics.median(row["policy/ratio_p01"] for row in steady),
         "ratio_p99": statistics.median(row["policy/ratio_p99"] for row in steady),

@@ -24,7 +24,9 @@ key                                             dtype     shape       meaning
 ``("next", "teacher_log_probs", "full")``       float32   ``[B, T]``  a teacher's
 ``("distill", "token_ids")``                    int64     ``[B,T,K]`` a teacher's most likely tokens
 ``("distill", "log_probs")``                    float32   ``[B,T,K]`` and their log-probs
-``"group_id"``, ``"policy_version"``            int64     ``[B]``
+``("policy_versions", "full")``                 int64     ``[B, T]``  weights that sampled it, or -1
+``"policy_version"``                            int64     ``[B]``     the oldest of them in a row
+``"group_id"``                                  int64     ``[B]``
 ``"advantage"``                                 float32   ``[B, 1]``  or ``[B, T]`` for token-level
 ``"listwise_weight"``                           float32   ``[B, 1]``  share of the group (MaxEnt)
 ``"row_mask"``                                  bool      ``[B, 1]``  enters the loss; absent = all
@@ -62,6 +64,7 @@ SUCCESS = ("next", "success")
 TRUNCATED = ("next", "truncated")
 GROUP_ID = "group_id"
 POLICY_VERSION = "policy_version"
+POLICY_VERSIONS = ("policy_versions", "full")
 ADVANTAGE = "advantage"
 LISTWISE_WEIGHT = "listwise_weight"
 ROW_MASK = "row_mask"
@@ -72,7 +75,11 @@ FINISH_STOP, FINISH_LENGTH = 0, 1
 
 #: Entries whose second dimension runs over the ``T`` tokens of a row.
 TOKEN_KEYS = (TOKENS, ATTENTION_MASK, ASSISTANT_MASK, HIGH_ENTROPY_MASK, LOG_PROBS,
-              PROXIMAL_LOG_PROBS, REF_LOG_PROBS, TEACHER_LOG_PROBS, DISTILL_IDS, DISTILL_LOG_PROBS)
+              PROXIMAL_LOG_PROBS, REF_LOG_PROBS, TEACHER_LOG_PROBS, DISTILL_IDS, DISTILL_LOG_PROBS,
+              POLICY_VERSIONS)
+
+#: Version of a token that no policy sampled.
+NO_VERSION = -1
 
 
 def pad_rows(rows: list[list[int]], width: int, value: int) -> Tensor:
@@ -148,6 +155,71 @@ def join_prompt_response(
     out[TOKENS], out[ATTENTION_MASK], out[ASSISTANT_MASK] = tokens, attention, assistant
     out[LOG_PROBS] = log_probs
     return out
+
+
+def stamp_versions(batch: TensorDictBase, versions_BR: Tensor) -> TensorDictBase:
+    """Write which weights sampled every token: an engine may get new ones in mid-response.
+
+    Args:
+        batch: with ``masks.all_assistant_mask``.
+        versions_BR: int64 ``[B, R]``, ``R`` at least 1: number of weight updates before each token
+            was sampled; a row's first entries are those of its tokens under the mask.
+
+    Returns:
+        ``batch`` with ``policy_versions.full`` and ``policy_version``.
+
+    Examples:
+        >>> batch = TensorDict({"masks": {"all_assistant_mask": torch.tensor(
+        ...     [[False, True, True], [True, False, False]])}}, [2])
+        >>> batch = stamp_versions(batch, torch.tensor([[4, 5], [5, 0]]))
+        >>> batch["policy_versions", "full"].tolist(), batch["policy_version"].tolist()
+        ([[-1, 4, 5], [5, -1, -1]], [4, 5])
+    """
+    mask_BT = batch[ASSISTANT_MASK]
+    versions_BR = versions_BR.to(mask_BT.device)
+    column_R = torch.arange(versions_BR.shape[1], device=mask_BT.device)
+    sampled_BR = column_R < mask_BT.sum(-1, keepdim=True)
+    batch[POLICY_VERSIONS] = torch.full_like(mask_BT, NO_VERSION, dtype=torch.int64).masked_scatter(
+        mask_BT, versions_BR[sampled_BR])
+    # A row without sampled tokens is as old as the policy that sampled none.
+    sampled_BR[:, 0] = True
+    newest = torch.iinfo(torch.int64).max
+    batch[POLICY_VERSION] = versions_BR.masked_fill(~sampled_BR, newest).amin(-1)
+    return batch
+
+
+def staleness(batch: TensorDictBase, version: int) -> dict[str, float]:
+    """How many weight updates ago the sampled tokens were sampled.
+
+    Args:
+        batch: with ``masks.all_assistant_mask`` and ``policy_versions.full``, or with one
+            ``policy_version`` a row, which then counts for all of its tokens.
+        version: number of weight updates so far.
+
+    Returns:
+        ``policy/age_mean`` over the sampled tokens and ``policy/age_max``; nothing for a batch
+        without versions or without sampled tokens.
+
+    Examples:
+        >>> mask = torch.tensor([[False, True, True]])
+        >>> batch = TensorDict({"masks": {"all_assistant_mask": mask},
+        ...                     "policy_version": torch.tensor([3])}, [1])
+        >>> staleness(batch, 5)
+        {'policy/age_mean': 2.0, 'policy/age_max': 2.0}
+        >>> staleness(stamp_versions(batch, torch.tensor([[3, 4]])), 5)
+        {'policy/age_mean': 1.5, 'policy/age_max': 2.0}
+    """
+    mask_BT = batch[ASSISTANT_MASK]
+    if POLICY_VERSIONS in batch.keys(True):
+        versions_BT = batch[POLICY_VERSIONS]
+    elif POLICY_VERSION in batch.keys():
+        versions_BT = batch[POLICY_VERSION][:, None].expand_as(mask_BT)
+    else:
+        return {}
+    age_N = (version - versions_BT[mask_BT]).float()
+    if not len(age_N):
+        return {}
+    return {"policy/age_mean": age_N.mean().item(), "policy/age_max": age_N.max().item()}
 
 
 def lengths(batch: TensorDictBase) -> Tensor:

@@ -87,9 +87,9 @@ def from_torchrl(
     Args:
         td: what ``ChatEnv`` and a wrapper wrote, with at least one batch dimension, padded or
             ragged, with or without masks. Also converted where present: ``"advantage"`` (one
-            number a row, or one a token), ``("next", "ref_log_probs", "full")``, and with one
-            number a row ``("next", "reward")``, ``("next", "success")``,
-            ``("next", "reward_error")``, ``group_id`` and ``policy_version``. Text is not.
+            number a row, or one a token), ``("next", "ref_log_probs", "full")`` and
+            ``("policy_versions", "full")``; with one number a row reward, success and reward error
+            (under ``"next"``), ``group_id`` and ``policy_version``. Text is not.
         pad_token_id: padding token of the tokenizer. It fills the dense rows, and without an
             attention mask it tells padding from tokens, so it must differ from the EOS token.
         zero_first_log_prob: ``TransformersWrapper`` reports 0.0 for the first sampled token of each
@@ -135,10 +135,9 @@ def from_torchrl(
             out[key] = torch.stack(values).to(dtype).view(-1, *shape)
     if data.FINISH_REASON in out.keys():
         out[data.TRUNCATED] = (out[data.FINISH_REASON] == data.FINISH_LENGTH)[:, None]
-    if data.REF_LOG_PROBS in present:
-        out[data.REF_LOG_PROBS] = _token_values(sources, rows, data.REF_LOG_PROBS, out)
-    if data.ADVANTAGE in present:
-        out[data.ADVANTAGE] = _token_values(sources, rows, data.ADVANTAGE, out)
+    for key in (data.REF_LOG_PROBS, data.ADVANTAGE, data.POLICY_VERSIONS):
+        if key in present:
+            out[key] = _token_values(sources, rows, key, out)
     return out.to(device)
 
 
@@ -186,6 +185,8 @@ def to_torchrl(td: TensorDictBase) -> TensorDictBase:
             log_probs=LogProbs(response=log_probs[start:], full=log_probs, padded=False),
             device=td.device,
         )
+        if data.POLICY_VERSIONS in row.keys(True):
+            out[data.POLICY_VERSIONS] = row[data.POLICY_VERSIONS][:length]
         out["next"] = _next_entries(row, length)
         if data.ADVANTAGE in row.keys():
             out[data.ADVANTAGE] = row[data.ADVANTAGE][:length, None]
@@ -330,15 +331,17 @@ def _scalar(source: TensorDictBase, key: NestedKey) -> Tensor:
 def _token_values(
     sources: list[TensorDictBase], rows: list[_Row], key: NestedKey, out: TensorDict
 ) -> Tensor:
-    """Per-token values, float32 ``[rows, T]``; zeros outside the sampled tokens.
+    """Per-token values ``[rows, T]``, neutral outside the sampled tokens.
 
     ``[rows, 1]`` if every row has a single value.
     """
+    dtype, neutral = ((torch.int64, data.NO_VERSION) if key == data.POLICY_VERSIONS else
+                      (torch.float32, 0.0))
     if all(source[key].numel() == 1 for source in sources):
-        return torch.stack([source[key].reshape(1).float() for source in sources])
+        return torch.stack([source[key].reshape(1).to(dtype) for source in sources])
     aligned = []
     for source, row in zip(sources, rows, strict=True):
-        values, L = source[key].reshape(-1).float(), len(row.tokens)
+        values, L = source[key].reshape(-1).to(dtype), len(row.tokens)
         if len(values) == len(row.real):
             values = values[row.real]
         if len(values) not in (1, L):
@@ -346,8 +349,8 @@ def _token_values(
                 f"{key} has {len(values)} values for {L} tokens; score the sampled tokens "
                 "(input_mode='tokens') rather than the re-rendered history"
             )
-        aligned.append(torch.where(row.assistant, values, 0.0))
-    return _pad(aligned, out[data.TOKENS].shape[1], 0.0, torch.float32)
+        aligned.append(values.expand(L).masked_fill(~row.assistant, neutral))
+    return _pad(aligned, out[data.TOKENS].shape[1], neutral, dtype)
 
 
 def _dense_rows(rows: list[_Row], pad_token_id: int) -> TensorDict:

@@ -41,6 +41,7 @@ def dense(rows, *, token_level=False, **options):
     tokens = values.long()[..., None]
     batch["distill"] = {"token_ids": torch.cat([tokens, tokens + 1], -1),
                         "log_probs": -torch.cat([tokens, 2 * tokens], -1).float()}
+    data.stamp_versions(batch, torch.arange(B * T).view(B, T))
     batch["group_id"] = torch.arange(B) % 3
     batch["listwise_weight"] = torch.arange(B).float()[:, None] / B
     batch["row_mask"] = torch.arange(B)[:, None] % 2 == 0
@@ -87,6 +88,45 @@ class TestJoin:
         types = {key: value.dtype for key, value in batch.items(True, True)}
         assert types == {data.TOKENS: torch.int64, data.ATTENTION_MASK: torch.bool,
                          data.ASSISTANT_MASK: torch.bool, data.LOG_PROBS: torch.float32}
+
+
+class TestVersions:
+    @given(rows=ROWS, extra=st.integers(0, 2), seed=st.integers(0, 99))
+    def test_every_sampled_token_and_no_other_has_its_own(self, rows, extra, seed):
+        batch = joined(rows, extra=extra)
+        R = max(len(response) for _, response in rows) + 1
+        generator = torch.Generator().manual_seed(seed)
+        given_BR = torch.randint(0, 9, (len(rows), R), generator=generator)
+        data.stamp_versions(batch, given_BR)
+        versions_BT = batch["policy_versions", "full"]
+        assert versions_BT.dtype == batch["policy_version"].dtype == torch.int64
+        for row, (_, response) in enumerate(rows):
+            own = given_BR[row, : len(response)]
+            mask = batch["masks", "all_assistant_mask"][row]
+            assert torch.equal(versions_BT[row][mask], own)
+            assert (versions_BT[row][~mask] == data.NO_VERSION).all()
+            oldest = own.min() if len(own) else given_BR[row, 0]
+            assert batch["policy_version"][row] == oldest
+
+    @given(rows=ROWS, seed=st.integers(0, 99), age=st.integers(0, 5))
+    def test_staleness_counts_updates_since_each_token(self, rows, seed, age):
+        batch = joined(rows)
+        R = max(1, *(len(response) for _, response in rows), 1)
+        generator = torch.Generator().manual_seed(seed)
+        given_BR = torch.randint(0, 9, (len(rows), R), generator=generator)
+        data.stamp_versions(batch, given_BR)
+        ages = [8 + age - version for row, (_, response) in enumerate(rows)
+                for version in given_BR[row, : len(response)].tolist()]
+        expected = {"policy/age_mean": pytest.approx(sum(ages) / len(ages)),
+                    "policy/age_max": max(ages)} if ages else {}
+        assert data.staleness(batch, 8 + age) == expected
+        of_rows = data.staleness(batch.exclude(data.POLICY_VERSIONS), 8 + age)
+        assert of_rows.get("policy/age_max") == expected.get("policy/age_max")
+        assert of_rows.get("policy/age_mean", 0) >= data.staleness(batch, 8 + age).get(
+            "policy/age_mean", 0) - 1e-6
+
+    def test_a_batch_without_versions_has_no_age(self):
+        assert data.staleness(joined([([1], [2])]), 3) == {}
 
 
 class TestTrim:

@@ -149,7 +149,7 @@ def dense_batch(seed=0, prompts=(2, 5, 1, 3), responses=(6, 1, 4, 2), *, token_l
     batch[data.TRUNCATED] = torch.arange(B)[:, None] == 0
     batch[data.FINISH_REASON] = batch[data.TRUNCATED][:, 0].long()
     batch[data.GROUP_ID] = torch.arange(B) // 2
-    batch[data.POLICY_VERSION] = torch.full((B,), 7)
+    data.stamp_versions(batch, torch.randint(5, 9, (B, R), generator=generator))
     batch[data.REF_LOG_PROBS] = batch[data.LOG_PROBS] * 0.5
     batch[data.ADVANTAGE] = torch.randn(B, 1, generator=generator)
     if token_level:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo.engines.inprocess import keep_weights_unpacked
+from grpo.engines.layer_outputs import LayerMethods
 from grpo.engines.lora_worker import LoRAMethods
 from grpo.engines.shared_loader import LOAD_FORMAT, register_shared_loader
 from grpo.weights.fingerprint import fingerprint
@@ -112,7 +113,7 @@ class WeightMethods:
         return base_parameters(self.model_runner.get_model())
 
 
-class WeightWorker(TransferMethods, LoRAMethods, WeightMethods):
+class WeightWorker(TransferMethods, LoRAMethods, LayerMethods, WeightMethods):
     """The extension class: everything a worker can be asked about its weights."""
 
 

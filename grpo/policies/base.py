@@ -44,11 +44,20 @@ class Sampling:
 
 @dataclass
 class Completions:
-    """What a backend generated, one list entry a row."""
+    """What a backend generated, one list entry a row.
+
+    Attributes:
+        tokens: sampled token ids, the end token included.
+        log_probs: of each sampled token.
+        truncated: whether the length limit ended the row.
+        versions: ``[(policy version, tokens), ...]`` in order, where weights can change while a row
+            is sampled; None: the policy's version is that of all tokens.
+    """
 
     tokens: list[list[int]]
     log_probs: list[list[float]]
     truncated: list[bool]
+    versions: list[list[tuple[int, int]]] | None = None
 
 
 class Policy(TensorDictModuleBase):
@@ -56,7 +65,8 @@ class Policy(TensorDictModuleBase):
 
     Reads ``("tokens", "prompt")`` int64 ``[B, P]`` and ``("masks", "prompt_attention_mask")`` bool
     ``[B, P]``. Writes, besides the token entries of :mod:`grpo.data`, ``finish_reason`` int64
-    ``[B]`` (0 the model stopped, 1 the length limit did) and ``policy_version`` int64 ``[B]``.
+    ``[B]`` (0 the model stopped, 1 the length limit did), ``("policy_versions", "full")`` int64
+    ``[B, T]`` and the oldest of a row, ``policy_version`` int64 ``[B]``.
     Prompts are passed on as token ids and sampled ids are returned as they are: nothing is
     re-tokenised.
 
@@ -65,12 +75,12 @@ class Policy(TensorDictModuleBase):
         pad_token_id: fill value of the token tensors.
         eos_token_ids: tokens that end a response; the sampled one is kept.
         max_model_len: greatest prompt plus response, in tokens.
-        version: returns the number of weight updates so far; stamped on every row.
+        version: returns the number of weight updates so far; stamped on every token.
     """
 
     in_keys = [data.PROMPT_TOKENS, data.PROMPT_MASK]
     out_keys = [data.RESPONSE_TOKENS, data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK,
-                data.LOG_PROBS, data.FINISH_REASON, data.POLICY_VERSION]
+                data.LOG_PROBS, data.FINISH_REASON, data.POLICY_VERSIONS, data.POLICY_VERSION]
 
     def __init__(
         self,
@@ -116,16 +126,16 @@ class Policy(TensorDictModuleBase):
                              "raise inference_model.max_model_len")
         # Own random numbers for each call: a resumed run draws what an uninterrupted one did, and
         # evaluation does not shift the numbers of training.
-        with _own_random_numbers(self.sampling.seed * 1_000_003 + self.calls):
+        with own_random_numbers(self.sampling.seed * 1_000_003 + self.calls):
             completions = self._generate(prompts)
         self.calls += 1
-        return self._write(tensordict, completions)
+        return self.write(tensordict, completions)
 
     @abstractmethod
     def _generate(self, prompts: list[list[int]]) -> Completions:
         """Sample one completion for each prompt, under ``self.sampling``."""
 
-    def _write(self, tensordict: TensorDictBase, completions: Completions) -> TensorDictBase:
+    def write(self, tensordict: TensorDictBase, completions: Completions) -> TensorDictBase:
         prompt_BP, mask_BP = tensordict[data.PROMPT_TOKENS], tensordict[data.PROMPT_MASK]
         width, device = self.sampling.max_tokens, prompt_BP.device
         response_BR = data.pad_rows(completions.tokens, width, self.pad_token_id)
@@ -141,9 +151,22 @@ class Policy(TensorDictModuleBase):
         reason = torch.where(torch.tensor(completions.truncated), data.FINISH_LENGTH,
                              data.FINISH_STOP)
         tensordict[data.FINISH_REASON] = reason.to(device)
-        tensordict[data.POLICY_VERSION] = torch.full_like(tensordict[data.FINISH_REASON],
-                                                          self.version())
-        return tensordict
+        return data.stamp_versions(tensordict, self._versions(completions, width))
+
+    def _versions(self, completions: Completions, width: int) -> Tensor:
+        """The version of every response token, int64 ``[B, R]``; any after its last."""
+        if completions.versions is None:
+            return torch.full((len(completions.tokens), width), self.version())
+        rows = [[version for version, tokens in spans for _ in range(tokens)]
+                for spans in completions.versions]
+        dated, sampled = ([*map(len, part)] for part in (rows, completions.tokens))
+        if dated != sampled:
+            raise RuntimeError(f"the engine dated {dated} tokens of the rows but sampled {sampled}")
+        return data.pad_rows(rows, width, self.version())
+
+    def start_at(self, version: int) -> None:
+        """Count weight updates from here, when a run goes on; for engines that count themselves.
+        """
 
     def close(self) -> None:
         """Release what the backend holds; the policy cannot be used afterwards."""
@@ -162,7 +185,7 @@ class Policy(TensorDictModuleBase):
 
 
 @contextmanager
-def _own_random_numbers(seed: int) -> Iterator[None]:
+def own_random_numbers(seed: int) -> Iterator[None]:
     """Seed what backends draw from, and put the global states back afterwards."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = np.random.get_state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from tensordict import TensorDictBase
@@ -11,6 +12,17 @@ from torch import Tensor, nn
 from grpo import data
 from grpo.objectives.inputs import loss_mask
 from grpo.objectives.scorer import TokenScorer
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within the context nothing is dropped out."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 @torch.no_grad()
@@ -30,10 +42,12 @@ def score_rollout(
     log_probs_BT = torch.zeros_like(rollout[data.LOG_PROBS])
     entropy_BT = torch.zeros_like(log_probs_BT)
     home = log_probs_BT.device
-    for rows, part in _scoring_parts(scorer, rollout, max_tokens):
-        scores = scorer(part[data.TOKENS], part[data.ATTENTION_MASK], part[data.ASSISTANT_MASK])
-        for out_BT, values in zip((log_probs_BT, entropy_BT), scores, strict=True):
-            out_BT[rows, : values.shape[1]] = values.to(home, out_BT.dtype)
+    with evaluating(scorer.model):
+        for rows, part in _scoring_parts(scorer, rollout, max_tokens):
+            scores = scorer(part[data.TOKENS], part[data.ATTENTION_MASK],
+                            part[data.ASSISTANT_MASK])
+            for out_BT, values in zip((log_probs_BT, entropy_BT), scores, strict=True):
+                out_BT[rows, : values.shape[1]] = values.to(home, out_BT.dtype)
     return log_probs_BT, entropy_BT
 
 
@@ -149,12 +163,16 @@ class ProximalScorer:
         self.entropy_fraction = entropy_fraction
 
     def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
-        log_probs_BT, entropy_BT = score_rollout(self.scorer, rollout, max_tokens=self.max_tokens)
+        log_probs_BT, entropy_BT = self._score(rollout)
         rollout[data.PROXIMAL_LOG_PROBS] = log_probs_BT
         if self.entropy_fraction is not None:
             rollout[data.HIGH_ENTROPY_MASK] = highest(entropy_BT, loss_mask(rollout),
                                                       fraction=self.entropy_fraction)
         return rollout
+
+    def _score(self, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of every assistant token."""
+        return score_rollout(self.scorer, rollout, max_tokens=self.max_tokens)
 
 
 def highest(values_BT: Tensor, mask_BT: Tensor, *, fraction: float) -> Tensor:

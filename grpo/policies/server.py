@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import torch
-from tensordict import TensorDictBase
-
-from grpo import data
 from grpo.engines.client import EngineClient, Generated
 from grpo.policies.base import Completions, Policy, Sampling
-
-
-@dataclass
-class DatedCompletions(Completions):
-    """Completions with the policy versions that sampled them, ``[[version, tokens], ...]`` a row.
-    """
-
-    versions: list[list[list[int]]]
 
 
 class ServerPolicy(Policy):
     """Sample over HTTP, all prompts of a batch in one call.
 
-    ``policy_version`` is the oldest version that sampled a token of the row, as the server counts:
-    an update in flight makes a row as old as its oldest token.
+    Tokens carry the version that sampled them, as the server counts; an update in flight makes a
+    row as old as its oldest token.
 
     Args:
         client: of the server.
@@ -36,6 +24,7 @@ class ServerPolicy(Policy):
             random generator a row, which slows large batches on a GPU; without, samples differ
             from run to run.
         timeout: seconds for one batch.
+        stop: what :meth:`close` calls, to end a server that is the policy's own.
 
     Raises:
         RuntimeError: when called, if the engine aborted a row, as ``pause(mode="abort")`` does.
@@ -57,6 +46,7 @@ class ServerPolicy(Policy):
         ignore_eos: bool = False,
         seeded: bool = True,
         timeout: float = 1200.0,
+        stop: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(sampling, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids,
                          max_model_len=client.info()["max_model_len"],
@@ -65,15 +55,23 @@ class ServerPolicy(Policy):
         self.ignore_eos = ignore_eos
         self.seeded = seeded
         self.timeout = timeout
+        self.stop = stop
 
-    def _generate(self, prompts: list[list[int]]) -> DatedCompletions:
+    def start_at(self, version: int) -> None:
+        self.client.set_version(version)
+
+    def close(self) -> None:
+        if self.stop is not None:
+            self.stop()
+
+    def _generate(self, prompts: list[list[int]]) -> Completions:
         answers = self.client.generate(
             prompts, timeout=self.timeout, max_tokens=self.sampling.max_tokens,
             temperature=float(self.sampling.temperature), ignore_eos=self.ignore_eos,
             stop_token_ids=None if self.ignore_eos else list(self.eos_token_ids),
             seed=self._seed() if self.seeded else None)
         _refuse_aborted(answers)
-        return DatedCompletions(
+        return Completions(
             tokens=[answer.tokens[0] for answer in answers],
             log_probs=[answer.log_probs[0] for answer in answers],
             truncated=[answer.finish_reasons[0] == "length" for answer in answers],
@@ -85,13 +83,6 @@ class ServerPolicy(Policy):
         Calls lie 2**20 rows apart, so two of them do not share a row's seed.
         """
         return ((self.sampling.seed * 1_000_003 + self.calls) << 20) % 2**62
-
-    def _write(self, tensordict: TensorDictBase, completions: Completions) -> TensorDictBase:
-        super()._write(tensordict, completions)
-        oldest = [min(version for version, _ in row) for row in completions.versions]
-        tensordict[data.POLICY_VERSION] = torch.tensor(
-            oldest, device=tensordict[data.POLICY_VERSION].device)
-        return tensordict
 
 
 def _refuse_aborted(answers: list[Generated]) -> None:

@@ -52,6 +52,9 @@ class TransformersPolicy(Policy):
         # Kept out of the module tree: the policy does not own the trainer's parameters.
         self._model = [model]
         self.ignore_eos = ignore_eos
+        #: Numbers of the rows in a call that is divided over policies, and how many it has in all:
+        #: each then draws what one policy would have drawn for its rows.
+        self.drawn: tuple[list[int], int] | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -108,10 +111,14 @@ class TransformersPolicy(Policy):
             tokens_B = logits_BV.argmax(-1)
         else:
             # Gumbel trick: argmax(log p + Gumbel noise) is a sample of p.
-            noise = torch.empty_like(logits_BV, dtype=torch.float32).exponential_().log()
+            noise = self._exponential(logits_BV).log()
             tokens_B = (logits_BV.float() / temperature - noise).argmax(-1)
         log_probs_B, _ = log_probs_from_logits(logits_BV, tokens_B, temperature=temperature or 1.0)
         return tokens_B, log_probs_B
+
+    def _exponential(self, logits_BV: Tensor) -> Tensor:
+        rows, of = self.drawn or (slice(None), len(logits_BV))
+        return logits_BV.new_empty(of, logits_BV.shape[1], dtype=torch.float32).exponential_()[rows]
 
 
 def _left_pad(prompts: list[list[int]], value: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from grpo.engines.inprocess import stop_engine
 from grpo.policies.base import Completions, Policy, Sampling
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
 
@@ -63,20 +63,9 @@ class VLLMPolicy(Policy):
         stop_engine(self.engine)
 
     def _generate(self, prompts: list[list[int]]) -> Completions:
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            temperature=self.sampling.temperature,
-            max_tokens=self.sampling.max_tokens,
-            stop_token_ids=None if self.ignore_eos else list(self.eos_token_ids),
-            ignore_eos=self.ignore_eos,
-            logprobs=0,  # the sampled token's alone
-            flat_logprobs=True,
-            detokenize=False,  # turning log-probs into text would cost half the throughput
-        )
         outputs = self.engine.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False,
-            lora_request=self.lora_request)
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            self.sampling_params(self.sampling), use_tqdm=False, lora_request=self.lora_request)
         answers = [output.outputs[0] for output in outputs]
         tokens = [list(answer.token_ids) for answer in answers]
         log_probs = [list(answer.logprobs.logprobs) for answer in answers]
@@ -85,3 +74,29 @@ class VLLMPolicy(Policy):
                 raise RuntimeError(f"the engine returned {len(values)} log-probs for {len(row)} "
                                    "tokens; this vLLM version is not supported")
         return Completions(tokens, log_probs, [a.finish_reason == "length" for a in answers])
+
+    def sampling_params(
+        self, sampling: Sampling, *, seed: int | None = None, final_only: bool = False
+    ) -> SamplingParams:
+        """The request for one row, in vLLM's terms.
+
+        Args:
+            sampling: how tokens are drawn.
+            seed: of random numbers of the row's own; None: the engine's.
+            final_only: one output when the row is finished, for callers that step the engine.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        kind = {"output_kind": RequestOutputKind.FINAL_ONLY} if final_only else {}
+        return SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            seed=seed,
+            stop_token_ids=None if self.ignore_eos else list(self.eos_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=0,  # the sampled token's alone
+            flat_logprobs=True,
+            detokenize=False,  # turning log-probs into text would cost half the throughput
+            **kind,
+        )

@@ -3,7 +3,7 @@
 The engine continues a few fixed prompts and reports the log-prob of each token; the trainer's
 model scores the same tokens. The comparison goes through both systems' whole forward pass, so it
 also catches what a comparison of weights cannot: stale key-value caches, a different temperature,
-a model that is computed differently.
+a model that is computed differently. When it fails, :mod:`grpo.weights.diagnosis` finds out why.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ class CanaryReport:
     mean_abs_diff: float
     max_abs_diff: float
 
+    @classmethod
+    def of(cls, differences_N: Tensor) -> CanaryReport:
+        """Summary of some tokens' differences."""
+        sizes_N = differences_N.abs()
+        return cls(*torch.stack([sizes_N.mean(), sizes_N.max()]).tolist())
+
 
 class Canary:
     """Compare engine and trainer on fixed prompts after every weight update.
@@ -53,12 +59,15 @@ class Canary:
         scorer: what the loss scores tokens with.
         weights: names the parameters that differ when the check fails.
         prompts: token ids of a few prompts, at most as long as the policy's own.
-        max_tokens: tokens generated for each prompt; several, so that decoding is checked beside
-            prefill.
+        max_tokens: tokens generated for each prompt. Two check prefill and decoding; each more
+            costs another pass of the engine.
         tolerance: ``(mean, max)`` in nats; by default chosen by the weights' dtype.
 
+    Attributes:
+        failures: checks that failed so far.
+
     Raises:
-        StaleWeightsError: from :meth:`check`, with what differs and what to look at.
+        StaleWeightsError: from :meth:`check`, with what differs, why, and what to do.
     """
 
     def __init__(
@@ -68,7 +77,7 @@ class Canary:
         weights: WeightSync,
         *,
         prompts: list[list[int]],
-        max_tokens: int = 4,
+        max_tokens: int = 2,
         tolerance: tuple[float, float] | None = None,
     ) -> None:
         self.policy = policy.with_sampling(max_tokens=max_tokens)
@@ -78,8 +87,8 @@ class Canary:
         self.tolerance = tolerance or (
             CUDA_FLOAT32_TOLERANCE if on_gpu and dtype == torch.float32 else TOLERANCE[dtype])
         self.prompts = policy.pad_prompts(prompts)
+        self.failures = 0
 
-    @torch.no_grad()
     def check(self) -> CanaryReport:
         """Generate, score, compare.
 
@@ -91,26 +100,35 @@ class Canary:
                 f"policy version {self.weights.version}: {some_names(moved)} no longer lies in the "
                 "engine's memory, so its updates do not reach the engine. Something replaced the "
                 "parameter's storage; write into parameters in place instead")
-        batch = self.policy(self.prompts.clone())
-        diff = self._difference(batch)
-        report = CanaryReport(diff.mean().item(), diff.max().item())
-        if not (report.mean_abs_diff <= self.tolerance[0]
-                and report.max_abs_diff <= self.tolerance[1]):
-            raise StaleWeightsError(self._explain(report))
+        report = self.compare(self.prompts)
+        if not self.agrees(report):
+            from grpo.weights.diagnosis import diagnose  # which knows this class
+
+            self.failures += 1
+            raise StaleWeightsError(
+                f"policy version {self.weights.version}: engine and trainer disagree on the same "
+                f"tokens by {report.mean_abs_diff:.2e} mean, {report.max_abs_diff:.2e} max nats "
+                f"(allowed {self.tolerance[0]:.0e}, {self.tolerance[1]:.0e}); {diagnose(self)}")
         return report
 
-    def _difference(self, batch: TensorDict) -> Tensor:
-        device = next(self.scorer.model.parameters()).device
-        batch = data.trim(batch).to(device)
-        mask = batch[data.ASSISTANT_MASK]
-        log_probs, _ = self.scorer(batch[data.TOKENS], batch[data.ATTENTION_MASK], mask)
-        return (log_probs - batch[data.LOG_PROBS]).abs()[mask]
+    def agrees(self, report: CanaryReport) -> bool:
+        """Whether a difference is within the tolerance; NaN is not."""
+        return (report.mean_abs_diff <= self.tolerance[0]
+                and report.max_abs_diff <= self.tolerance[1])
 
-    def _explain(self, report: CanaryReport) -> str:
-        different = self.weights.differing()
-        cause = (f"these parameters differ: {some_names(different)}" if different else
-                 "all parameters are equal, so look at the engine's caches, the temperature and "
-                 "the attention implementation on both sides")
-        return (f"policy version {self.weights.version}: engine and trainer disagree on the same "
-                f"tokens by {report.mean_abs_diff:.2e} mean, {report.max_abs_diff:.2e} max nats "
-                f"(allowed {self.tolerance[0]:.0e}, {self.tolerance[1]:.0e}); {cause}")
+    def compare(self, prompts: TensorDict) -> CanaryReport:
+        """Let the policy continue ``prompts`` and score the tokens it sampled."""
+        return CanaryReport.of(self.differences(self.sample(prompts)))
+
+    def sample(self, prompts: TensorDict) -> TensorDict:
+        """Let the policy continue prompts; what the scorer reads, on the scorer's device."""
+        batch = self.policy(prompts.clone()).select(
+            data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK, data.LOG_PROBS)
+        return data.trim(batch).to(next(self.scorer.model.parameters()).device)
+
+    @torch.no_grad()
+    def differences(self, batch: TensorDict) -> Tensor:
+        """Trainer's minus engine's log-prob of each sampled token, in nats, float32 ``[N]``."""
+        mask_BT = batch[data.ASSISTANT_MASK]
+        log_probs_BT, _ = self.scorer(batch[data.TOKENS], batch[data.ATTENTION_MASK], mask_BT)
+        return (log_probs_BT - batch[data.LOG_PROBS])[mask_BT]

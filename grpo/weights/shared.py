@@ -111,8 +111,10 @@ class SingleCopy:
     def differing(self) -> list[str]:
         """Names of the trainer's parameters whose values differ in the engine."""
         different = []
+        # What the engine uses now, which something may have put in the place of what is shared.
+        engine_params = base_parameters(engine_module(self.engine))
         for name, param in base_parameters(self.model).items():
-            target = view(self.places[name], self.engine_params)
+            target = view(self.places[name], engine_params)
             if param.data_ptr() == target.data_ptr():
                 continue
             if not torch.equal(param.data.to(target.device), target):

@@ -67,7 +67,8 @@ def test_a_stale_engine_is_noticed_in_bfloat16(shared):
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight.mul_(30.0)
     weights.publish()
-    with pytest.raises(StaleWeightsError, match=r"layers\.2\.mlp\.down_proj"):
+    with pytest.raises(StaleWeightsError, match=r"layers\.2\.mlp\.down_proj\.weight; the first "
+                                                r"layer output that differs is that of layers\.2,"):
         canary.check()
 
 

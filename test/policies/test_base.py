@@ -16,11 +16,13 @@ PAD = 0
 class Scripted(Policy):
     """Answers each prompt with given tokens; the log-prob of a token is ``-token``."""
 
-    def __init__(self, answers: list[list[int]], truncated: list[bool] | None = None, **options):
+    def __init__(self, answers: list[list[int]], truncated: list[bool] | None = None, *,
+                 spans: list[list[tuple[int, int]]] | None = None, **options):
         options = {"sampling": Sampling(max_tokens=4), "pad_token_id": PAD, "eos_token_ids": (1,),
                    "max_model_len": 16, **options}
         super().__init__(options.pop("sampling"), **options)
         self.answers, self.truncated = answers, truncated or [False] * len(answers)
+        self.spans = spans
         self.seen: list[list[int]] = []
         self.drawn: list[float] = []
 
@@ -28,7 +30,7 @@ class Scripted(Policy):
         self.seen = prompts
         self.drawn.append(torch.rand(()).item())
         return Completions(self.answers, [[-float(t) for t in row] for row in self.answers],
-                           self.truncated)
+                           self.truncated, self.spans)
 
 
 @pytest.mark.parametrize(("options", "text"), [
@@ -68,6 +70,30 @@ def test_finish_reason_and_version_are_stamped_on_every_row():
     assert batch[data.POLICY_VERSION].tolist() == [3, 3]
     version = 4
     assert policy.generate_from_ids([[2], [3]])[data.POLICY_VERSION].tolist() == [4, 4]
+
+
+@given(rows=st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 2)), min_size=1,
+                              max_size=2), min_size=1, max_size=4))
+def test_each_token_is_stamped_with_the_version_of_its_span(rows):
+    answers = [[5] * sum(tokens for _, tokens in spans) for spans in rows]
+    batch = Scripted(answers, spans=rows, version=lambda: 9).generate_from_ids([[2, 3]] * len(rows))
+    for row, spans in enumerate(rows):
+        expected = [version for version, tokens in spans for _ in range(tokens)]
+        stamped = batch[data.POLICY_VERSIONS][row]
+        assert stamped[batch[data.ASSISTANT_MASK][row]].tolist() == expected
+        assert (stamped == data.NO_VERSION).sum() == len(stamped) - len(expected)
+        assert batch[data.POLICY_VERSION][row] == min(expected)
+
+
+def test_without_spans_all_tokens_are_the_policys_version():
+    batch = Scripted([[5, 6], [7]], version=lambda: 3).generate_from_ids([[2], [3]])
+    assert batch[data.POLICY_VERSIONS].tolist() == [[-1, 3, 3, -1, -1], [-1, 3, -1, -1, -1]]
+
+
+def test_spans_that_do_not_fit_the_tokens_are_an_error():
+    policy = Scripted([[5, 6], [7]], spans=[[(1, 2)], [(1, 2)]])
+    with pytest.raises(RuntimeError, match=r"dated \[2, 2\] tokens.*sampled \[2, 1\]"):
+        policy.generate_from_ids([[2], [3]])
 
 
 def test_everything_it_says_it_writes_is_written():

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from grpo import data
 from grpo.objectives import TokenScorer
 from grpo.policies import Sampling, VLLMPolicy
-from grpo.weights import Canary, SingleCopy
+from grpo.weights import Canary, SingleCopy, StaleWeightsError
+from grpo.weights.diagnosis import engine_outputs, trainer_outputs
 from grpo.weights.layout import engine_layout, hf_names, split_engine_tensor
 
 from .families import FAMILIES, VOCABULARY, load_family, save_family
@@ -147,6 +148,30 @@ def test_a_tied_head_is_one_parameter_on_both_sides_and_moves_with_the_embedding
     shared.check()
     with torch.no_grad():
         ours[UNSEEN] = original
+
+
+def test_every_layer_puts_out_the_same_on_both_sides(shared):
+    shared.weights.publish()
+    prompt = PROMPTS[-1]
+    ours, theirs = trainer_outputs(shared.model, prompt), engine_outputs(shared.policy, prompt)
+    assert list(ours) == list(theirs) == ["embed_tokens", "layers.0", "layers.1", "norm"]
+    for name in ours:
+        assert (ours[name] - theirs[name]).norm() < 1e-5 * ours[name].norm(), name
+
+
+def test_the_canary_names_a_head_of_which_one_row_differs(shared, monkeypatch):
+    head = shared.model.lm_head.weight
+    name = "model.embed_tokens" if shared.model.config.tie_word_embeddings else "lm_head"
+    memory = head.data
+    head.data = memory.clone()
+    monkeypatch.setattr(shared.weights, "unshared", lambda: [])
+    memory[UNSEEN] += 5.0
+    with pytest.raises(StaleWeightsError, match=rf"these parameters differ: {name}\.weight; all "
+                                                "layer outputs agree"):
+        shared.check()
+    memory.copy_(head.data)
+    head.data = memory
+    shared.check()
 
 
 def test_buffers_keep_their_values(shared):

@@ -47,7 +47,7 @@ def test_a_policy_at_another_temperature_is_found_and_the_temperature_suspected(
     text = str(error.value)
     assert "policy version 7: engine and trainer disagree on the same tokens" in text
     assert "(allowed 2e-05, 1e-04)" in text
-    assert "temperature" in text
+    assert "another temperature: the engine's log-probs are those of 0.80, the trainer" in text
 
 
 def test_a_policy_with_stale_weights_is_found_only_once_they_are_stale(byte_model):
@@ -58,8 +58,9 @@ def test_a_policy_with_stale_weights_is_found_only_once_they_are_stale(byte_mode
         canary.check()
 
 
-def test_the_parameters_that_differ_are_named(byte_model):
-    engine = copy.deepcopy(byte_model)
+def with_a_copy(model) -> tuple[Canary, torch.nn.Module]:
+    """A canary around a policy with its own copy of the model, and that copy."""
+    engine = copy.deepcopy(model)
 
     class Copies(SameModule):
         def differing(self):
@@ -67,13 +68,57 @@ def test_the_parameters_that_differ_are_named(byte_model):
             return [name for name, param in self.model.named_parameters()
                     if not torch.equal(param, theirs[name])]
 
-    canary = Canary(make_policy(engine), TokenScorer(byte_model), Copies(byte_model),
-                    prompts=PROMPTS)
-    with torch.no_grad():
-        byte_model.model.layers[1].mlp.down_proj.weight.add_(0.5)
-    with pytest.raises(StaleWeightsError, match=r"these parameters differ: "
-                                                r"model\.layers\.1\.mlp\.down_proj\.weight$"):
+    return Canary(make_policy(engine), TokenScorer(model), Copies(model), prompts=PROMPTS), engine
+
+
+def complaint(canary) -> str:
+    with pytest.raises(StaleWeightsError) as error:
         canary.check()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("name", "called", "found"), [
+    ("lm_head.weight", "lm_head.weight", "all layer outputs agree within"),
+    ("model.norm.weight", "model.norm.weight", "differs is that of norm"),
+    ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight (up part of "
+     "gate_up_proj)", "differs is that of layers.1"),
+    ("model.embed_tokens.weight", "model.embed_tokens.weight", "differs is that of embed_tokens"),
+])
+def test_the_tensor_that_differs_is_named_and_the_first_layer_that_it_changes(
+        make_model, tokenizer, name, called, found):
+    canary, engine = with_a_copy(make_model(dtype=torch.float32, vocab_size=len(tokenizer),
+                                            tie_word_embeddings=False))
+    canary.check()
+    with torch.no_grad():
+        engine.get_parameter(name).add_(torch.randn_like(engine.get_parameter(name)))
+    text = complaint(canary)
+    assert f"these parameters differ: {called};" in text
+    assert found in text
+    assert "an update that reached the other tensors but not these" in text
+
+
+def test_many_tensors_that_differ_are_counted(byte_model):
+    canary, _ = with_a_copy(byte_model)
+    train(byte_model)
+    text = complaint(canary)
+    assert "model.embed_tokens.weight, " in text and "more;" in text
+    assert "a missed update" in text
+
+
+def test_equal_tensors_that_are_computed_with_differently_are_told_apart(byte_model):
+    canary, engine = with_a_copy(byte_model)
+    attention = engine.model.layers[1].self_attn
+    attention.scaling *= 2
+    text = complaint(canary)
+    assert "all synchronised parameters are equal; the first layer output that differs" in text
+    assert "the engine computes layers.1 differently from equal tensors" in text
+
+
+def test_a_policy_whose_layers_cannot_be_read_is_compared_without_them(byte_model):
+    canary, engine = with_a_copy(byte_model)
+    engine.model.layers = torch.nn.Sequential(*engine.model.layers)  # no list of layers
+    train(byte_model)
+    assert "the engine's layer outputs cannot be read" in complaint(canary)
 
 
 def test_a_nan_is_a_disagreement(byte_model):

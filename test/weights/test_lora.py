@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from grpo import GRPOLoss, data, total_loss
+from grpo import data
 from grpo.engines.handle import InProcessEngine
 from grpo.engines.inprocess import start_engine, stop_engine
 from grpo.objectives import TokenScorer
@@ -25,12 +25,13 @@ from grpo.weights.layout import base_parameters, engine_layout, view
 from grpo.weights.lora import LoRASync
 from grpo.weights.lora_slot import RemoteSlot
 
+from . import steps
+from .steps import PROMPTS, gap, load, train_once
+
 pytest.importorskip("peft")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 MAX_RANK = 8
-# One is long enough to fill a block of the prefix cache (128 tokens on a CPU).
-PROMPTS = [[5 + (7 * row + i) % 200 for i in range(40 + 50 * row)] for row in range(4)]
 # The set-ups of an update: (how, rank, alpha); views need alpha = rank = the engine's greatest.
 SETUPS = [("views", 8, 8), ("write", 4, 12), ("write", 8, 8), ("load", 4, 12)]
 
@@ -54,14 +55,11 @@ def engine(request, model_folder):
 @pytest.fixture
 def make(model_folder, engine):
     """A model with trained adapters, its sync, and policies with and without the adapter."""
-    from transformers import AutoModelForCausalLM
-
     opened = []
 
     def build(how, r, alpha, *, adapter_id=1, **options):
         torch.manual_seed(adapter_id)
-        model = make_lora(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32),
-                          r=r, alpha=alpha, **options)
+        model = make_lora(load(model_folder), r=r, alpha=alpha, **options)
         randomise(model)
         sync = LoRASync(model, engine, how=how, adapter_id=adapter_id, name=f"a{adapter_id}")
         opened.append(sync)
@@ -74,38 +72,14 @@ def make(model_folder, engine):
 
 
 def policy_of(engine, sync=None) -> VLLMPolicy:
-    return VLLMPolicy(engine.llm, Sampling(max_tokens=12), pad_token_id=0, eos_token_ids=(1,),
-                      version=lambda: sync.version if sync else 0,
-                      lora_request=sync.lora_request if sync else None)
+    return steps.policy_of(engine.llm, sync, max_tokens=12,
+                           lora_request=sync.lora_request if sync else None)
 
 
 def randomise(model, std: float = 0.1) -> None:
     with torch.no_grad():
         for adapter in adapters(model).values():
             adapter.b.normal_(std=std)
-
-
-def gap(model, policy) -> float:
-    """Greatest difference between the engine's log-probs and a plain Hugging Face forward."""
-    batch = data.trim(policy.generate_from_ids(PROMPTS))
-    tokens, mask = batch[data.TOKENS], batch[data.ASSISTANT_MASK]
-    with torch.no_grad():
-        logits = model(input_ids=tokens, attention_mask=batch[data.ATTENTION_MASK]).logits
-    log_probs = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-    return (log_probs - batch[data.LOG_PROBS][:, 1:])[mask[:, 1:]].abs().max().item()
-
-
-def train_once(model, policy, optimizer) -> float:
-    """A GRPO step that rewards even tokens; returns how far the adapters moved."""
-    batch = policy.generate_from_ids(PROMPTS * 4)
-    even = (batch[data.TOKENS] % 2 == 0) & batch[data.ASSISTANT_MASK]
-    batch[data.REWARD] = even.sum(-1, keepdim=True).float()
-    batch[data.GROUP_ID] = torch.arange(4).repeat(4)
-    before = [adapter.b.detach().clone() for adapter in adapters(model).values()]
-    total_loss(GRPOLoss(model)(batch)).backward()
-    optimizer.step()
-    after = [adapter.b for adapter in adapters(model).values()]
-    return max((new - old).abs().max().item() for new, old in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize(("how", "r", "alpha"), SETUPS)
@@ -135,8 +109,12 @@ def test_an_update_that_was_not_published_is_seen(make, how):
     with torch.no_grad():
         adapters(model)[name].b.normal_()
     assert sync.differing() == [f"{name}.lora_B"]
-    with pytest.raises(StaleWeightsError, match=f"differ: {name}.lora_B"):
+    with pytest.raises(StaleWeightsError) as error:
         canary.check()
+    text = str(error.value)
+    assert f"these parameters differ: {name}.lora_B (v part of qkv_proj);" in text
+    assert "the first layer output that differs is that of layers.1" in text
+    assert "an update that reached the other tensors but not these" in text
     sync.publish()
     assert canary.check().max_abs_diff < 1e-4
 

