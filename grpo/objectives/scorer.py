@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +24,7 @@ HeadKind = Literal["auto", "fused", "chunked", "logits"]
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
-@dataclass(frozen=True)
-class Predictions:
+class Predictions(NamedTuple):
     """What the model predicts the chosen tokens from.
 
     Attributes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from tensordict import TensorDictBase
@@ -40,6 +40,8 @@ class Learner:
     Attributes:
         seconds: what the last update spent in ``"train"`` (forward and backward) and in
             ``"optimizer"``.
+        before_step: called before each optimizer step, whose writes an engine that shares the
+            weights sees at once.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Learner:
                       "whole_groups": self.whole_groups}
         self.device = next(loss.actor_network.parameters()).device
         self.seconds = {"train": 0.0, "optimizer": 0.0}
+        self.before_step: Callable[[], object] | None = None
         self._probe: CheckpointingProbe | None = None
         if getattr(loss.actor_network, "is_gradient_checkpointing", False):
             self._probe = CheckpointingProbe(loss.actor_network)
@@ -124,16 +127,19 @@ class Learner:
             self._probe.start()
         normalizer = self.loss.normalizer(batch)
         outputs = []
-        for micro_batch in data.split_rows(batch, **self.split):
+        for micro_batch in self._micro_batches(batch):
             out = self.loss(micro_batch, normalizer=normalizer)
             total_loss(out).backward()
             outputs.append(out.detach())
         if self._probe is not None:
             self._probe.check(len(outputs))
             self._probe = None  # proven once
-        values = {key: value.item() for key, value in self.loss.diagnostics(outputs).items()}
+        diagnostics = self.loss.diagnostics(self._of_all_rows(outputs))
+        values = {key: value.item() for key, value in diagnostics.items()}
         trained = time.perf_counter()
         lr = self.optimizer.lr
+        if self.before_step is not None:
+            self.before_step()
         # Without a single valid token there is no gradient, and momentum must not move the weights.
         grad_norm = self.optimizer.step() if normalizer.count > 0 else self.optimizer.skip()
         if self.device.type == "cuda":
@@ -141,7 +147,18 @@ class Learner:
         self.seconds["train"] += trained - start
         self.seconds["optimizer"] += time.perf_counter() - trained
         named = {_metric_name(key): value for key, value in values.items()}
-        return named | {"train/grad_norm": grad_norm, "train/lr": lr}
+        total = sum(value for name, value in named.items() if name.startswith("loss/"))
+        return named | {"loss/total": total, "train/grad_norm": grad_norm, "train/lr": lr}
+
+    # What differs where rows are divided over ranks, see grpo.training.parallel.
+
+    def _micro_batches(self, batch: TensorDictBase) -> Iterable[TensorDictBase]:
+        """The pieces of an optimizer batch that this process computes."""
+        return data.split_rows(batch, **self.split)
+
+    def _of_all_rows(self, outputs: list[TensorDictBase]) -> list[TensorDictBase]:
+        """The outputs of the loss for the whole optimizer batch."""
+        return outputs
 
 
 class CheckpointingProbe:
@@ -188,7 +205,7 @@ class CheckpointingProbe:
 
 def _over_steps(key: str, values: list[float]) -> float:
     """One number for several optimizer steps: extremes stay extremes, the rest is averaged."""
-    if key.endswith("ratio_max"):
+    if key.endswith(("ratio_max", "abs_max")):
         return max(values)
     return min(values) if key.endswith("ratio_min") else sum(values) / len(values)
 

@@ -1,4 +1,4 @@
-"""AdamW over float32 masters, whatever the precision of the weights that are trained.
+"""An optimizer over float32 masters, whatever the precision of the weights that are trained.
 
 A bfloat16 weight near 1 cannot move by less than 0.004, so updates at the learning rates of RL
 would be rounded away. Masters keep them; the weights both sides read are rounded copies.
@@ -14,11 +14,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from grpo.training.optimizers import OptimizerName, make_optimizer, relative_lr
+
 Schedule = Literal["constant", "linear", "cosine"]
 
 
 class MasterAdamW:
-    """AdamW with float32 masters, global gradient-norm clipping and a schedule.
+    """AdamW, or another, with float32 masters, global gradient-norm clipping and a schedule.
 
     Gradients of half-precision parameters are added up in float32 as soon as a backward pass has
     made them, so accumulation loses nothing. Float32 parameters are their own masters. Parameters
@@ -26,7 +28,9 @@ class MasterAdamW:
 
     Args:
         params: parameters to train.
-        lr: peak learning rate.
+        name: of the optimizer, see :mod:`grpo.training.optimizers`. ``adamw_cpu`` keeps masters
+            and moments in the host's memory and steps there.
+        lr: peak learning rate; Adafactor with ``relative_step`` chooses its own.
         betas: of AdamW.
         eps: of AdamW.
         weight_decay: decoupled, of AdamW.
@@ -35,6 +39,8 @@ class MasterAdamW:
         warmup_steps: optimizer steps of linear warm-up.
         total_steps: optimizer steps of the run; needed by schedules that decay.
         final_lr_fraction: share of ``lr`` that a decaying schedule ends at.
+        scale_parameter: of Adafactor.
+        relative_step: of Adafactor.
 
     Examples:
         >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -50,6 +56,7 @@ class MasterAdamW:
         self,
         params: Iterable[nn.Parameter],
         *,
+        name: OptimizerName = "adamw",
         lr: float,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -59,7 +66,10 @@ class MasterAdamW:
         warmup_steps: int = 0,
         total_steps: int | None = None,
         final_lr_fraction: float = 0.0,
+        scale_parameter: bool = False,
+        relative_step: bool = False,
     ) -> None:
+        self.name, self.relative_step = name, relative_step
         self.params = [param for param in params if param.requires_grad]
         if not self.params:
             raise ValueError("there is no parameter to train: none has requires_grad=True")
@@ -67,27 +77,31 @@ class MasterAdamW:
             raise ValueError(f"schedule={schedule!r} is unknown; use one of {get_args(Schedule)}")
         if schedule != "constant" and total_steps is None:
             raise ValueError(f"schedule={schedule!r} needs total_steps")
-        self.masters = [self._master_of(param) for param in self.params]
+        place = torch.device("cpu") if name == "adamw_cpu" else None
+        self.masters = [self._master_of(param, place) for param in self.params]
         self.clip_grad_norm = clip_grad_norm
-        self.adamw = torch.optim.AdamW(
-            self.masters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
-            fused=self.params[0].is_cuda)
+        self.adamw = make_optimizer(
+            name, self.masters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
+            scale_parameter=scale_parameter, relative_step=relative_step)
         self.peak_lr, self.steps = lr, 0
         self._factor = functools.partial(
             lr_factor, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps,
             final_fraction=final_lr_fraction)
 
     @staticmethod
-    def _master_of(param: nn.Parameter) -> Tensor:
-        if param.dtype in (torch.float32, torch.float64):
+    def _master_of(param: nn.Parameter, place: torch.device | None) -> Tensor:
+        place = param.device if place is None else place
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        if (param.dtype, param.device) == (dtype, place):
             return param
-        master = param.detach().float().clone().requires_grad_()
+        master = param.detach().to(place, dtype, copy=True).requires_grad_()
 
         def collect(param: nn.Parameter) -> None:
+            grad = param.grad.to(place, dtype)
             if master.grad is None:
-                master.grad = param.grad.float()
+                master.grad = grad
             else:
-                master.grad.add_(param.grad)
+                master.grad.add_(grad)
             param.grad = None
 
         param.register_post_accumulate_grad_hook(collect)
@@ -96,6 +110,8 @@ class MasterAdamW:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
+        if self.relative_step:
+            return relative_lr(self.steps)
         return self.peak_lr * self._factor(self.steps)
 
     def step(self) -> float:
@@ -108,7 +124,7 @@ class MasterAdamW:
             FloatingPointError: if the norm is not finite; nothing has been updated then.
         """
         grads = [master.grad for master in self.masters if master.grad is not None]
-        norm = nn.utils.get_total_norm(grads)
+        norm = self._total_norm(grads)
         if not math.isfinite(value := norm.item()):
             raise FloatingPointError(
                 f"the gradient norm is {value}; the weights are unchanged. Look at the ratio "
@@ -116,7 +132,8 @@ class MasterAdamW:
                 "checkpoint")
         if self.clip_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self.masters, self.clip_grad_norm, norm)
-        self.adamw.param_groups[0]["lr"] = self.lr
+        if not self.relative_step:
+            self.adamw.param_groups[0]["lr"] = self.lr
         self.adamw.step()
         self.steps += 1
         self.adamw.zero_grad(set_to_none=True)
@@ -128,6 +145,9 @@ class MasterAdamW:
         self.steps += 1
         self.adamw.zero_grad(set_to_none=True)
         return 0.0
+
+    def _total_norm(self, grads: list[Tensor]) -> Tensor:
+        return nn.utils.get_total_norm(grads)
 
     @torch.no_grad()
     def _write_params(self) -> None:
@@ -141,12 +161,15 @@ class MasterAdamW:
         """Moments, masters and the number of steps; the options are the constructor's."""
         masters = [master.detach() for param, master in zip(self.params, self.masters, strict=True)
                    if param is not master]
-        return {"adamw": self.adamw.state_dict()["state"], "steps": self.steps,
-                "masters": masters}
+        return {"name": self.name, "adamw": self.adamw.state_dict()["state"],
+                "steps": self.steps, "masters": masters}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, with the options this optimizer was built with."""
+        if (name := state.get("name", "adamw")) != self.name:
+            raise ValueError(f"the checkpoint has the state of optimizer.name={name}, this run has "
+                             f"optimizer.name={self.name}; set the same one")
         options = self.adamw.state_dict()["param_groups"]
         self.adamw.load_state_dict({"state": state["adamw"], "param_groups": options})
         self.steps = state["steps"]

@@ -14,7 +14,9 @@ class TrainerRanks:
     """Gather a model that FSDP2 has sharded; without shards there is one rank, this process.
 
     Args:
-        model: whose parameters are whole tensors or ``DTensor`` shards over the default group.
+        model: whose parameters are whole tensors or ``DTensor`` shards over the default group. If
+            it has a ``trained_dtype`` (see :func:`~grpo.training.parallel.shard_model`), that is
+            what its trained parameters are rounded to, before they are gathered.
 
     Attributes:
         count: number of ranks.
@@ -35,12 +37,20 @@ class TrainerRanks:
         self.count = dist.get_world_size() if shards else 1
         self.leads = not shards or dist.get_rank() == 0
         self.device = next(model.parameters()).device
+        self._dtype = getattr(model, "trained_dtype", None)
+        self._trained = {name for name, param in model.named_parameters(remove_duplicate=False)
+                         if param.requires_grad}
 
     @torch.no_grad()
     def whole(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors one after another; every rank must take them all, in the same order."""
         for name, tensor in named:
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            if not isinstance(tensor, DTensor):
+                yield name, tensor.detach()
+                continue
+            if self._dtype is not None and name in self._trained:
+                tensor = tensor.to(self._dtype)  # half the bytes to gather
+            yield name, tensor.full_tensor()
 
     def agree(self, succeeded: bool) -> None:
         """Let every rank know whether the leading one succeeded; call it in a ``finally``.

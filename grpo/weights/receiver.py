@@ -108,7 +108,8 @@ class _Receiving:
         self.items = [(item, tensors.get(item["tensor"]),
                        pieces_of(described.get(item["tensor"]), item)) for item in plan]
         self.counts = list(buckets((plan_bytes(item) for item in plan), config["bucket_bytes"]))
-        self.channel = Channel(config, rank=worker.rank + 1, device=self.device)
+        first = config.get("first_rank", 1)  # of this engine, where several join
+        self.channel = Channel(config, rank=first + worker.rank, device=self.device)
 
     @torch.no_grad()
     def receive(self, seconds: float) -> dict[str, float]:
