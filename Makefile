@@ -8,11 +8,11 @@ BIN := .venv/bin
 READY := .venv/ready-$(or $(GRPO_DEVICE),auto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint clean
+.PHONY: help setup atropos-env train test lint clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
-		while IFS='|' read -r target text; do printf '%-14s %s\n' "$$target" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
+		while IFS='|' read -r target text; do printf '%-20s %s\n' "$$target" "$$text"; done
 	@echo "  GRPO_DEVICE=cpu|cuda chooses the build of torch; PYTHON=python3.12 the interpreter."
 
 setup: $(READY)  ## build .venv with torch, vLLM and the tools (done by the others when needed)
@@ -20,6 +20,9 @@ setup: $(READY)  ## build .venv with torch, vLLM and the tools (done by the othe
 $(READY): setup.py tools/setup_env.py
 	@$(PYTHON) tools/setup_env.py
 	@touch $@
+
+atropos-env:  ## build .venv-atropos, in which atroposlib's environments run; ARGS=--all
+	@$(PYTHON) tools/setup_atropos.py $(ARGS)
 
 train: $(READY)  ## train; options as ARGS="env.dataset=ifeval optimizer.lr=1e-5"
 	$(BIN)/python sota-implementations/grpo/grpo.py $(ARGS)
@@ -30,6 +33,6 @@ test: $(READY)  ## run the fast tests; pytest options as ARGS="-k surrogates"
 lint: $(READY)  ## check the style with ruff
 	$(BIN)/ruff check .
 
-clean:  ## remove .venv, builds and caches; what runs wrote stays
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean:  ## remove both .venv, builds and caches; what runs wrote stays
+	rm -rf .venv .venv-atropos build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,8 +25,12 @@ from torch import nn
 
 from grpo.envs.prompts import render
 from grpo.tasks.arithmetic import ArithmeticTask
+from grpo.tokenizer_files import save_tokenizer
 
 logger = logging.getLogger(__name__)
+
+# Raised when other files are written: 2, a tokenizer that transformers 4 reads.
+_FILES = 2
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def default_cache() -> Path:
 def _key(task: ArithmeticTask, spec: EmbeddedSpec) -> str:
     content = {"spec": asdict(spec), "prompts": [p.prompt + p.answer for p in task.train],
                "slips": [task.slip(p) for p in task.train],
-               "torch": torch.__version__}
+               "torch": torch.__version__, "files": _FILES}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -130,7 +134,7 @@ def _make(folder: Path, task: ArithmeticTask, spec: EmbeddedSpec) -> None:
     # Written aside and renamed, so that an interrupted run leaves no half-made cache entry.
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    save_tokenizer(tokenizer, partial)
     try:
         partial.rename(folder)
     except OSError:  # another run finished the same model first; it is as good as ours

@@ -1,0 +1,55 @@
+"""Advantages that an environment brings along take the place of those made from its scores."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+
+from grpo import data
+from grpo.atropos.convert import GIVEN_ADVANTAGE, GIVEN_TOKEN_ADVANTAGE, ZERO_ADVANTAGE
+
+
+class GivenAdvantage(TensorDictModuleBase):
+    """Estimate advantages, then put those that the groups brought in their places.
+
+    Writes ``"advantage"``, ``[B, 1]``, or ``[B, T]`` if any row has one a token. Rows whose
+    environment asked for ``set_advantage_to_zero`` get 0, after their score has counted in the
+    statistics of the group. Rows that the converter left out of the loss stay out.
+
+    Args:
+        estimator: for the other rows, usually
+            :class:`~grpo.objectives.advantages.GroupAdvantage`.
+
+    Examples:
+        >>> from grpo.objectives.advantages import GroupAdvantage
+        >>> from grpo.atropos.convert import groups_to_batch
+        >>> from grpo.atropos.schemas import ScoredGroup
+        >>> group = ScoredGroup(tokens=[[5, 6], [5, 7]], masks=[[-100, 6], [-100, 7]],
+        ...                     scores=[1.0, 0.0], overrides=[{"set_advantage_to_zero": True}, {}])
+        >>> batch = groups_to_batch([group], pad_token_id=0)
+        >>> GivenAdvantage(GroupAdvantage(estimator="group_mean"))(batch)["advantage"].tolist()
+        [[0.0], [-0.5]]
+    """
+
+    def __init__(self, estimator: TensorDictModuleBase) -> None:
+        super().__init__()
+        self.estimator = estimator
+        self.in_keys = [*estimator.in_keys, GIVEN_ADVANTAGE, GIVEN_TOKEN_ADVANTAGE, ZERO_ADVANTAGE]
+        self.out_keys = list(estimator.out_keys)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        in_loss = tensordict.get(data.ROW_MASK, None)
+        self.estimator(tensordict)
+        if in_loss is not None:
+            tensordict[data.ROW_MASK] = in_loss & tensordict[data.ROW_MASK]
+        advantage = tensordict[data.ADVANTAGE]
+        for key in (GIVEN_ADVANTAGE, GIVEN_TOKEN_ADVANTAGE):
+            given = tensordict[key]
+            if not given.isnan().all():
+                advantage = torch.where(given.isnan(), advantage, given)
+        advantage = advantage.masked_fill(tensordict[ZERO_ADVANTAGE], 0.0)
+        if advantage.shape[-1] > 1:
+            advantage = advantage * tensordict[data.ASSISTANT_MASK]
+        tensordict[data.ADVANTAGE] = advantage
+        return tensordict

@@ -1,0 +1,166 @@
+"""Finished groups, from wherever they come, until a batch of whole groups is full."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tensordict import TensorDict
+
+from grpo.atropos.client import AtroposTimeoutError
+from grpo.atropos.convert import GroupConverter, Sampled
+from grpo.atropos.records import Records
+from grpo.atropos.schemas import IGNORED, ScoredGroup
+from grpo.atropos.stream import BatchStream
+from grpo.data import NO_VERSION
+
+logger = logging.getLogger(__name__)
+
+#: Groups that have finished, after waiting at most so many seconds for one; each is given once.
+GroupSource = Callable[[float], Sequence[ScoredGroup]]
+
+
+class StreamSource:
+    """A :class:`~grpo.atropos.stream.BatchStream` as a source of groups.
+
+    A batch of the API is acknowledged when more is asked for: after it was trained on, as long as
+    batches of the API are as large as the trainer's.
+
+    Args:
+        stream: that is being fetched; its ``timeout`` is set at each call.
+    """
+
+    def __init__(self, stream: BatchStream) -> None:
+        self.stream = stream
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Groups that the stream left out, by reason."""
+        rejected = {f"groups_rejected_{reason}": count
+                    for reason, count in self.stream.rejected.items()}
+        return Counter(groups_repeated=self.stream.repeated, **rejected)
+
+    def __call__(self, timeout: float) -> Sequence[ScoredGroup]:
+        self.stream.timeout = timeout
+        try:
+            return next(self.stream).groups
+        except AtroposTimeoutError:
+            return []
+
+
+class GroupAssembler:
+    """Collect whole groups of any sizes for batches of at most ``rows`` rows, in order.
+
+    Args:
+        source: where groups come from; asked only while a batch is not full. What it counts as
+            ``counts`` is reported.
+        converter: makes the batch.
+        rows: greatest number of rows of a batch.
+        version: the policy's present version.
+        records: what the policy sampled for environments, to restore log-probs and versions from.
+
+    Attributes:
+        counts: groups left out: ``groups_too_large`` for a batch, and ``groups_stale`` whose
+            trained tokens are all older than the converter allows.
+
+    Examples:
+        >>> groups = [ScoredGroup(tokens=[[5, 6], [5, 7]], masks=[[-100, 6], [-100, 7]],
+        ...                       scores=[1.0, 0.0]) for _ in range(3)]
+        >>> assembler = GroupAssembler(lambda timeout: groups, GroupConverter(pad_token_id=0),
+        ...                            rows=5)
+        >>> assembler.poll(1.0)
+        True
+        >>> assembler.batch()["group_id"].tolist()
+        [0, 0, 1, 1]
+    """
+
+    def __init__(
+        self,
+        source: GroupSource,
+        converter: GroupConverter,
+        *,
+        rows: int,
+        version: Callable[[], int] = lambda: 0,
+        records: Records | None = None,
+    ) -> None:
+        if rows < 1:
+            raise ValueError(f"rows={rows} must be at least 1")
+        self.source, self.converter, self.rows = source, converter, rows
+        self.version, self.records = version, records
+        self.counts: Counter[str] = Counter()
+        self._waiting: deque[tuple[ScoredGroup, Sampled | None]] = deque()
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows of the groups that are here."""
+        return sum(len(group.tokens) for group, _ in self._waiting)
+
+    def poll(self, timeout: float) -> bool:
+        """Whether a batch is full, after asking the source once if it is not."""
+        self._drop_stale()
+        if self.waiting_rows < self.rows:
+            for group in self.source(timeout):
+                self._receive(group)
+            self._drop_stale()
+        return self.waiting_rows >= self.rows
+
+    def batch(self, *, width: int | None = None) -> TensorDict:
+        """The groups that have waited longest, as many as fit, converted.
+
+        Raises:
+            ValueError: if none waits.
+        """
+        chosen: list[tuple[ScoredGroup, Sampled | None]] = []
+        rows = 0
+        while self._waiting and rows + len(self._waiting[0][0].tokens) <= self.rows:
+            chosen.append(self._waiting.popleft())
+            rows += len(chosen[-1][0].tokens)
+        return self.converter([group for group, _ in chosen],
+                              sampled=[known for _, known in chosen], version=self.version(),
+                              width=width)
+
+    def metrics(self) -> dict[str, float]:
+        """Everything that is counted, since the start."""
+        counts = self.converter.counts + self.counts + getattr(self.source, "counts", Counter())
+        if self.records is not None:
+            counts = counts + Counter({f"records_{key}": value
+                                       for key, value in self.records.counts.items()})
+        return {f"atropos/{name}": float(value) for name, value in counts.items()}
+
+    def _receive(self, group: ScoredGroup) -> None:
+        if len(group.tokens) > self.rows:
+            self.counts["groups_too_large"] += 1
+            logger.warning("a group of %d rows is left out, because it does not fit a batch of %d; "
+                           "raise the batch size, or lower the environment's group_size",
+                           len(group.tokens), self.rows)
+            return
+        known = None if self.records is None else self.records.restore(group)
+        self._waiting.append((group, known))
+
+    def _drop_stale(self) -> None:
+        if self.converter.max_staleness is None:
+            return
+        oldest = self.version() - self.converter.max_staleness
+        fresh = [one for one in self._waiting if not _all_older(*one, oldest)]
+        self.counts["groups_stale"] += len(self._waiting) - len(fresh)
+        self._waiting = deque(fresh)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, for checkpoints. Groups that wait are not saved: a hub gives out again what
+        was not trained on."""
+        return {"converter": self.converter.state_dict(), "counts": dict(self.counts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.converter.load_state_dict(state["converter"])
+        self.counts = Counter(state["counts"])
+
+
+def _all_older(group: ScoredGroup, known: Sampled | None, oldest: int) -> bool:
+    """Whether every trained token of a group is known to be older."""
+    if known is None:
+        return False
+    return all(NO_VERSION < version < oldest
+               for versions, mask in zip(known.versions, group.masks, strict=True)
+               for version, value in zip(versions, mask, strict=True) if value != IGNORED)

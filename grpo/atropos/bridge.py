@@ -1,0 +1,359 @@
+"""An inference server whose engine is whatever policy the trainer has.
+
+Requests of environments (OpenAI's chat completions and completions, ``/generate``) wait here as
+:class:`~grpo.atropos.calls.Call` objects, one for each sample. A driver in the trainer's process
+takes them, lets the policy continue their prompts, and replies with tokens and log-probs. Nothing
+here knows of rewards: what the policy said is kept in :class:`~grpo.atropos.records.Records`, and a
+scored group that arrives later finds it there.
+
+The routes, formats and checks are those of :mod:`grpo.engines`. Drivers:
+
+* :class:`~grpo.atropos.bridge_engine.EngineDriver`: a vLLM engine in this process, which calls join
+  as they come;
+* :class:`~grpo.atropos.bridge_remote.ServerDriver`: an engine server, likewise;
+* :class:`~grpo.envs.atropos_bridge.StepDriver`: any policy, batch by batch, as a TorchRL
+  environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI
+
+from grpo.atropos.calls import Ask, Call
+from grpo.atropos.records import Records
+from grpo.engines import routes_generate, routes_openai
+from grpo.engines.api import IMPOSSIBLE, ApiError, SamplingFields
+from grpo.engines.app import MAX_BODY_BYTES
+from grpo.engines.generation import Answer, Generation, Position, Sample
+from grpo.engines.plumbing import bare_app
+from grpo.engines.versioned import Spans
+
+# What a policy that knows only a temperature cannot do, with the values that ask for nothing.
+_BEYOND_A_TEMPERATURE = {"ignore_eos": False, "seed": None}
+
+
+class Bridge:
+    """Requests on one side, a policy on the other; safe to use from several threads.
+
+    Args:
+        tokenizer: of the model.
+        eos_token_ids: tokens that end a continuation.
+        max_model_len: prompt plus continuation, in tokens.
+        vocab_size: token ids are below it.
+        model_names: names by which requests may call the model; the first is shown.
+        records: where continuations are remembered; None: with default bounds.
+        temperature_only: refuse requests whose options a policy that samples with a temperature
+            alone cannot honour (top-p, penalties, seeds ...).
+        max_waiting: calls that may wait; more are answered with 503.
+        request_timeout: seconds after which a request is given up with 504.
+
+    Attributes:
+        counts: ``calls``, ``replies``, ``cancelled``, ``refused``.
+
+    Examples:
+        >>> bridge = Bridge(tokenizer=tokenizer, eos_token_ids=(1,), max_model_len=512,
+        ...                 vocab_size=258, model_names=("policy",))          # doctest: +SKIP
+        >>> for call in bridge.take(8, timeout=1.0):                          # doctest: +SKIP
+        ...     bridge.reply(call, [5, 1], [-0.7, -0.1], versions=[(0, 2)])
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        eos_token_ids: Sequence[int],
+        max_model_len: int,
+        vocab_size: int,
+        model_names: tuple[str, ...],
+        records: Records | None = None,
+        temperature_only: bool = True,
+        max_waiting: int = 16_384,
+        request_timeout: float = 1200.0,
+    ) -> None:
+        if max_waiting < 1:
+            raise ValueError(f"max_waiting={max_waiting} must be at least 1")
+        if not request_timeout > 0:
+            raise ValueError(f"request_timeout={request_timeout} must be positive seconds")
+        self.tokenizer, self.eos_token_ids = tokenizer, tuple(eos_token_ids)
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
+        self.model_names = model_names
+        self.records = Records() if records is None else records
+        self.temperature_only, self.max_waiting = temperature_only, max_waiting
+        self.request_timeout = request_timeout
+        self.counts: Counter[str] = Counter()
+        self.closed: str | None = None
+        self._waiting: deque[Call] = deque()
+        self._arrived = threading.Condition()
+
+    # -- the driver's side ------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Calls that nobody has taken yet."""
+        return len(self._waiting)
+
+    def take(self, limit: int | None = None, *, timeout: float = 0.0) -> list[Call]:
+        """The calls that wait, oldest first; empty if none came within ``timeout`` seconds.
+
+        Args:
+            limit: at most so many.
+            timeout: seconds to wait for the first.
+        """
+        with self._arrived:
+            if timeout > 0:
+                self._arrived.wait_for(lambda: self._waiting, timeout)
+            taken: list[Call] = []
+            while self._waiting and (limit is None or len(taken) < limit):
+                taken.append(self._waiting.popleft())
+            return taken
+
+    def put_back(self, calls: Sequence[Call]) -> None:
+        """Return calls that were taken and not replied to; they are first in line again."""
+        with self._arrived:
+            self._waiting.extendleft(call for call in reversed(calls) if not call.cancelled)
+            self._arrived.notify()
+
+    def reply(
+        self,
+        call: Call,
+        tokens: list[int],
+        log_probs: list[float] | None,
+        *,
+        versions: Spans,
+        truncated: bool = False,
+        positions: list[Position] | None = None,
+    ) -> None:
+        """Answer a call, and remember what was said.
+
+        Args:
+            call: from :meth:`take`.
+            tokens: sampled ids, the end token included; cut here to what the call asked for.
+            log_probs: of the tokens, under the distribution that was sampled; None: not known, in
+                which case no record is kept.
+            versions: ``[(policy version, tokens), ...]``.
+            truncated: whether a length limit ended the continuation.
+            positions: log-probs of further tokens at each position, the sampled one first.
+        """
+        size, truncated = self._cut(call, tokens, truncated)
+        tokens, versions = tokens[:size], _first(versions, size)
+        if log_probs is not None:
+            log_probs = [max(value, IMPOSSIBLE) for value in log_probs[:size]]
+        if call.cancelled:
+            return
+        fields = call.ask.fields
+        if log_probs is not None:
+            self.records.add(
+                call.prompt, tokens, log_probs, versions=versions, truncated=truncated,
+                temperature=math.nan if fields.altered_by() else fields.temperature)
+        elif call.ask.logprobs is not None:
+            return self.fail(call, "the policy gives no log-probs, but the request asks for them")
+        if call.ask.logprobs is None:
+            positions = None
+        elif positions is None:
+            positions = [{token: value} for token, value in zip(tokens, log_probs, strict=True)]
+        sample = Sample(call.index, tokens, "", positions and positions[:size],
+                        "length" if truncated else "stop", versions)
+        self.counts["replies"] += 1
+        call.settle(sample)
+
+    def fail(self, call: Call, message: str, *, status: int = 400) -> None:
+        """Answer a call with an error."""
+        self.counts["refused"] += 1
+        call.settle(ApiError(message, status=status,
+                             type="invalid_request_error" if status < 500 else "server_error"))
+
+    def close(self, reason: str) -> None:
+        """Answer all that wait, and all that come, with 503."""
+        self.closed = reason
+        for call in self.take():
+            self.fail(call, reason, status=503)
+
+    def _cut(self, call: Call, tokens: list[int], truncated: bool) -> tuple[int, bool]:
+        """How many of the tokens the call asked for, and whether a limit cut them."""
+        fields, size = call.ask.fields, len(tokens)
+        for at, token in enumerate(tokens if fields.stop_token_ids else ()):
+            if token in fields.stop_token_ids:
+                size, truncated = at + 1, False
+                break
+        def stopped(at: int) -> bool:
+            text = self._decode(call, tokens[: at + 1])
+            return any(stop in text for stop in call.ask.stops)
+
+        if call.ask.stops and stopped(size - 1):
+            # The first token with which a stop string is complete.
+            size, truncated = bisect.bisect_left(range(size), True, key=stopped) + 1, False
+        return (call.max_tokens, True) if size > call.max_tokens else (size, truncated)
+
+    def text(self, call: Call, sample: Sample) -> str:
+        """What the environment reads: without the end token, and up to a stop string."""
+        fields, tokens = call.ask.fields, sample.token_ids
+        ends = {*self.eos_token_ids, *(fields.stop_token_ids or ())}
+        if sample.finish_reason == "stop" and tokens and tokens[-1] in ends:
+            tokens = tokens[:-1]
+        text = self._decode(call, tokens)
+        found = [(text.index(stop), stop) for stop in call.ask.stops if stop in text]
+        if found:
+            at, stop = min(found)
+            text = text[: at + len(stop) * fields.include_stop_str_in_output]
+        return text
+
+    def _decode(self, call: Call, tokens: list[int]) -> str:
+        return self.tokenizer.decode(
+            tokens, skip_special_tokens=call.ask.fields.skip_special_tokens)
+
+    # -- the server's side ------------------------------------------------------------------------
+
+    def add(self, calls: Sequence[Call]) -> None:
+        """Let calls wait for the driver.
+
+        Raises:
+            ApiError: 503 if too many wait, or the bridge is closed.
+        """
+        if self.closed is not None:
+            raise ApiError(self.closed, status=503, type="closed")
+        with self._arrived:
+            if len(self._waiting) + len(calls) > self.max_waiting:
+                raise ApiError(f"{len(self._waiting)} calls wait for the policy already, of at "
+                               f"most {self.max_waiting}; start fewer workers", status=503,
+                               type="overloaded")
+            self.counts["calls"] += len(calls)
+            self._waiting.extend(calls)
+            self._arrived.notify()
+
+    def cancel(self, calls: Sequence[Call]) -> None:
+        """Nobody waits for these any more."""
+        left = [call for call in calls if not call.future.done()]
+        if not left:
+            return
+        with self._arrived:
+            self.counts["cancelled"] += len(left)
+            for call in left:
+                call.cancelled = True
+                call.future.cancel()
+            self._waiting = deque(call for call in self._waiting if not call.cancelled)
+
+    def app(self, *, token: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+        """The inference server; it needs somebody who drives the bridge.
+
+        Args:
+            token: if given, all routes but ``/health`` want ``Authorization: Bearer <token>``.
+            max_body_bytes: greater requests are answered with 413.
+        """
+        app = bare_app("grpo bridge", token=token, max_body_bytes=max_body_bytes,
+                       open_paths=("/health",), advice="send fewer prompts a request, or ")
+        for module in (routes_generate, routes_openai):
+            app.include_router(module.router)
+        app.state.generation = BridgeGeneration(self)
+        app.state.versioned = _Served(self)
+        return app
+
+
+class BridgeGeneration(Generation):
+    """The engine server's :class:`~grpo.engines.generation.Generation`, with a bridge for engine.
+
+    Streams are sent in one piece; a sample's log-probs are that of the sampled token alone unless
+    the driver knows more.
+    """
+
+    def __init__(self, bridge: Bridge) -> None:
+        super().__init__(None, tokenizer=bridge.tokenizer, max_model_len=bridge.max_model_len,
+                         vocab_size=bridge.vocab_size)
+        self.bridge = bridge
+
+    def parameters(
+        self,
+        fields: SamplingFields,
+        *,
+        row: int,
+        streamed: bool,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+        text: bool = True,
+    ) -> Ask:
+        if prompt_logprobs is not None:
+            raise ApiError("prompt_logprobs are not served here: the policy only continues "
+                           "prompts; ask an engine server of the teacher",
+                           param="prompt_logprobs")
+        ask = Ask(fields, row, logprobs, text)
+        if "" in ask.stops:
+            raise ApiError("stop contains an empty text, which is everywhere; leave it out",
+                           param="stop")
+        if self.bridge.temperature_only:
+            beyond = fields.altered_by() + [name for name, neutral in _BEYOND_A_TEMPERATURE.items()
+                                            if getattr(fields, name) != neutral]
+            # One more than the sampled token is what OpenAI's clients ask for by habit.
+            beyond += ["logprobs"] * ((logprobs or 0) > 1)
+            if beyond:
+                raise ApiError(f"{beyond[0]} is not served here: the policy samples with a "
+                               "temperature alone; leave it out, or drive the bridge with a vLLM "
+                               "engine", param=beyond[0])
+        return ask
+
+    async def answer(self, token_ids: list[int], params: Ask, *, model: str | None) -> Answer:
+        room, asked = self.max_model_len - len(token_ids), params.fields.max_tokens
+        loop = asyncio.get_running_loop()
+        calls = [Call(token_ids, params, index, min(asked or room, room), loop.create_future())
+                 for index in range(params.fields.n)]
+        self.bridge.add(calls)
+        try:
+            done, late = await asyncio.wait([call.future for call in calls],
+                                            timeout=self.bridge.request_timeout,
+                                            return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            self.bridge.cancel(calls)
+        for error in filter(None, [future.exception() for future in done]):
+            raise error
+        if late:
+            raise ApiError(f"the policy did not answer within {self.bridge.request_timeout:g} s; "
+                           "it may be training, or nobody drives the bridge", status=504,
+                           type="timeout")
+        samples = [call.future.result() for call in calls]
+        if params.text:
+            for call, sample in zip(calls, samples, strict=True):
+                sample.text = self.bridge.text(call, sample)
+        return Answer(token_ids, samples)
+
+    async def pieces(
+        self, token_ids: list[int], params: Ask, *, model: str | None
+    ) -> AsyncIterator[Sample]:
+        for sample in (await self.answer(token_ids, params, model=model)).samples:
+            yield sample
+
+
+class _Served:
+    """What the routes ask of :class:`~grpo.engines.versioned.VersionedEngine`."""
+
+    adapters: dict[str, Any] = {}
+    paused = False
+
+    def __init__(self, bridge: Bridge) -> None:
+        self.bridge, self.model_names = bridge, bridge.model_names
+
+    @property
+    def engine(self) -> SimpleNamespace:
+        return SimpleNamespace(errored=self.bridge.closed is not None)
+
+    def adapter_named(self, model: str | None) -> None:
+        if model is not None and model not in self.model_names:
+            raise ApiError(f"model={model!r} is not served here; known are "
+                           f"{', '.join(self.model_names)}", status=404, type="model_not_found",
+                           param="model")
+
+
+def _first(spans: Spans, size: int) -> Spans:
+    """The spans of the first ``size`` tokens."""
+    out = []
+    for version, count in spans:
+        if size > 0:
+            out.append((version, min(count, size)))
+        size -= count
+    return out

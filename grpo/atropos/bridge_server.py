@@ -1,0 +1,103 @@
+"""The bridge's inference server in a thread, on a port of its own or on the hub's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import uvicorn
+
+from grpo.atropos.bridge import Bridge
+from grpo.engines.app import MAX_BODY_BYTES
+from grpo.engines.child import bind
+from grpo.engines.plumbing import is_loopback
+
+_STARTED_WITHIN = 30.0  # seconds
+_STOPPED_WITHIN = 10.0
+
+
+def one_port(hub_app: Any, bridge_app: Any) -> Any:
+    """One ASGI application of a hub and a bridge; their paths do not overlap.
+
+    Args:
+        hub_app: answers everything that is not an inference route.
+        bridge_app: from :meth:`Bridge.app <grpo.atropos.bridge.Bridge.app>`.
+    """
+    async def app(scope, receive, send) -> None:
+        path = scope.get("path", "")
+        inference = path.startswith("/v1/") or path in ("/generate", "/health", "/health_generate")
+        await (bridge_app if inference else hub_app)(scope, receive, send)
+
+    return app
+
+
+class BridgeServer:
+    """Serve a bridge from a thread of this process until closed; a context manager.
+
+    Args:
+        bridge: what answers.
+        host: address to listen on.
+        port: 0 chooses a free one.
+        token: wanted from clients; must be given to listen on other than loopback addresses.
+        max_body_bytes: greater requests are refused.
+        hub_app: ASGI application of a hub to serve on the same port.
+
+    Attributes:
+        url: ``http://host:port``; OpenAI clients want ``/v1`` behind it.
+
+    Raises:
+        ValueError: for an address that others can reach, without a token.
+        RuntimeError: if the server does not start.
+
+    Examples:
+        >>> with BridgeServer(bridge, port=0) as server:        # doctest: +SKIP
+        ...     print(server.url + "/v1")
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        hub_app: Any = None,
+    ) -> None:
+        if token is None and not is_loopback(host):
+            raise ValueError(f"host={host!r} opens the policy to other machines; give a token, or "
+                             "use host='127.0.0.1'")
+        self.bridge = bridge
+        app = bridge.app(token=token, max_body_bytes=max_body_bytes)
+        self._socket = bind(host, port)
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(
+            app if hub_app is None else one_port(hub_app, app), log_level="warning",
+            access_log=False, lifespan="off", timeout_graceful_shutdown=2))
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._server.serve(sockets=[self._socket])),
+            name="bridge-server", daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + _STARTED_WITHIN
+        while not self._server.started:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                self._socket.close()
+                raise RuntimeError(f"the bridge's server at {self.url} did not start; see its log")
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        """Refuse what still waits and stop."""
+        if not self._thread.is_alive():
+            return
+        self.bridge.close("the trainer has finished")
+        self._server.should_exit = True
+        self._thread.join(_STOPPED_WITHIN)
+        self._socket.close()
+
+    def __enter__(self) -> BridgeServer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

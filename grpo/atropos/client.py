@@ -1,0 +1,265 @@
+"""A client of the Atropos API, for trainers and environments.
+
+It talks to the hub and to an unmodified ``run-api``. From the hub, batches come on a lease: what is
+not acknowledged is handed out again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlencode
+
+import orjson
+
+from grpo.atropos.schemas import EnvRegistration, GroupError, Registration, ScoredGroup, parse_group
+from grpo.engines.http_call import http_request, split_url
+
+_RECENT_GROUPS = 1 << 16
+
+
+class AtroposError(RuntimeError):
+    """The API refused or failed a call.
+
+    Attributes:
+        status: HTTP status; None if there was no answer.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class AtroposTimeoutError(AtroposError, TimeoutError):
+    """A call's deadline passed."""
+
+
+class AtroposUnreachableError(AtroposError, ConnectionError):
+    """There is no API at the address, or it went away during the call."""
+
+
+class NotRegisteredError(AtroposError):
+    """No trainer is registered, perhaps because the API was started anew."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Groups that were handed out together.
+
+    Attributes:
+        groups: those that can be trained on.
+        lease: to acknowledge the batch by; None from run-api, which hands out once.
+        rejected: number of groups that cannot be trained on, by reason.
+        messages: what was wrong with the first of each reason.
+        repeated: number of groups that this client had been given before.
+    """
+
+    groups: list[ScoredGroup]
+    lease: str | None = None
+    rejected: Counter[str] = field(default_factory=Counter)
+    messages: dict[str, str] = field(default_factory=dict)
+    repeated: int = 0
+
+    @property
+    def sequences(self) -> int:
+        return sum(map(len, self.groups))
+
+
+class AtroposClient:
+    """Calls to the API, each over a connection of its own, so threads can share a client.
+
+    Args:
+        url: ``http://host:port``.
+        token: access token of a hub that wants one.
+        timeout: seconds a call may take.
+
+    Raises:
+        ValueError: for an address that is not ``http://host:port``.
+
+    Examples:
+        >>> client = AtroposClient("http://127.0.0.1:8000")
+        >>> client.status()["queue_size"]                                # doctest: +SKIP
+        12
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, timeout: float = 60.0) -> None:
+        self._host, self._port = split_url(url)
+        self.url = url.rstrip("/")
+        self.token = token
+        self.timeout = timeout
+        # A batch of a lease that was lost may come again.
+        self._acknowledged: OrderedDict[str, None] = OrderedDict()
+
+    def alive(self) -> bool:
+        """True if the API answers; waits 5 seconds at most."""
+        try:
+            self.call("GET", "/info", timeout=min(5.0, self.timeout))
+        except AtroposError:
+            return False
+        return True
+
+    def wait_ready(self, *, timeout: float) -> None:
+        """Wait until the API answers.
+
+        Raises:
+            AtroposTimeoutError: after ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while not self.alive():
+            if time.monotonic() > deadline:
+                raise AtroposTimeoutError(f"waited {timeout:g} s for the Atropos API at "
+                                          f"{self.url}; is it running?")
+            time.sleep(0.05)
+
+    def register(self, registration: Registration) -> int:
+        """Say that a trainer starts, or starts again; returns the API's number for it."""
+        return self.call("POST", "/register", registration.model_dump())["uuid"]
+
+    def batch(self, *, lease_seconds: float = 600.0) -> Batch | None:
+        """The next batch, or None if there is none yet.
+
+        Groups that are not fit for training are left out and counted. So are those of batches that
+        this client acknowledged and was given again.
+
+        Args:
+            lease_seconds: to :meth:`acknowledge` the batch in, where the API is a hub.
+
+        Raises:
+            NotRegisteredError: if no trainer is registered.
+        """
+        query = urlencode({"lease_seconds": lease_seconds})
+        answer = self.call("GET", f"/batch?{query}")
+        if answer.get("status") == "error":
+            raise NotRegisteredError(f"GET {self.url}/batch: {answer.get('message')}")
+        if answer["batch"] is None:
+            return None
+        batch = Batch([], answer.get("lease"))
+        repeated = 0
+        for obj in answer["batch"]:
+            try:
+                group = parse_group(obj)
+            except GroupError as error:
+                batch.rejected[error.reason] += 1
+                batch.messages.setdefault(error.reason, str(error))
+                continue
+            if batch.lease is not None and group.group_uid in self._acknowledged:
+                repeated += 1
+            else:
+                batch.groups.append(group)
+        return Batch(batch.groups, batch.lease, batch.rejected, batch.messages, repeated)
+
+    def acknowledge(self, batch: Batch) -> bool:
+        """Say that a batch was used. Does nothing for one without a lease.
+
+        Returns:
+            False if the lease is over and the hub has given the batch to somebody else, or has
+            lost its memory; the batch may then be trained on twice.
+        """
+        if batch.lease is None:
+            return True
+        for group in batch.groups:
+            self._acknowledged[group.group_uid] = None
+        while len(self._acknowledged) > _RECENT_GROUPS:
+            self._acknowledged.popitem(last=False)
+        return self._end(batch.lease, "/ack")
+
+    def release(self, batch: Batch) -> bool:
+        """Give a batch back unused; the hub hands it out again. False as in :meth:`acknowledge`."""
+        return batch.lease is None or self._end(batch.lease, "/release")
+
+    def info(self) -> dict[str, Any]:
+        """``batch_size`` and ``max_token_len``, both -1 before a trainer registers."""
+        return self.call("GET", "/info")
+
+    def status(self) -> dict[str, Any]:
+        """``current_step``, ``queue_size``, and from a hub what it counts."""
+        return self.call("GET", "/status")
+
+    def wandb_info(self) -> dict[str, Any]:
+        """``group`` and ``project``, both None before a trainer registers."""
+        return self.call("GET", "/wandb_info")
+
+    def latest_example(self) -> dict[str, Any]:
+        """The last group that came, unchecked; empty lists if there was none."""
+        return self.call("GET", "/latest_example")
+
+    def reset_data(self) -> None:
+        """Let the API forget everything."""
+        self._request("GET", "/reset_data", None, self.timeout)
+
+    def register_env(self, registration: EnvRegistration) -> dict[str, Any]:
+        """Register an environment; ``status`` says whether a trainer has started already."""
+        return self.call("POST", "/register-env", registration.model_dump())
+
+    def disconnect_env(self, env_id: int) -> dict[str, Any]:
+        """Say that an environment ends."""
+        return self.call("POST", "/disconnect-env", {"env_id": env_id})
+
+    def status_env(self, env_id: int) -> dict[str, Any]:
+        """How an environment should pace itself."""
+        return self.call("GET", "/status-env", {"env_id": env_id})
+
+    def send(self, *groups: ScoredGroup | dict[str, Any]) -> dict[str, Any]:
+        """Send finished groups.
+
+        Raises:
+            AtroposError: with status 422 if the API refuses them, 413 if they are too great.
+        """
+        wire = [group.to_wire() if isinstance(group, ScoredGroup) else group for group in groups]
+        if len(wire) == 1:
+            return self.call("POST", "/scored_data", wire[0])
+        return self.call("POST", "/scored_data_list", wire)
+
+    def call(
+        self, method: str, path: str, body: Any = None, *, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """One request; returns the JSON of the answer.
+
+        Raises:
+            AtroposTimeoutError: after ``timeout`` seconds.
+            AtroposUnreachableError: if there is no API, or it ends during the call.
+            AtroposError: with the API's message, if it refuses or fails.
+        """
+        timeout = self.timeout if timeout is None else timeout
+        raw = self._request(method, path, body, timeout)
+        try:
+            return orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            raise AtroposError(f"{method} {self.url}{path}: the answer is not JSON; does another "
+                               "program listen there?") from None
+
+    def _request(self, method: str, path: str, body: Any, timeout: float) -> bytes:
+        what = f"{method} {self.url}{path}"
+        raw = None if body is None else orjson.dumps(body)
+        try:
+            status, answer = http_request(self._host, self._port, method, path, raw,
+                                          token=self.token, timeout=timeout)
+        except TimeoutError:
+            raise AtroposTimeoutError(f"{what}: no answer in {timeout:g} s") from None
+        except ConnectionError as error:
+            raise AtroposUnreachableError(f"{what}: {error}; is the Atropos API "
+                                          "running?") from error
+        if status >= 400:
+            raise AtroposError(f"{what}: {_message(answer)} (status {status})", status=status)
+        return answer
+
+    def _end(self, lease: str, path: str) -> bool:
+        try:
+            self.call("POST", path, {"lease": lease})
+        except AtroposError as error:
+            if error.status != 409:
+                raise
+            return False
+        return True
+
+
+def _message(answer: bytes) -> str:
+    """What went wrong, in the hub's words or run-api's."""
+    try:
+        value = orjson.loads(answer)
+    except orjson.JSONDecodeError:
+        return answer[:200].decode("utf-8", "replace")
+    error = value.get("error") if isinstance(value, dict) else None
+    return error["message"] if isinstance(error, dict) else str(value)[:200]

@@ -1,0 +1,380 @@
+"""The hub: which groups wait, which batches are out on lease, who is registered.
+
+It is a server for Atropos environments in the place of atroposlib's ``run-api``, with these
+differences in what it promises:
+
+* Groups leave first in, first out for each environment, whole, and with what the group sizes
+  allow: a batch has ``batch_size`` sequences, or the fewest more (see
+  :meth:`~grpo.atropos.hub_queue.GroupQueue.choose`). It never waits for a size that may not come.
+* A batch is handed out until it is acknowledged: by name, or by the same address asking for the
+  next one. So each group is trained on at least once; ``group_uid`` tells repeats.
+* The queue is bounded. An environment sees a long queue in ``/status-env`` and stops by itself;
+  if it does not, its requests wait.
+* ``min_batch_allocation`` of an environment that falls silent is waited for only so long.
+* With a journal, all of it survives the end of the process.
+
+In here is neither network nor threads. Every change is a record that is written to the journal, if
+there is one, and then applied to the :class:`~grpo.atropos.hub_state.HubState`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from grpo.atropos.hub_journal import Journal
+from grpo.atropos.hub_queue import QueuedGroup
+from grpo.atropos.hub_state import Environment, HubState, Lease, groups_note, lease_note
+from grpo.atropos.schemas import EnvRegistration, Registration
+
+_COMPACT_BYTES = 64 << 20  # of a journal, at least, before it is rewritten
+_MIN_ENV_WEIGHT = 0.01  # run-api's
+_MAX_ENVIRONMENTS = 1 << 16
+# An answer to a request that came so long before the end of a hub may not have arrived.
+_UNCERTAIN_SECONDS = 5.0
+logger = logging.getLogger(__name__)
+
+
+class NotRegisteredError(RuntimeError):
+    """No trainer has registered, so there is no batch size."""
+
+
+class UnknownLeaseError(LookupError):
+    """The lease was never given, is acknowledged already, or its batch went to somebody else."""
+
+
+class UnknownEnvironmentError(LookupError):
+    """There is no environment of this id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the hub bears and how long it waits.
+
+    Attributes:
+        queue_bytes: of waiting groups; beyond, senders wait. At least one batch is always let in.
+        env_seconds: an environment that was not heard of for so long counts as gone.
+        minimum_seconds: an environment's ``min_batch_allocation`` is waited for this long after
+            its last group; then batches are filled without it.
+        retry_seconds: for this long after an answer that may be lost, the same request is taken
+            for a retry.
+
+    Raises:
+        ValueError: if one of them is not above 0.
+    """
+
+    queue_bytes: int = 1 << 30
+    env_seconds: float = 120.0
+    minimum_seconds: float = 60.0
+    retry_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"{name}={value!r} must be above 0")
+
+
+class Hub:
+    """State machine behind the hub's routes. Not safe for use from several threads.
+
+    Args:
+        limits: of memory and time.
+        journal: what survives a restart; what it holds is restored.
+        clock: seconds, never going back.
+
+    Examples:
+        >>> hub = Hub()
+        >>> hub.add([(None, 2, b'{"n":1}'), (None, 2, b'{"n":2}')])
+        >>> hub.register(Registration(
+        ...     wandb_group="", wandb_project="", batch_size=4, max_token_len=64,
+        ...     checkpoint_dir="", save_checkpoint_interval=0, starting_step=0, num_steps=9), "me")
+        >>> lease = hub.next_batch("me")
+        >>> lease.body()
+        b'{"batch":[{"n":1},{"n":2}]}'
+        >>> hub.acknowledge(lease.id)
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: Limits | None = None,
+        journal: Journal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = limits or Limits()
+        self.clock = clock
+        self.state = HubState()
+        self.rejected: Counter[str] = Counter()
+        self.last_rejected: dict[str, str] = {}
+        self.duplicates = 0
+        self._retries: dict[str, float] = {}  # digest of a request -> until when
+        self._journal = journal
+        self._compact_at = 0
+        if journal is not None:
+            self._restore(journal)
+
+    # Trainers.
+
+    def register(self, registration: Registration, owner: str) -> None:
+        """A trainer starts, or starts again: the settings are the latest one's.
+
+        Batches that only the next request of ``owner`` would have acknowledged are handed out
+        again, because it has forgotten them.
+        """
+        self._record({"kind": "register", "registration": registration.model_dump()})
+        for lease in self._leases_of(owner):
+            self._record({"kind": "release", "id": lease.id})
+
+    def next_batch(self, owner: str, *, lease_seconds: float | None = None) -> Lease | None:
+        """Hand out a batch, or None if there is none yet.
+
+        Args:
+            owner: the address that asks.
+            lease_seconds: the asker acknowledges within this time, or the batch is given to the
+                next who asks. None: its next request acknowledges, without a limit of time.
+
+        Raises:
+            NotRegisteredError: if no trainer has registered.
+        """
+        if self.state.registration is None:
+            raise NotRegisteredError
+        if not self.state.started:
+            self._record({"kind": "start"})
+        if lease_seconds is None:
+            for lease in self._leases_of(owner):
+                self._record({"kind": "acknowledge", "id": lease.id})
+        self._expire_leases()
+        again = bool(self.state.returned)
+        groups = self.state.returned[0].groups if again else self._choose()
+        if groups is None:
+            return None
+        id = uuid.uuid4().hex
+        self._record(lease_note(groups, id=id, seconds=lease_seconds, again=again,
+                                owner=owner if lease_seconds is None else None))
+        return self.state.leases[id]
+
+    def acknowledge(self, lease: str) -> None:
+        """A batch was used; forget it.
+
+        Raises:
+            UnknownLeaseError: if there is no such lease.
+        """
+        self._end_lease("acknowledge", lease)
+
+    def release(self, lease: str) -> None:
+        """A batch was not used; give it to the next who asks.
+
+        Raises:
+            UnknownLeaseError: if there is no such lease.
+        """
+        self._end_lease("release", lease)
+
+    # Environments.
+
+    def register_env(self, registration: EnvRegistration) -> Environment | None:
+        """Take in an environment; None until a trainer has asked for a batch.
+
+        It gets the id and the name of one of the same desired name that is gone, if there is one.
+        """
+        environments = self.state.environments
+        if not self.state.started:
+            return None
+        alike = [env for env in environments.values()
+                 if env.registration.desired_name == registration.desired_name]
+        gone = next((env for env in alike if not self.connected(env)), None)
+        return self._take_in(
+            gone.id if gone else max(environments, default=-1) + 1,
+            gone.name if gone else f"{registration.desired_name}_{len(alike)}", registration)
+
+    def disconnect(self, id: int) -> None:
+        """An environment says that it ends.
+
+        Raises:
+            UnknownEnvironmentError: if there is none of this id.
+        """
+        if id not in self.state.environments:
+            raise UnknownEnvironmentError(id)
+        self.state.environments[id].left = True
+
+    def connected(self, env: Environment) -> bool:
+        """Whether it was heard of lately and has not said that it ends."""
+        return not env.left and self.clock() - env.last_seen <= self.limits.env_seconds
+
+    # Groups.
+
+    def has_room(self) -> bool:
+        """Whether groups are let in; always, while less than a batch waits."""
+        registration, queue = self.state.registration, self.state.queue
+        needed = registration.batch_size if registration else 1
+        return queue.bytes < self.limits.queue_bytes or queue.sequences < needed
+
+    def add(self, groups: list[tuple[int | None, int, bytes]], *, digest: str = "") -> None:
+        """Queue the groups of one request: all, or none if the journal cannot be written.
+
+        Args:
+            groups: sender, number of sequences and JSON object of each.
+            digest: of the request, to know a retry of it after a restart.
+        """
+        first = self.state.next_number
+        queued = [QueuedGroup(first + index, *group) for index, group in enumerate(groups)]
+        self._record(groups_note(queued, digest=digest, time=time.time()),
+                     b"".join([body for _, _, body in groups]))
+
+    def is_retry(self, digest: str) -> bool:
+        """Whether this request was queued before and its sender may not know."""
+        now = self.clock()
+        self._retries = {key: until for key, until in self._retries.items() if until > now}
+        return digest in self._retries
+
+    def expect_retry(self, digest: str) -> None:
+        """The answer to this request may not have reached its sender."""
+        self._retries[digest] = self.clock() + self.limits.retry_seconds
+
+    def reject(self, reason: str, message: str) -> None:
+        """Count a group that was refused."""
+        self.rejected[reason] += 1
+        self.last_rejected[reason] = message
+
+    def reset(self) -> None:
+        """Forget everything, as at the first start."""
+        self._record({"kind": "reset"})
+        self.rejected.clear()
+        self.last_rejected.clear()
+        self._retries.clear()
+        self.duplicates = 0
+
+    # What is shown.
+
+    def status_env(self, id: int) -> dict[str, Any]:
+        """How an environment should pace itself; keys and sums are run-api's.
+
+        An id that is not known comes from before a restart or a reset: it is taken in with
+        neutral settings, so that the environment can go on.
+
+        Raises:
+            UnknownEnvironmentError: for an id that no hub can have given.
+        """
+        env = self._known(id)
+        env.last_seen, env.left = self.clock(), False
+        queue, registration = self.state.queue, self.state.registration
+        others = [other for other in self.state.environments.values() if self.connected(other)]
+        minima = {other.id: other.registration.min_batch_allocation for other in others
+                  if other.registration.min_batch_allocation is not None}
+        batch_size = registration.batch_size if registration else 0
+        own, available, pack = queue.sequences_by_env[id], 0, queue.max_size
+        for other, sequences in queue.sequences_by_env.items():
+            if other != id:
+                packed = math.ceil(sequences / pack) * pack
+                available += max(0, packed - int(batch_size * minima.get(other, 0.0)))
+        total = sum(_weight(other) for other in others)
+        return {"current_step": self.state.step,
+                "queue_size": (own + available) // env.group_size,
+                "unallocated_fraction": 1.0 - min(sum(minima.values()), 1.0),
+                "self_queue_size": own // env.group_size, "max_group_size": pack,
+                "env_weight": max(_MIN_ENV_WEIGHT, _weight(env) / total if total else 0.0)}
+
+    def status(self) -> dict[str, Any]:
+        """run-api's two figures, and under ``hub`` what run-api does not say."""
+        self._expire_leases()
+        state, queue = self.state, self.state.queue
+        return {"current_step": state.step, "queue_size": queue.groups, "hub": {
+            "queued_sequences": queue.sequences, "queued_bytes": queue.bytes,
+            "full": not self.has_room(), "leases": len(state.leases),
+            "to_hand_out_again": len(state.returned),
+            **{name: state.counts[name] for name in (
+                "received", "handed_out", "handed_out_again", "acknowledged")},
+            "duplicates": self.duplicates, "rejected": dict(self.rejected),
+            "last_rejected": dict(self.last_rejected),
+            "environments": [
+                {"env_id": env.id, "name": env.name, "connected": self.connected(env),
+                 "queued_sequences": queue.sequences_by_env[env.id]}
+                for env in state.environments.values()]}}
+
+    def _choose(self) -> list[QueuedGroup] | None:
+        minima = self._minima()
+        batch_size = self.state.registration.batch_size
+        return None if minima is None else self.state.queue.choose(batch_size, minima)
+
+    def _minima(self) -> dict[int, int] | None:
+        """Sequences due to each environment; None while one of them is worth waiting for."""
+        batch_size = self.state.registration.batch_size
+        minima = {env.id: int(batch_size * (env.registration.min_batch_allocation or 0.0))
+                  for env in self.state.environments.values() if self.connected(env)}
+        asked = sum(minima.values())
+        if asked > batch_size:
+            minima = {env: minimum * batch_size // asked for env, minimum in minima.items()}
+        if not self.has_room():  # the one that is waited for might itself be waiting
+            return minima
+        recent = self.clock() - self.limits.minimum_seconds
+        for env, minimum in minima.items():
+            if (self.state.queue.sequences_by_env[env] < minimum
+                    and self.state.environments[env].last_group > recent):
+                return None
+        return minima
+
+    def _known(self, id: int) -> Environment:
+        if id in self.state.environments:
+            return self.state.environments[id]
+        if not 0 <= id < _MAX_ENVIRONMENTS:
+            raise UnknownEnvironmentError(id)
+        length = self.state.registration.max_token_len if self.state.registration else 1
+        return self._take_in(id, f"environment_{id}", EnvRegistration(
+            max_token_length=max(length, 1), desired_name="environment", weight=1.0, group_size=1))
+
+    def _take_in(self, id: int, name: str, registration: EnvRegistration) -> Environment:
+        self._record({"kind": "environment", "id": id, "name": name,
+                      "registration": registration.model_dump()})
+        return self.state.environments[id]
+
+    def _leases_of(self, owner: str) -> list[Lease]:
+        return [lease for lease in self.state.leases.values() if lease.owner == owner]
+
+    def _end_lease(self, kind: str, lease: str) -> None:
+        self._expire_leases()
+        known = (*self.state.leases, *(one.id for one in self.state.returned))
+        if lease not in known:
+            raise UnknownLeaseError(lease)
+        self._record({"kind": kind, "id": lease})
+
+    def _expire_leases(self) -> None:
+        now = self.clock()
+        for lease in [lease for lease in self.state.leases.values() if lease.deadline <= now]:
+            self._record({"kind": "release", "id": lease.id})
+
+    def _record(self, note: dict[str, Any], body: bytes = b"") -> None:
+        if self._journal is not None:
+            self._journal.append(note, body)
+        self.state.apply(note, body, self.clock())
+        if self._journal is not None and self._journal.size > self._compact_at:
+            self._compact(self._journal)
+
+    def _compact(self, journal: Journal) -> None:
+        live = self.state.live_bytes
+        if journal.size > _COMPACT_BYTES + 2 * live:
+            try:
+                journal.compact(self.state.snapshot())
+            except OSError as error:
+                # What was appended is safe all the same.
+                logger.warning("the journal stays as it is, %d bytes: %s", journal.size, error)
+        self._compact_at = journal.size + _COMPACT_BYTES
+
+    def _restore(self, journal: Journal) -> None:
+        received: dict[str, float] = {}
+        for note, body in journal.replay():
+            self.state.apply(note, body, self.clock())
+            if digest := note.get("digest"):
+                received[digest] = note["time"]
+        last = max(received.values(), default=0.0)
+        for digest, at in received.items():
+            if at >= last - _UNCERTAIN_SECONDS:
+                self.expect_retry(digest)
+
+
+def _weight(env: Environment) -> float:
+    return env.registration.max_token_length * max(0.0, env.registration.weight)

@@ -1,0 +1,380 @@
+"""The hub's routes: those of atroposlib's ``run-api``, and ``/ack``, ``/release``, ``/health``."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+import zlib
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect
+
+from grpo.atropos.hub import Hub, NotRegisteredError, UnknownEnvironmentError, UnknownLeaseError
+from grpo.atropos.schemas import (
+    EnvRegistration,
+    GroupError,
+    Registration,
+    check_wire,
+    read_json,
+    write_json,
+)
+from grpo.engines.api import ApiError, json_response
+from grpo.engines.plumbing import bare_app
+
+MAX_BODY_BYTES = 32 << 20
+# Environments give up after 300 s, and would try again.
+WAIT_FOR_ROOM = 200.0
+# What run-api's answers always have, in its order.
+_FIELDS = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages",
+           "generation_params", "inference_logprobs", "overrides", "group_overrides", "images",
+           "env_id", "distill_token_ids", "distill_logprobs")
+_NO_EXAMPLE = {name: [] for name in (
+    "tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params",
+    "inference_logprobs", "messages", "images")}
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class LeaseName(BaseModel):
+    """``POST /ack`` and ``POST /release``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lease: str
+
+
+class LeaseWish(BaseModel):
+    """``GET /batch``."""
+
+    lease_seconds: float | None = Field(None, gt=0, le=86400)
+
+
+class EnvName(BaseModel):
+    """``POST /disconnect-env`` and ``GET /status-env``."""
+
+    env_id: int
+
+
+@dataclass
+class Service:
+    """What the routes work on.
+
+    Attributes:
+        hub: the state.
+        changed: told when groups left the queue, or when a retry is to be expected.
+        max_body_bytes: of a request, unpacked.
+        wait_for_room: seconds that a sender is held when the queue is full.
+        waiting_bytes: of groups whose senders are held.
+    """
+
+    hub: Hub
+    changed: asyncio.Condition
+    max_body_bytes: int
+    wait_for_room: float
+    waiting_bytes: int = 0
+
+    async def until_room(self, size: int, digest: str) -> bool:
+        """Hold a sender until its groups may be queued, or are known to be queued already.
+
+        Returns:
+            Whether it had to wait.
+
+        Raises:
+            ApiError: with status 503, after which environments try again.
+        """
+        def answerable() -> bool:
+            return self.hub.has_room() or self.hub.is_retry(digest)
+
+        if answerable():
+            return False
+        full = ApiError("the hub's queue is full: the trainer is slower than its environments; "
+                        "send again later", status=503, type="queue_full")
+        if self.waiting_bytes + size > self.hub.limits.queue_bytes + self.max_body_bytes:
+            raise full
+        self.waiting_bytes += size
+        try:
+            async with self.changed:
+                await asyncio.wait_for(self.changed.wait_for(answerable), self.wait_for_room)
+        except asyncio.TimeoutError:
+            raise full from None
+        finally:
+            self.waiting_bytes -= size
+        return True
+
+    async def tell(self) -> None:
+        """Let held senders look again."""
+        async with self.changed:
+            self.changed.notify_all()
+
+
+def create_app(
+    hub: Hub,
+    *,
+    token: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    wait_for_room: float = WAIT_FOR_ROOM,
+) -> FastAPI:
+    """The application around a hub.
+
+    Args:
+        hub: the state; nothing else may use it while the application runs.
+        token: if given, all routes but ``/health`` want it. Environments, which cannot be told of
+            it, send it when their ``rollout_server_url`` is ``http://:<token>@host:port``.
+        max_body_bytes: greater requests, packed or unpacked, are answered with 413.
+        wait_for_room: seconds that a request is held when the queue is full, before 503.
+    """
+    app = bare_app("grpo hub", token=token, max_body_bytes=max_body_bytes,
+                   open_paths=("/health",), advice="send smaller groups, or ")
+    app.state.service = Service(hub, asyncio.Condition(), max_body_bytes, wait_for_room)
+    # Plain routes: what FastAPI adds to them would cost more than queueing a group.
+    for path, (method, endpoint) in _ROUTES.items():
+        app.add_route(path, endpoint, methods=[method])
+    return app
+
+
+async def root(request: Request) -> Response:
+    return json_response({"message": "AtroposLib API"})
+
+
+async def health(request: Request) -> Response:
+    return json_response({"status": "healthy"})
+
+
+async def register(request: Request) -> Response:
+    registration = await _read(request, Registration)
+    _hub(request).register(registration, _address(request))
+    # 53 bits: every JSON reader has such integers.
+    return json_response({"uuid": uuid.uuid4().int >> 75})
+
+
+async def register_env(request: Request) -> Response:
+    hub = _hub(request)
+    env = hub.register_env(await _read(request, EnvRegistration))
+    trainer = hub.state.registration
+    if env is None or trainer is None:
+        return json_response({"status": "wait for trainer to start"})
+    return json_response({
+        "status": "success", "env_id": env.id, "wandb_name": env.name,
+        "checkpoint_dir": trainer.checkpoint_dir, "starting_step": hub.state.step,
+        "checkpoint_interval": trainer.save_checkpoint_interval, "num_steps": trainer.num_steps})
+
+
+async def disconnect_env(request: Request) -> Response:
+    name = await _read(request, EnvName)
+    try:
+        _hub(request).disconnect(name.env_id)
+    except UnknownEnvironmentError:
+        return json_response({"status": "failure", "error": f"env_id={name.env_id} is not known"})
+    return json_response({"status": "success"})
+
+
+async def wandb_info(request: Request) -> Response:
+    trainer = _hub(request).state.registration
+    return json_response({"group": trainer and trainer.wandb_group,
+                          "project": trainer and trainer.wandb_project})
+
+
+async def info(request: Request) -> Response:
+    trainer = _hub(request).state.registration
+    return json_response({"batch_size": trainer.batch_size if trainer else -1,
+                          "max_token_len": trainer.max_token_len if trainer else -1})
+
+
+async def status(request: Request) -> Response:
+    return json_response(_hub(request).status())
+
+
+async def status_env(request: Request) -> Response:
+    name = await _read(request, EnvName)
+    try:
+        return json_response(_hub(request).status_env(name.env_id))
+    except UnknownEnvironmentError:
+        raise ApiError(f"env_id={name.env_id} is none that was given here; register the "
+                       "environment", status=404, type="not_found", param="env_id") from None
+
+
+async def latest_example(request: Request) -> Response:
+    return _json_bytes(_hub(request).state.latest or orjson.dumps(_NO_EXAMPLE))
+
+
+async def reset_data(request: Request) -> Response:
+    _hub(request).reset()
+    await request.app.state.service.tell()
+    return Response("Reset successful", media_type="text/plain")
+
+
+async def batch(request: Request) -> Response:
+    wish = _validate(LeaseWish, dict(request.query_params))
+    try:
+        lease = _hub(request).next_batch(_address(request), lease_seconds=wish.lease_seconds)
+    except NotRegisteredError:
+        return json_response({"status": "error", "batch": [],
+                              "message": "Trainer not registered. Call /register first."})
+    if lease is None:
+        return json_response({"batch": None})
+    await request.app.state.service.tell()
+    return _json_bytes(lease.body())
+
+
+async def ack(request: Request) -> Response:
+    return await _end_lease(request, _hub(request).acknowledge)
+
+
+async def release(request: Request) -> Response:
+    return await _end_lease(request, _hub(request).release)
+
+
+async def scored_data(request: Request) -> Response:
+    hub, raw = _hub(request), await _body(request)
+    try:
+        obj, standard = read_json(raw)
+        group = _prepare(obj, raw if standard else None)
+    except GroupError as error:
+        hub.reject(error.reason, str(error))
+        raise _unacceptable(error) from None
+    await _queue(request, raw, [group])
+    return json_response({"status": "received"})
+
+
+async def scored_data_list(request: Request) -> Response:
+    hub, raw = _hub(request), await _body(request)
+    groups, errors = [], []
+    try:
+        objects, standard = read_json(raw)
+        if not isinstance(objects, list):
+            raise GroupError("bad_type", "the body must be a list of groups")
+    except GroupError as error:
+        hub.reject(error.reason, str(error))
+        raise _unacceptable(error) from None
+    for obj in objects:
+        try:
+            groups.append(_prepare(obj, orjson.dumps(obj) if standard else None))
+        except GroupError as error:
+            hub.reject(error.reason, str(error))
+            errors.append(error)
+    if errors and not groups:
+        raise _unacceptable(errors[0])
+    if groups:
+        await _queue(request, raw, groups)
+    answer: dict[str, Any] = {"status": "received", "groups_processed": len(objects)}
+    if errors:
+        answer |= {"rejected": len(errors), "errors": [str(error) for error in errors[:8]]}
+    return json_response(answer)
+
+
+async def _queue(request: Request, raw: bytes, groups: list[tuple[int | None, int, bytes]]) -> None:
+    """Queue the groups of a request, unless it was queued before and the sender cannot know."""
+    service = request.app.state.service
+    hub = service.hub
+    digest = hashlib.sha256(raw).hexdigest()
+    held = await service.until_room(len(raw), digest)
+    if hub.is_retry(digest):
+        hub.duplicates += len(groups)
+    else:
+        hub.add(groups, digest=digest)
+    # Answered at once, a sender has had no time to lose patience.
+    if held and await request.is_disconnected():
+        hub.expect_retry(digest)
+        await service.tell()
+
+
+def _prepare(obj: Any, raw: bytes | None) -> tuple[int | None, int, bytes]:
+    """Sender, size and JSON of a group; ``raw``, if it is standard JSON, is used as it is."""
+    wire, exact = check_wire(obj)
+    if not exact:
+        # As the types say, and with the fields that no type is known of.
+        obj = obj | {name: value for name, value in wire if name in obj}
+    if raw is None or not exact:
+        raw = write_json(obj)
+    absent: dict[str, Any] = {name: None for name in _FIELDS if name not in obj}
+    if "group_uid" not in obj:
+        absent["group_uid"] = uuid.uuid4().hex
+    if absent:
+        raw = orjson.dumps(absent)[:-1] + b"," + raw.lstrip()[1:]
+    return wire.env_id, len(wire.tokens), raw
+
+
+async def _end_lease(request: Request, end: Any) -> Response:
+    name = await _read(request, LeaseName)
+    try:
+        end(name.lease)
+    except UnknownLeaseError:
+        raise ApiError(f"lease={name.lease!r} is not known, or has expired and its batch was given "
+                       "to another; ask for longer leases with GET /batch?lease_seconds=",
+                       status=409, type="unknown_lease", param="lease") from None
+    return json_response({"status": "success"})
+
+
+def _hub(request: Request) -> Hub:
+    return request.app.state.service.hub
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+def _json_bytes(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+async def _read(request: Request, model: type[Model]) -> Model:
+    try:
+        value, _ = read_json(await _body(request))
+    except GroupError as error:
+        raise ApiError(str(error), status=422) from None
+    return _validate(model, value)
+
+
+def _validate(model: type[Model], value: Any) -> Model:
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(step) for step in first["loc"]) or "body"
+        raise ApiError(f"{name}={str(first['input'])[:60]}: {first['msg']}", status=422,
+                       param=name) from None
+
+
+def _unacceptable(error: GroupError) -> ApiError:
+    return ApiError(str(error), status=422, type=error.reason)
+
+
+async def _body(request: Request) -> bytes:
+    """The request's body, unpacked."""
+    try:
+        raw = await request.body()
+    except ClientDisconnect:
+        # Nobody reads this; it only keeps the sender's end out of the server's log.
+        raise ApiError("the client went away", status=499, type="client_closed") from None
+    if not raw or "gzip" not in request.headers.get("content-encoding", "").lower():
+        return raw
+    limit = request.app.state.service.max_body_bytes
+    unpacked = b""
+    while raw:  # a file of several members is one, too
+        unpacker = zlib.decompressobj(wbits=31)
+        try:
+            unpacked += unpacker.decompress(raw, limit + 1 - len(unpacked))
+        except zlib.error as error:
+            raise ApiError(f"Invalid gzip payload: {error}", type="bad_gzip") from None
+        if len(unpacked) > limit:
+            raise ApiError(f"the body, unpacked, is greater than {limit} bytes; send smaller "
+                           "groups, or start the server with a greater --max-body-mib",
+                           status=413, type="request_too_large")
+        if not unpacker.eof:
+            raise ApiError("Invalid gzip payload: it is cut short", type="bad_gzip")
+        raw = unpacker.unused_data
+    return unpacked
+
+
+_ROUTES = {
+    "/scored_data": ("POST", scored_data), "/scored_data_list": ("POST", scored_data_list),
+    "/status-env": ("GET", status_env), "/batch": ("GET", batch), "/ack": ("POST", ack),
+    "/release": ("POST", release), "/register": ("POST", register), "/info": ("GET", info),
+    "/register-env": ("POST", register_env), "/disconnect-env": ("POST", disconnect_env),
+    "/status": ("GET", status), "/wandb_info": ("GET", wandb_info), "/": ("GET", root),
+    "/latest_example": ("GET", latest_example), "/reset_data": ("GET", reset_data),
+    "/health": ("GET", health)}

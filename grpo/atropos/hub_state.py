@@ -1,0 +1,203 @@
+"""What the hub remembers, as a function of the records of what happened.
+
+The same records are applied when something happens and when the journal is read after a restart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from grpo.atropos.hub_journal import Record
+from grpo.atropos.hub_queue import GroupQueue, QueuedGroup
+from grpo.atropos.schemas import EnvRegistration, Registration
+
+
+@dataclass
+class Environment:
+    """A registered environment.
+
+    Attributes:
+        last_seen: time of its last sign of life, by the hub's clock.
+        last_group: time of its last group, or else of its registration.
+        left: it has said that it ends.
+        group_size: sequences of its largest group so far.
+    """
+
+    id: int
+    name: str
+    registration: EnvRegistration
+    last_seen: float
+    last_group: float
+    group_size: int
+    left: bool = False
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A batch that was handed out.
+
+    Attributes:
+        id: names the lease in its acknowledgement.
+        groups: whole groups, in the order they came.
+        owner: the address that asked, if its next request acknowledges the batch; else None.
+        seconds: after which the batch is given to the next who asks; None with an owner.
+        deadline: the end of that time, by the hub's clock.
+    """
+
+    id: str
+    groups: list[QueuedGroup]
+    owner: str | None
+    seconds: float | None
+    deadline: float
+
+    def body(self) -> bytes:
+        """The answer's JSON: the groups as they came, not decoded and encoded again."""
+        name = b',"lease":"' + self.id.encode() + b'"' if self.owner is None else b""
+        return b'{"batch":[' + b",".join(group.body for group in self.groups) + b"]" + name + b"}"
+
+
+class HubState:
+    """All that survives a restart.
+
+    Attributes:
+        registration: the trainer's; None before it registers.
+        started: a trainer has asked for a batch.
+        step: batches handed out, on top of the trainer's first step.
+        environments: by id.
+        queue: groups that wait.
+        leases: batches that are out, by the lease's id.
+        returned: batches to hand out again before any other.
+        latest: the last group that came.
+        counts: of what happened.
+    """
+
+    def __init__(self) -> None:
+        self.next_number = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.registration: Registration | None = None
+        self.started = False
+        self.step = 0
+        self.environments: dict[int, Environment] = {}
+        self.queue = GroupQueue()
+        self.leases: dict[str, Lease] = {}
+        self.returned: deque[Lease] = deque()
+        self.latest: bytes | None = None
+        self.counts: Counter[str] = Counter()
+
+    def apply(self, note: dict[str, Any], body: bytes, now: float) -> None:
+        """Take in a record.
+
+        Args:
+            note: what happened; ``kind`` names the method that knows.
+            body: of groups, their JSON.
+            now: the hub's clock.
+        """
+        getattr(self, "_on_" + note["kind"])(note, body, now)
+
+    def snapshot(self) -> Iterator[Record]:
+        """Records that make this state."""
+        for lease in (*self.returned, *self.leases.values()):
+            yield self._groups_record(lease.groups)
+            yield lease_note(lease.groups, id=lease.id, owner=lease.owner,
+                             seconds=lease.seconds), b""
+        for lease in self.returned:
+            yield {"kind": "release", "id": lease.id}, b""
+        for group in self.queue:
+            yield self._groups_record([group])
+        for env in self.environments.values():
+            yield {"kind": "environment", "id": env.id, "name": env.name,
+                   "registration": env.registration.model_dump()}, b""
+        if self.registration is not None:
+            yield {"kind": "register", "registration": self.registration.model_dump()}, b""
+        yield {"kind": "summary", "started": self.started, "step": self.step,
+               "next_number": self.next_number, "counts": dict(self.counts)}, self.latest or b""
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all groups that are not yet acknowledged."""
+        out = (*self.leases.values(), *self.returned)
+        return self.queue.bytes + sum(len(group.body) for lease in out for group in lease.groups)
+
+    @staticmethod
+    def _groups_record(groups: list[QueuedGroup]) -> Record:
+        return groups_note(groups), b"".join(group.body for group in groups)
+
+    def _on_groups(self, note: dict[str, Any], body: bytes, now: float) -> None:
+        start = 0
+        for number, env_id, size, length in note["groups"]:
+            # A slice that is all of it is no copy.
+            group = QueuedGroup(number, env_id, size, body[start:start + length])
+            start += length
+            self.queue.push(group)
+            self.latest = group.body
+            self.next_number = max(self.next_number, number + 1)
+            self.counts["received"] += 1
+            if env := self.environments.get(env_id):
+                env.last_seen = env.last_group = now
+                env.group_size = max(env.group_size, size)
+
+    def _on_lease(self, note: dict[str, Any], body: bytes, now: float) -> None:
+        if note["again"]:
+            groups = self.returned.popleft().groups
+            self.counts["handed_out_again"] += 1
+        else:
+            groups = []
+            for env in note["envs"]:
+                groups.append(self.queue.head(env))
+                self.queue.remove(groups[-1:])
+            self.step += 1
+            self.counts["handed_out"] += 1
+        seconds = note["seconds"]
+        self.leases[note["id"]] = Lease(
+            note["id"], groups, note["owner"], seconds,
+            math.inf if seconds is None else now + seconds)
+
+    def _on_acknowledge(self, note: dict[str, Any], body: bytes, now: float) -> None:
+        if self.leases.pop(note["id"], None) is None:
+            self.returned = deque(one for one in self.returned if one.id != note["id"])
+        self.counts["acknowledged"] += 1
+
+    def _on_release(self, note: dict[str, Any], body: bytes, now: float) -> None:
+        if lease := self.leases.pop(note["id"], None):
+            self.returned.append(lease)
+
+    def _on_register(self, note: dict[str, Any], body: bytes, now: float) -> None:
+        self.registration = Registration(**note["registration"])
+        self.step = self.registration.starting_step
+
+    def _on_start(self, note: dict[str, Any], body: bytes, now: float) -> None:
+        self.started = True
+
+    def _on_environment(self, note: dict[str, Any], body: bytes, now: float) -> None:
+        registration = EnvRegistration(**note["registration"])
+        self.environments[note["id"]] = Environment(
+            note["id"], note["name"], registration, now, now, registration.group_size)
+
+    def _on_reset(self, note: dict[str, Any], body: bytes, now: float) -> None:
+        self._clear()
+
+    def _on_summary(self, note: dict[str, Any], body: bytes, now: float) -> None:
+        self.started, self.step = note["started"], note["step"]
+        self.next_number, self.latest = note["next_number"], body or None
+        self.counts = Counter(note["counts"])
+
+
+def groups_note(groups: list[QueuedGroup], **more: Any) -> dict[str, Any]:
+    """The record of groups that came in one request; its body is theirs, joined."""
+    return {"kind": "groups", **more, "groups": [
+        [group.number, group.env, group.size, len(group.body)] for group in groups]}
+
+
+def lease_note(
+    groups: list[QueuedGroup], *, id: str, owner: str | None, seconds: float | None,
+    again: bool = False,
+) -> dict[str, Any]:
+    """The record of a batch that is handed out, for the first time or ``again``."""
+    return {"kind": "lease", "id": id, "owner": owner, "seconds": seconds, "again": again,
+            "envs": [group.env for group in groups]}

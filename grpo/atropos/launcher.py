@@ -1,0 +1,375 @@
+"""Environments as child processes: started in their own virtual environment, watched, restarted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from grpo.atropos.client import (
+    AtroposClient,
+    AtroposError,
+    AtroposTimeoutError,
+    AtroposUnreachableError,
+)
+from grpo.processes import GRACE, Child, last_lines, log_tail
+
+logger = logging.getLogger(__name__)
+
+PYTHON_VARIABLE = "GRPO_ATROPOS_PYTHON"
+DEFAULT_PYTHON = Path(".venv-atropos/bin/python")
+_PROBE = ("import importlib.metadata as m; "
+          "print(m.version('atroposlib'), m.version('transformers'))")
+_POLL = 0.2  # seconds between looks at the child
+_ASK = 1.0  # seconds between questions to the API
+
+State = Literal["new", "waiting for the API", "running", "restarting", "finished", "failed",
+                "stopped"]
+
+
+class EnvironmentProcessError(RuntimeError):
+    """An environment is not there; the message ends with the last lines of its log."""
+
+
+def environment_python(path: str | Path | None = None) -> Path:
+    """The interpreter that runs environments, checked.
+
+    Args:
+        path: default: the variable ``GRPO_ATROPOS_PYTHON``, then ``.venv-atropos/bin/python`` in
+            the current folder.
+
+    Raises:
+        FileNotFoundError: if it is not there.
+        ValueError: if it has no atroposlib, or a transformers other than 4.
+    """
+    chosen = Path(path or os.environ.get(PYTHON_VARIABLE) or DEFAULT_PYTHON).absolute()
+    fix = f"run `make atropos-env`, or name another interpreter ({PYTHON_VARIABLE})"
+    if not chosen.is_file():
+        raise FileNotFoundError(f"the interpreter of the environments, {chosen}, is not there; "
+                                f"{fix}")
+    probe = subprocess.run([chosen, "-c", _PROBE], capture_output=True, text=True, timeout=60)
+    if probe.returncode:
+        raise ValueError(f"{chosen} cannot run environments: "
+                         f"{(probe.stderr.splitlines() or ['no output'])[-1]}; {fix}")
+    atroposlib, transformers = probe.stdout.split()
+    if transformers.split(".")[0] != "4":
+        raise ValueError(f"{chosen} has transformers {transformers}, under which atroposlib "
+                         f"{atroposlib} masks the wrong tokens; it needs transformers<5: {fix}")
+    return chosen
+
+
+def serve_flags(
+    *, engine_url: str, model: str, tokenizer: str | Path, token: str | None = None,
+    **env: Any,
+) -> dict[str, Any]:
+    """Flags of an environment's ``serve`` command for an engine of this library.
+
+    Args:
+        engine_url: of the engine's HTTP server, without ``/v1``.
+        model: name that the server knows the model by.
+        tokenizer: folder or hub id that transformers 4 reads, see
+            :func:`grpo.tokenizer_files.environment_tokenizer`.
+        token: access token of the engine.
+        **env: fields of the environment's configuration, such as ``group_size``.
+
+    Examples:
+        >>> flags = serve_flags(engine_url="http://127.0.0.1:9001", model="tiny",
+        ...                     tokenizer="/models/tiny", group_size=8)
+        >>> flags["env.group_size"], flags["openai.base_url"]
+        (8, 'http://127.0.0.1:9001/v1')
+    """
+    return {
+        "env.tokenizer_name": tokenizer, "env.use_wandb": False,
+        **{f"env.{name}": value for name, value in env.items()},
+        "openai.base_url": engine_url.rstrip("/") + "/v1", "openai.model_name": model,
+        "openai.tokenizer_name": tokenizer, "openai.server_type": "vllm",
+        "openai.api_key": token or "none"}
+
+
+class EnvironmentProcess:
+    """An atroposlib environment's ``serve`` command, kept running; a context manager.
+
+    A thread watches it. It is started when the API answers, so the API may come up later or be
+    away for a while; an environment that ends because the API went away costs no restart. One that
+    fails is started again after ``backoff`` seconds, doubled each time up to 30; after
+    ``max_restarts`` failures in a row it is given up, and :meth:`check` raises with the last lines
+    of its log. Running for ``steady`` seconds ends the row. Exit code 0 means that it has finished.
+
+    A hub of this library tells which environments it knows. One that a trainer waits for and that
+    has not registered after ``register_timeout`` seconds counts as failed. atroposlib's ``run-api``
+    does not tell, so there nobody waits.
+
+    The child leads a process group of its own; that group and nothing else is ended, by
+    :meth:`stop` and also when this process dies.
+
+    Args:
+        script: the environment's Python file.
+        python: interpreter of its virtual environment, see :func:`environment_python`.
+        api_url: of the API, ``run-api`` or a hub of this library.
+        flags: further flags of ``serve``, see :func:`serve_flags`. None leaves one out.
+        name: in messages, and as ``--env.wandb_name`` the name it registers under; default: the
+            script's.
+        log_path: its output is appended; default: a new file in the temporary folder.
+        env: further environment variables.
+        api_token: access token of a hub; the environment gets it in its address of the hub, which
+            those who may list this machine's processes can read.
+        register_timeout: seconds that it may run without being registered.
+        max_restarts: failures in a row that are forgiven.
+        backoff: seconds before the first restart.
+        steady: seconds of running that end a row of failures.
+
+    Raises:
+        FileNotFoundError: if there is no such script.
+        ValueError: for a negative number.
+
+    Examples:
+        >>> with EnvironmentProcess("arithmetic_env.py", python=environment_python(),
+        ...                         api_url="http://127.0.0.1:8000") as env:   # doctest: +SKIP
+        ...     train(..., on_step=env.check)
+    """
+
+    def __init__(
+        self,
+        script: str | Path,
+        *,
+        python: str | Path,
+        api_url: str,
+        flags: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        log_path: str | Path | None = None,
+        env: Mapping[str, str] | None = None,
+        api_token: str | None = None,
+        register_timeout: float = 300.0,
+        max_restarts: int = 5,
+        backoff: float = 1.0,
+        steady: float = 60.0,
+    ) -> None:
+        self.script = Path(script).absolute()
+        if not self.script.is_file():
+            raise FileNotFoundError(f"the environment's script {self.script} is not there")
+        for field, value in {"register_timeout": register_timeout, "max_restarts": max_restarts,
+                             "backoff": backoff, "steady": steady}.items():
+            if value < 0:
+                raise ValueError(f"{field}={value} must be 0 or more")
+        self.name = name or self.script.stem
+        self.api = AtroposClient(api_url, token=api_token, timeout=5.0)
+        address = self.api.url.replace("://", f"://:{api_token}@", 1) if api_token else self.api.url
+        self.command = serve_command(self.script, python=python, flags={
+            **(flags or {}), "env.rollout_server_url": address, "env.wandb_name": self.name})
+        self.env = dict(env or {})
+        self.log_path = _log_path(log_path, self.name)
+        self.register_timeout = register_timeout
+        self.max_restarts, self.backoff, self.steady = max_restarts, backoff, steady
+        self.state: State = "new"
+        self.restarts = 0
+        self._failures = 0  # in a row
+        self._reason = ""
+        self._error: Exception | None = None  # of the thread, raised by check()
+        self._grace = GRACE
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._child: Child | None = None
+
+    def __enter__(self) -> EnvironmentProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the running process and of its group; None while there is none."""
+        child = self._child
+        return child.pid if child else None
+
+    def start(self) -> None:
+        """Start the thread that runs the environment; waits for nothing.
+
+        Raises:
+            RuntimeError: if it has been started before.
+        """
+        if self._thread is not None:
+            raise RuntimeError(f"environment {self.name!r} was started already")
+        self._thread = threading.Thread(target=self._supervise, daemon=True,
+                                        name=f"environment {self.name}")
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise if the environment has been given up.
+
+        Raises:
+            EnvironmentProcessError: with the last lines of its log.
+        """
+        if self.state == "failed":
+            raise EnvironmentProcessError(
+                f"environment {self.name!r} {self._reason} and is given up"
+                f"{log_tail(self.log_path)}") from self._error
+
+    def registered(self) -> bool | None:
+        """Whether the hub knows it; None if the API does not tell or does not answer."""
+        try:
+            hub = self.api.status().get("hub")
+        except AtroposError:
+            return None
+        return None if hub is None else any(
+            env["connected"] and env["name"].rpartition("_")[0] == self.name
+            for env in hub["environments"])
+
+    def wait_registered(self, *, timeout: float) -> None:
+        """Wait until the hub knows the environment.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            EnvironmentProcessError: if it is given up, has ended, or is not registered in time.
+        """
+        deadline = time.monotonic() + timeout
+        while not self.registered():
+            self.check()
+            if self.state in ("finished", "stopped") or time.monotonic() > deadline:
+                raise EnvironmentProcessError(
+                    f"environment {self.name!r} ({self.state}) is not registered at "
+                    f"{self.api.url} after {timeout:g} s; it waits until a trainer has registered "
+                    f"and asked for a batch, and run-api tells nobody{log_tail(self.log_path)}")
+            time.sleep(_POLL)
+
+    def last_lines(self, count: int = 30) -> list[str]:
+        """The end of its output, over all starts."""
+        return last_lines(self.log_path, count)
+
+    def stop(self, *, timeout: float = GRACE) -> None:
+        """End the environment and its process group, if there is one, and restart it no more.
+
+        Args:
+            timeout: seconds that it may take to end by itself.
+        """
+        self._grace = timeout
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # The thread ------------------------------------------------------------------------------
+
+    def _supervise(self) -> None:
+        try:
+            self.state = self._run()
+        except Exception as error:  # for check(), which the caller's thread asks
+            self._reason, self._error = f"cannot be run ({error})", error
+            self.state = "failed"
+
+    def _run(self) -> State:
+        """Run the environment until it finishes, is given up, or is told to stop."""
+        while self._wait_for_api():
+            started = time.monotonic()
+            outcome = self._run_once()
+            if outcome != "failed":
+                return outcome
+            if not self._api_answers():
+                logger.warning("environment %r ended because %s went away; it is started again "
+                               "when that is back", self.name, self.api.url)
+                continue
+            self._failures = 1 if time.monotonic() - started > self.steady else self._failures + 1
+            if self._failures > self.max_restarts:
+                self._reason += f", {self._failures} times in a row,"
+                logger.error("environment %r %s and is given up", self.name, self._reason)
+                return "failed"
+            self.state = "restarting"
+            pause = restart_pause(self._failures, first=self.backoff)
+            logger.warning("environment %r %s; restart in %g s (failure %d of %d forgiven)%s",
+                           self.name, self._reason, pause, self._failures, self.max_restarts,
+                           log_tail(self.log_path, 3))
+            if self._stopping.wait(pause):
+                break
+            self.restarts += 1
+        return "stopped"
+
+    def _wait_for_api(self) -> bool:
+        """Wait until the API answers; False if told to stop first."""
+        self.state = "waiting for the API"
+        while not self._stopping.is_set():
+            if self._api_answers():
+                return True
+            self._stopping.wait(_POLL)
+        return False
+
+    def _api_answers(self) -> bool:
+        try:
+            self.api.info()
+        except (AtroposUnreachableError, AtroposTimeoutError):
+            return False
+        except AtroposError:
+            pass  # an answer, if a refusal: the environment will say what is wrong
+        return True
+
+    def _run_once(self) -> Literal["finished", "failed", "stopped"]:
+        """Start it, watch it until it ends, and see that all of its group has."""
+        child = self._child = Child(self.command, log_path=self.log_path, env=self.env)
+        self.state = "running"
+        asked = overdue_since = time.monotonic()
+        try:
+            while child.alive():
+                if self._stopping.wait(_POLL):
+                    return "stopped"
+                now = time.monotonic()
+                if now - asked < _ASK:
+                    continue
+                asked = now
+                if not self._overdue():
+                    overdue_since = now
+                elif now - overdue_since > self.register_timeout:
+                    self._reason = f"was not registered within {self.register_timeout:g} s"
+                    return "failed"
+            self._reason = f"ended with {child.ending()}"
+            return "finished" if child.exit_code() == 0 else "failed"
+        finally:
+            child.stop(timeout=self._grace if self._stopping.is_set() else GRACE)
+            self._child = None
+
+    def _overdue(self) -> bool:
+        """Whether a trainer waits at the hub and this environment is not there."""
+        if self.registered() is not False:
+            return False
+        try:
+            return self.api.info()["batch_size"] > 0
+        except AtroposError:
+            return False
+
+
+def serve_command(script: Path, *, python: str | Path, flags: Mapping[str, Any]) -> list[str]:
+    """The command line of an environment's ``serve``.
+
+    Values are joined to their flags by ``=``: atroposlib takes one that begins with ``-``, such as
+    ``-1``, for the next flag.
+
+    Examples:
+        >>> serve_command(Path("env.py"), python="python", flags={"env.total_steps": -1})
+        ['python', '-u', 'env.py', 'serve', '--env.total_steps=-1']
+    """
+    given = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    return [str(python), "-u", str(script), "serve", *given]
+
+
+def restart_pause(failures: int, *, first: float) -> float:
+    """Seconds before the next start after so many failures in a row; doubles, at most 30.
+
+    Examples:
+        >>> [restart_pause(failures, first=1.0) for failures in (1, 2, 5, 6, 5000)]
+        [1.0, 2.0, 16.0, 30.0, 30.0]
+    """
+    return min(30.0, first * 2 ** min(failures - 1, 20))
+
+
+def _log_path(path: str | Path | None, name: str) -> Path:
+    if path is not None:
+        return Path(path)
+    fd, new = tempfile.mkstemp(prefix=f"grpo-{name}-", suffix=".log")
+    os.close(fd)
+    return Path(new)

@@ -1,0 +1,308 @@
+"""What travels between Atropos environments, the hub and the trainer, and how it is checked.
+
+The format is that of atroposlib 0.4.0 (``atroposlib/api/server.py``). There are two levels of
+checks. :func:`check_wire` is what a server must know to queue a group: types, finite numbers, and
+as many rows of tokens, masks, scores and sampling log-probs as belong together. :func:`parse_group`
+is what a trainer must know to learn from it, so it also checks all that is optional. Both name the
+reason of a refusal by a short word that can be counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+IGNORED = -100  # the mask of a token that is not trained on
+PROMPT_LOG_PROB = 1.0  # stands where a log-prob has no meaning
+MAX_TOKEN = 2**31
+
+
+class GroupError(ValueError):
+    """A group that cannot be queued or trained on.
+
+    Attributes:
+        reason: a short word to count by: ``not_json``, ``bad_type``, ``not_finite``,
+            ``empty_group``, ``empty_sequence``, ``bad_length``, ``bad_token``, ``bad_mask``,
+            ``nothing_trained``.
+
+    Examples:
+        >>> GroupError("empty_group", "tokens=[] has no sequence").reason
+        'empty_group'
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Registration(BaseModel):
+    """What a trainer says of itself (``POST /register``)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: int = Field(ge=1)  # sequences, not groups
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+
+
+class EnvRegistration(BaseModel):
+    """What an environment says of itself (``POST /register-env``)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    max_token_length: int = Field(ge=1)
+    desired_name: str
+    weight: float = Field(allow_inf_nan=False)
+    group_size: int = Field(ge=1)
+    min_batch_allocation: float | None = Field(None, ge=0, le=1)
+
+
+class Wire(BaseModel):
+    """One group's fields and their types; unknown fields are left alone."""
+
+    model_config = ConfigDict(allow_inf_nan=False, extra="ignore")
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    advantages: list[list[float]] | list[float] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    overrides: list[dict] | None = None
+    group_overrides: dict | None = None
+    images: Any = None
+    env_id: int | None = None
+    distill_token_ids: list[list[list[int]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+    group_uid: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredGroup:
+    """Completions of one prompt and their scores; made by :func:`parse_group`.
+
+    A list that is optional is either None or complete: an empty one counts as None.
+
+    Attributes:
+        tokens: token ids of each sequence, prompt and completion.
+        masks: of each token its id where it is trained on, -100 elsewhere.
+        scores: one a sequence.
+        advantages: one a sequence, or one a token, if the environment brings its own.
+        inference_logprobs: log-prob of each token under the distribution that sampled it; 1.0 on
+            prompts.
+        ref_logprobs: log-prob of each token under the reference policy.
+        messages: the conversation of each sequence.
+        generation_params: how the group was sampled, for example ``{"temperature": 1.0}``.
+        overrides: settings of each sequence, such as ``set_advantage_to_zero``.
+        group_overrides: settings of the group.
+        images: whatever the environment sent.
+        env_id: the sender, if it was registered.
+        distill_token_ids: ``[sequence][token][k]``, a teacher's likeliest tokens.
+        distill_logprobs: their log-probs.
+        group_uid: tells the group from all others: the sender's or the hub's name for it, else a
+            digest of its content.
+    """
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    advantages: list[float] | list[list[float]] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: int | None = None
+    distill_token_ids: list[list[list[int]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+    group_uid: str = ""
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.tokens)
+
+    def to_wire(self) -> dict[str, Any]:
+        """The JSON object of the group."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def parse_group(obj: Any) -> ScoredGroup:
+    """Check one group, as decoded from JSON, completely.
+
+    Args:
+        obj: a JSON object; see :class:`ScoredGroup` for its fields.
+
+    Raises:
+        GroupError: naming the field, its value and what is wanted.
+
+    Examples:
+        >>> group = parse_group({"tokens": [[5, 6, 7], [5, 8]], "masks": [[-100, 6, 7], [-100, 8]],
+        ...                      "scores": [1, 0]})
+        >>> len(group), group.scores, group.inference_logprobs
+        (2, [1.0, 0.0], None)
+        >>> parse_group({"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [float("nan")]})
+        Traceback (most recent call last):
+        grpo.atropos.schemas.GroupError: scores[0]=nan: Input should be a finite number
+    """
+    wire, _ = check_wire(obj)
+    found = {name: None if isinstance(value, list) and not value else value
+             for name, value in wire}
+    _check_masks(wire)
+    for name in ("advantages", "ref_logprobs", "distill_token_ids", "distill_logprobs"):
+        if found[name] is not None:
+            per_row = name == "advantages" and isinstance(found[name][0], float)
+            _check_rows(name, found[name], wire.tokens, positions=not per_row)
+    for name in ("messages", "overrides"):
+        if found[name] is not None:
+            _check_rows(name, found[name], wire.tokens, positions=False)
+    _check_teacher(found["distill_token_ids"], found["distill_logprobs"])
+    found["group_uid"] = found["group_uid"] or _digest(wire)
+    return ScoredGroup(**found)
+
+
+def check_wire(obj: Any) -> tuple[Wire, bool]:
+    """Check one group, as decoded from JSON, as far as a queue must.
+
+    Like run-api, it takes what can be read as the right type (``"1"`` or ``True`` as a number).
+
+    Returns:
+        The group, and whether each value already had its right type.
+
+    Raises:
+        GroupError: naming the field, its value and what is wanted.
+    """
+    exact = True
+    try:
+        wire = Wire.model_validate(obj, strict=True)
+    except ValidationError:
+        exact = False
+        try:
+            wire = Wire.model_validate(obj)
+        except ValidationError as error:
+            raise _wrong_type(error) from None
+    if not wire.tokens:
+        raise GroupError("empty_group", "tokens=[] has no sequence; send groups of one or more")
+    for index, row in enumerate(wire.tokens):
+        if not row:
+            raise GroupError("empty_sequence", f"tokens[{index}]=[] has no token; leave the "
+                             "sequence out")
+    _check_rows("masks", wire.masks, wire.tokens)
+    _check_rows("scores", wire.scores, wire.tokens, positions=False)
+    if wire.inference_logprobs:
+        _check_rows("inference_logprobs", wire.inference_logprobs, wire.tokens)
+    for number, messages in enumerate(wire.messages or []):
+        for message in messages:
+            if not {"role", "content"} <= message.keys():
+                raise GroupError("bad_type", f"messages[{number}] has a message without role or "
+                                 "content")
+    return wire, exact
+
+
+def read_json(raw: bytes) -> tuple[Any, bool]:
+    """Decode JSON as Python writes it, NaN and lone surrogates included.
+
+    Returns:
+        The value, and whether ``raw`` is also JSON as the standard has it.
+
+    Raises:
+        GroupError: with reason ``not_json``.
+
+    Examples:
+        >>> read_json(b"[1.5]"), read_json(b"[NaN]")
+        (([1.5], True), ([nan], False))
+    """
+    try:
+        return orjson.loads(raw), True
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(raw), False
+        except (ValueError, RecursionError) as error:
+            raise GroupError("not_json", f"the body is not JSON: {error}") from None
+
+
+def write_json(value: Any) -> bytes:
+    """``value`` as standard JSON.
+
+    Raises:
+        GroupError: with reason ``not_finite`` for NaN or infinity, wherever it is. Half of a
+            surrogate pair becomes a question mark.
+
+    Examples:
+        >>> write_json({"content": "a" + chr(0xd800)})
+        b'{"content": "a?"}'
+    """
+    try:
+        return json.dumps(value, allow_nan=False, ensure_ascii=False).encode("utf-8", "replace")
+    except ValueError as error:
+        raise GroupError("not_finite", f"a field holds NaN or infinity: {error}") from None
+
+
+def _check_rows(name: str, rows: list, tokens: list[list[int]], *, positions: bool = True) -> None:
+    if len(rows) != len(tokens):
+        raise GroupError("bad_length", f"{name} has {len(rows)} entries for {len(tokens)} "
+                         "sequences; send one for each")
+    if positions:
+        for index, (row, of_row) in enumerate(zip(rows, tokens, strict=True)):
+            if len(row) != len(of_row):
+                raise GroupError("bad_length", f"{name}[{index}] has {len(row)} entries for "
+                                 f"{len(of_row)} tokens; send one for each")
+
+
+def _check_masks(wire: Wire) -> None:
+    trained = False
+    for index, (tokens, masks) in enumerate(zip(wire.tokens, wire.masks, strict=True)):
+        if min(tokens) < 0 or max(tokens) >= MAX_TOKEN:
+            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+            raise GroupError("bad_token", f"tokens[{index}] has {wrong}, which is no token")
+        for token, mask in zip(tokens, masks, strict=True):
+            if mask == token:
+                trained = True
+            elif mask != IGNORED:
+                raise GroupError(
+                    "bad_mask", f"masks[{index}] has {mask} over token {token}; send the token "
+                    f"where it is trained on, {IGNORED} elsewhere")
+    if not trained:
+        raise GroupError("nothing_trained", f"masks is {IGNORED} everywhere: there is nothing to "
+                         "train on")
+
+
+def _check_teacher(token_ids: list | None, log_probs: list | None) -> None:
+    if (token_ids is None) != (log_probs is None):
+        raise GroupError("bad_length", "distill_token_ids and distill_logprobs go together; send "
+                         "both or none")
+    for index, (ids, values) in enumerate(zip(token_ids or [], log_probs or [], strict=True)):
+        if list(map(len, ids)) != list(map(len, values)):
+            raise GroupError("bad_length", f"distill_logprobs[{index}] has not one value for each "
+                             "of distill_token_ids")
+
+
+def _wrong_type(error: ValidationError) -> GroupError:
+    errors = error.errors()
+    # A value that fits no form of its field has an error for each form.
+    first = next((one for one in errors if one["type"] == "finite_number"), errors[0])
+    # The two forms of advantages are told apart by the name of their type, which says nothing.
+    steps = [step for step in first["loc"] if isinstance(step, int) or "[" not in step]
+    where = "".join(f"[{step}]" if isinstance(step, int) else step for step in steps) or "a group"
+    reason = "not_finite" if first["type"] == "finite_number" else "bad_type"
+    if first["type"] == "missing":
+        return GroupError(reason, f"{where} is missing")
+    return GroupError(reason, f"{where}={str(first['input'])[:60]}: {first['msg']}")
+
+
+def _digest(wire: Wire) -> str:
+    content = orjson.dumps([wire.env_id, wire.tokens, wire.scores, wire.inference_logprobs])
+    return hashlib.blake2b(content, digest_size=12).hexdigest()

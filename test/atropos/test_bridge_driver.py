@@ -1,0 +1,174 @@
+"""``EngineDriver`` around a stand-in for vLLM's engine: who runs, who waits, who is let go."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from grpo.atropos.bridge import Bridge
+from grpo.atropos.bridge_engine import EngineDriver
+from grpo.atropos.calls import Ask, Call
+from grpo.engines.api import ApiError, SamplingFields
+from grpo.engines.versioned import Constructors
+
+from ..engines.fake_engine import flat
+
+
+class StepEngine:
+    """Samples one token a step for every request; the token is the number of the step."""
+
+    def __init__(self):
+        self.requests, self.steps, self.aborted = {}, 0, []
+
+    def add_request(self, id, prompt, params, *, lora_request):
+        if params.max_tokens == 13:
+            raise ValueError("an unlucky number")
+        self.requests[id] = [params, []]
+
+    def abort_request(self, ids):
+        self.aborted += ids
+        for id in ids:
+            del self.requests[id]
+
+    def step(self):
+        self.steps += 1
+        finished = []
+        for id, (params, tokens) in list(self.requests.items()):
+            tokens.append(self.steps)
+            if len(tokens) == params.max_tokens:
+                del self.requests[id]
+                finished.append(SimpleNamespace(
+                    request_id=id, finished=True, outputs=[SimpleNamespace(
+                        token_ids=tokens, finish_reason="length",
+                        logprobs=flat([[(token, -token / 4)] for token in tokens]))]))
+        return finished
+
+
+def sampling_params(*, streamed, **fields):
+    return SimpleNamespace(**fields)
+
+
+
+
+class Side:
+    """Both sides of a bridge in one thread."""
+
+    def __init__(self, **options):
+        self.loop = asyncio.new_event_loop()
+        self.bridge = Bridge(tokenizer=None, eos_token_ids=(1,), max_model_len=64, vocab_size=99,
+                             model_names=("policy",))
+        self.engine, self.version = StepEngine(), 0
+        policy = SimpleNamespace(
+            engine=SimpleNamespace(llm_engine=self.engine), eos_token_ids=(1,),
+            lora_request=None, version=lambda: self.version)
+        self.driver = EngineDriver(self.bridge, policy, make=Constructors(
+            sampling_params, lora_request=None, no_outputs=None), **options)
+
+    def ask(self, max_tokens, **fields):
+        call = Call([5, 6], Ask(SamplingFields(**fields)), 0, max_tokens,
+                    self.loop.create_future())
+        self.bridge.add([call])
+        return call
+
+    def settle(self):
+        self.loop.run_until_complete(asyncio.sleep(0))
+
+    def result(self, call):
+        self.settle()
+        return call.future.result()
+
+
+def test_calls_join_while_others_run():
+    side = Side()
+    long = side.ask(4)
+    side.driver.advance()
+    side.version = 3
+    short = side.ask(2)
+    side.driver.advance()
+    side.driver.advance()
+    assert side.result(short).token_ids == [2, 3] and not long.future.done()
+    assert side.result(short).versions == [(3, 2)]
+    side.driver.advance()
+    assert side.result(long).token_ids == [1, 2, 3, 4]
+    assert side.result(long).versions == [(0, 4)]  # as old as its first token
+    assert side.bridge.records.counts["recorded"] == 2 and side.driver.running == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 4)), min_size=1, max_size=20),
+       st.sampled_from([None, 1, 3]))
+def test_every_call_is_answered_once_whenever_it_comes(plan, max_running):
+    side = Side(max_running=max_running)
+    calls = []
+    for size, steps_before in plan:
+        for _ in range(steps_before):
+            side.driver.advance()
+            assert side.driver.running <= (max_running or len(plan))
+        calls.append(side.ask(size))
+    while side.bridge.waiting or side.driver.running:
+        side.driver.advance()
+    for call, (size, _) in zip(calls, plan, strict=True):
+        tokens = side.result(call).token_ids
+        assert tokens == list(range(tokens[0], tokens[0] + size))  # not one step was missed
+    assert side.bridge.counts["replies"] == side.bridge.counts["calls"] == len(plan)
+
+
+def test_draining_finishes_what_runs_and_takes_nothing_new():
+    side = Side()
+    first = side.ask(5)
+    side.driver.advance()
+    later = side.ask(1)
+    side.driver.drain()
+    assert len(side.result(first).token_ids) == 5
+    assert not later.future.done() and side.bridge.waiting == 1
+
+
+def test_an_engine_that_does_not_finish_has_a_deadline():
+    side = Side()
+    side.ask(5)
+    side.driver.advance()
+    with pytest.raises(RuntimeError, match="still works on 1 calls after 0 s; lower the env"):
+        side.driver.drain(timeout=0)
+
+
+def test_cancelled_calls_leave_the_engine_and_no_record():
+    side = Side()
+    gone, stays = side.ask(3), side.ask(3)
+    side.driver.advance()
+    side.bridge.cancel([gone])
+    waiting = side.ask(3)
+    side.bridge.cancel([waiting])
+    side.driver.advance()
+    side.driver.advance()
+    assert side.engine.aborted == ["call-0"]
+    assert len(side.result(stays).token_ids) == 3
+    assert side.bridge.records.counts["recorded"] == 1 and side.bridge.waiting == 0
+
+
+def test_what_the_engine_refuses_is_an_error_of_that_request_alone():
+    side = Side()
+    bad, good = side.ask(13), side.ask(1)
+    side.driver.advance()
+    with pytest.raises(ApiError, match="an unlucky number"):
+        side.result(bad)
+    assert side.result(good).token_ids == [1]
+
+
+def test_calls_that_are_put_back_are_first_in_line_again():
+    side = Side()
+    first, second, third = (side.ask(1) for _ in range(3))
+    taken = side.bridge.take(2)
+    assert taken == [first, second]
+    side.bridge.cancel([third])
+    fourth = side.ask(1)
+    side.bridge.put_back(taken)
+    assert side.bridge.take() == [first, second, fourth]
+
+
+def test_idle_waiting_is_short_and_does_not_step():
+    side = Side()
+    side.driver.advance(0.01)
+    assert side.engine.steps == 0
