@@ -139,11 +139,12 @@ class Policy(TensorDictModuleBase):
         prompt_BP, mask_BP = tensordict[data.PROMPT_TOKENS], tensordict[data.PROMPT_MASK]
         width, device = self.sampling.max_tokens, prompt_BP.device
         response_BR = data.pad_rows(completions.tokens, width, self.pad_token_id)
-        sizes = torch.tensor([len(row) for row in completions.tokens])
-        response_mask_BR = torch.arange(width) < sizes[:, None]
-        log_probs_BR = torch.zeros(response_BR.shape, dtype=torch.float32)
-        log_probs_BR[response_mask_BR] = torch.tensor(
-            [value for row in completions.log_probs for value in row], dtype=torch.float32)
+        sizes = [*map(len, completions.tokens)]
+        if (given := [*map(len, completions.log_probs)]) != sizes:
+            raise RuntimeError(f"the engine returned {given} log-probs for the rows' {sizes} "
+                               "tokens; this version of it is not supported")
+        response_mask_BR = torch.arange(width) < torch.tensor(sizes)[:, None]
+        log_probs_BR = data.pad_rows(completions.log_probs, width, 0.0, dtype=torch.float32)
         tensordict[data.RESPONSE_TOKENS] = response_BR.to(device)
         tensordict.update(data.join_prompt_response(
             prompt_BP, mask_BP, response_BR.to(device), response_mask_BR.to(device),

