@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from grpo.build_engine import Actor, describe_engine
 from grpo.build_objective import describe_loss
 from grpo.config import Config, ConfigError
+from grpo.config_model import InferenceModelConfig
 from grpo.embedded import EmbeddedSpec, embedded_model
-from grpo.engines.inprocess import start_engine, vllm_available
+from grpo.engines.client import EngineClient
+from grpo.engines.inprocess import vllm_available
 from grpo.envs import Prompt, VerifiableEnv, render_all
-from grpo.policies import Policy, Sampling, TransformersPolicy, VLLMPolicy
+from grpo.policies import Policy
 from grpo.rewards import compute_rewards, get_reward
 from grpo.tasks import Task, make_task
-from grpo.weights import SameModule, SingleCopy, WeightSync
+from grpo.training.checkpoint import Checkpoint
+from grpo.weights.adapters import require_peft
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,6 @@ class Prompts:
     test: list[Prompt]
     width: int
     max_model_len: int
-
-
-@dataclass(frozen=True)
-class Actor:
-    """The model that is trained, what generates with it, and how its weights get there."""
-
-    model: nn.Module
-    policy: Policy
-    weights: WeightSync
 
 
 def quiet_libraries() -> None:
@@ -75,10 +68,11 @@ def resolve_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def resolve_backend(config: Config) -> str:
-    """``auto``: vLLM where it is installed."""
-    if config.inference_model.backend != "auto":
-        return config.inference_model.backend
-    return "vllm" if vllm_available() else "transformers"
+    """``auto``: vLLM where it is installed, or serves at ``inference_model.url``."""
+    inference = config.inference_model
+    if inference.backend != "auto":
+        return inference.backend
+    return "vllm" if vllm_available() or inference.url else "transformers"
 
 
 def check(config: Config, task: Task, *, device: torch.device, backend: str) -> None:
@@ -94,6 +88,14 @@ def check(config: Config, task: Task, *, device: torch.device, backend: str) -> 
             model_path(name, key=key)
     if backend == "transformers":
         _refuse_engine_options(config)
+    inference = config.inference_model
+    if inference.engine == "server" and inference.enforce_eager is False and device.type == "cpu":
+        raise ConfigError("inference_model.enforce_eager=false is not read by a server on a CPU, "
+                          "which compiles nothing; remove it, or use engine=process")
+    if inference.url is not None:
+        EngineClient(inference.url)  # checks the address
+    if config.train_model.lora.enabled:
+        require_peft()
     if config.train_model.compile and (device.type == "cpu" or backend == "transformers"):
         raise ConfigError("train_model.compile=true is for GPUs with vLLM: on a CPU it costs more "
                           "than it saves, and generation with Transformers changes its shapes at "
@@ -117,6 +119,26 @@ def model_folder(config: Config, task: Task) -> str:
     return str(embedded_model(source, spec))
 
 
+def start_of(config: Config, task: Task, checkpoint: Checkpoint | None) -> tuple[str, Path | None]:
+    """The model that a run starts or goes on from, and the folder of the adapter on it, if any.
+
+    Raises:
+        ConfigError: if the checkpoint has weights where adapters are trained, or adapters where
+            weights are.
+    """
+    if checkpoint is None:
+        return model_folder(config, task), None
+    wanted, other = checkpoint.model_folder, checkpoint.adapter_folder
+    if config.train_model.lora.enabled:
+        wanted, other = other, wanted
+    if not wanted.is_dir():
+        raise ConfigError(f"resume={config.resume}: {checkpoint.folder} has no {wanted.name}/ but "
+                          f"{other.name}/; set train_model.lora.enabled to what it was")
+    if config.train_model.lora.enabled:
+        return model_folder(config, task), wanted
+    return str(wanted), None
+
+
 def model_path(name: str, *, key: str) -> str:
     """The value of a key that names a model: a folder, which must have one, or a hub id."""
     path = Path(name)
@@ -136,30 +158,6 @@ def load_tokenizer(path: str) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def load_model(path: str, config: Config, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A Hugging Face causal language model in ``dtype`` on ``device``."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        os.path.expanduser(path), dtype=dtype,
-        attn_implementation=config.train_model.attn_implementation)
-    return model.to(device)
-
-
-def eos_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's, and those of the generation configuration."""
-    from transformers import AutoConfig, GenerationConfig
-
-    ids = {tokenizer.eos_token_id}
-    try:
-        source = GenerationConfig.from_pretrained(path)
-    except OSError:  # models without that file
-        source = AutoConfig.from_pretrained(path)
-    more = source.eos_token_id
-    ids |= set(more) if isinstance(more, list) else {more}
-    return tuple(sorted(i for i in ids if i is not None))
 
 
 def build_prompts(config: Config, task: Task, tokenizer: Any, model_path: str) -> Prompts:
@@ -186,76 +184,14 @@ def build_prompts(config: Config, task: Task, tokenizer: Any, model_path: str) -
     return Prompts(train, test, width, inference.max_model_len or width + config.max_tokens)
 
 
-def build_actor(
-    config: Config, path: str, tokenizer: Any, prompts: Prompts, *,
-    device: torch.device, dtype: torch.dtype, backend: str,
-) -> Actor:
-    """Model, policy and the one copy of the weights between them."""
-    inference = config.inference_model
-    sampling = Sampling(max_tokens=config.max_tokens, temperature=inference.temperature,
-                        seed=config.train.seed)
-    common = {"pad_token_id": tokenizer.pad_token_id, "ignore_eos": inference.ignore_eos,
-              "eos_token_ids": eos_token_ids(path, tokenizer)}
-    if backend == "vllm":
-        engine = _build_engine(config, path, prompts, device=device, dtype=dtype)
-        model = load_model(path, config, device=torch.device("cpu"), dtype=dtype)
-        weights: WeightSync = SingleCopy(model, engine)
-        policy: Policy = VLLMPolicy(engine, sampling, version=lambda: weights.version, **common)
-    else:
-        model = load_model(path, config, device=device, dtype=dtype)
-        weights = SameModule(model)
-        policy = TransformersPolicy(model, sampling, max_model_len=prompts.max_model_len,
-                                    version=lambda: weights.version, **common)
-    prepare_model(model, config)
-    return Actor(model, policy, weights)
-
-
-def _build_engine(
-    config: Config, path: str, prompts: Prompts, *, device: torch.device, dtype: torch.dtype
-) -> Any:
-    inference = config.inference_model
-    rows = config.env.num_envs * config.env.repeats
-    return start_engine(
-        path, device=device, dtype=dtype, max_model_len=prompts.max_model_len,
-        max_num_seqs=inference.max_num_seqs or min(rows, 1024), seed=config.train.seed,
-        enforce_eager=inference.enforce_eager,
-        gpu_memory_utilization=inference.gpu_memory_utilization,
-        kv_cache_memory_bytes=inference.kv_cache_memory_bytes)
-
-
 def _refuse_engine_options(config: Config) -> None:
-    for key in ("max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_bytes"):
-        if (value := getattr(config.inference_model, key)) is not None:
+    unread = InferenceModelConfig()
+    for key in ("engine", "weight_sync", "max_num_seqs", "gpu_memory_utilization",
+                "kv_cache_memory_bytes", "enforce_eager"):
+        if (value := getattr(config.inference_model, key)) != getattr(unread, key):
+            value = str(value).lower() if isinstance(value, bool) else value
             raise ConfigError(f"inference_model.{key}={value} is not read by "
                               "inference_model.backend=transformers; remove it")
-    if config.inference_model.enforce_eager:
-        raise ConfigError("inference_model.enforce_eager=true is not read by "
-                          "inference_model.backend=transformers; remove it")
-
-
-def prepare_model(model: nn.Module, config: Config) -> None:
-    """Training mode, gradient checkpointing and compiled layers, as configured."""
-    model.train()
-    model.requires_grad_(True)
-    _switch_dropout_off(model)
-    if config.train_model.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if config.train_model.compile:
-        layers = getattr(model.base_model, "layers", None)
-        if layers is None:
-            raise ConfigError(f"train_model.compile=true: {type(model).__name__} has no list of "
-                              "decoder layers to compile; set it to false")
-        for layer in layers:
-            layer.forward = torch.compile(layer.forward)
-
-
-def _switch_dropout_off(model: nn.Module) -> None:
-    """The engine samples without dropout, so with it on-policy ratios would not be 1."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
 
 
 def build_env(
@@ -296,13 +232,14 @@ def describe(
 ) -> dict[str, str]:
     """What was resolved, for the start-up banner."""
     count = sum(param.numel() for param in actor.model.parameters())
-    model = f"{config.model.name}, {count / 1e6:,.1f} M parameters, {str(dtype)[6:]}"
+    trained = sum(param.numel() for name, param in actor.model.named_parameters()
+                  if ".lora_" in name)
+    model = f"{config.model.name}, {(count - trained) / 1e6:,.1f} M parameters, {str(dtype)[6:]}"
+    if trained:
+        model += f", LoRA of rank {config.train_model.lora.r}: {trained / 1e6:,.2f} M parameters"
     if config.model.name == "embedded":
         model += (", made here and warm-started on additions of which a share is deliberately "
                   "wrong: there is something to learn")
-    graphs = device.type == "cuda" and not config.inference_model.enforce_eager
-    engine = f"{backend}, in process" + (", CUDA graphs" if backend == "vllm" and graphs else "")
-    sharing = "one copy, shared by trainer and engine; a canary checks it after every update"
     steps, warmup = config.optimizer_steps, config.optimizer.warmup_steps
     too_short = f" (all of them in the warm-up of {warmup})" if warmup >= steps else ""
     return {
@@ -314,8 +251,7 @@ def describe(
         "run": f"{config.iterations} iterations, {steps} optimizer steps{too_short}, seed "
                f"{config.train.seed}",
         "loss": describe_loss(config),
-        "engine": engine,
-        "weights": sharing,
+        **describe_engine(config, device=device, backend=backend),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "folder": str(run_dir),
     }

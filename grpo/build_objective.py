@@ -15,6 +15,7 @@ from grpo.policies.scoring import ProximalScorer, ReferenceScorer, TeacherScorer
 from grpo.training.adaptation import Adaptation
 from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH, Learner
 from grpo.training.optim import MasterAdamW
+from grpo.weights.adapters import AdapterDisabledReference
 
 #: Loads a model by folder or hub id.
 LoadModel = Callable[[str], nn.Module]
@@ -68,7 +69,7 @@ def build_learner(config: Config, loss: GRPOLoss) -> Learner:
         budget = DEFAULT_TOKENS_PER_MICRO_BATCH
     proximal = None
     if train.proximal == "scored" or train.entropy_top_fraction is not None:
-        proximal = ProximalScorer(loss.scorer, max_tokens=_scoring_budget(config),
+        proximal = ProximalScorer(loss.scorer, max_tokens=scoring_budget(config),
                                   entropy_fraction=train.entropy_top_fraction)
     return Learner(
         loss, optimizer, rows_per_step=config.rows_per_optimizer_step, epochs=train.epochs,
@@ -77,20 +78,23 @@ def build_learner(config: Config, loss: GRPOLoss) -> Learner:
 
 
 def build_reference(
-    config: Config, start_model: Callable[[], str], load: LoadModel
-) -> ReferenceScorer | None:
+    config: Config, model: nn.Module, start_model: Callable[[], str], load: LoadModel
+) -> ReferenceScorer | AdapterDisabledReference | None:
     """The reference policy, if anything is compared with it.
 
     Args:
         config: the run's.
+        model: what is trained; with adapters it is its own reference, without them.
         start_model: folder or hub id of the model the run started from.
         load: see :data:`LoadModel`.
     """
     if not config.needs_reference:
         return None
-    return ReferenceScorer(
-        load(config.ref_model.name or start_model()),
-        temperature=config.inference_model.temperature, max_tokens=_scoring_budget(config))
+    options = {"temperature": config.inference_model.temperature,
+               "max_tokens": scoring_budget(config)}
+    if config.train_model.lora.enabled and config.ref_model.name is None:
+        return AdapterDisabledReference(model, **options)
+    return ReferenceScorer(load(config.ref_model.name or start_model()), **options)
 
 
 def build_teacher(config: Config, student: nn.Module, load: LoadModel) -> TeacherScorer | None:
@@ -105,7 +109,7 @@ def build_teacher(config: Config, student: nn.Module, load: LoadModel) -> Teache
                           f"tokens, the policy one of {ours}; a teacher must share the policy's "
                           "tokenizer")
     return TeacherScorer(
-        model, temperature=config.inference_model.temperature, max_tokens=_scoring_budget(config),
+        model, temperature=config.inference_model.temperature, max_tokens=scoring_budget(config),
         topk=None if distill.topk_coeff is None else distill.topk or 20,
         sampled_tokens=distill.reverse_kl_coeff is not None)
 
@@ -155,6 +159,7 @@ def describe_loss(config: Config) -> str:
     return ", ".join(parts)
 
 
-def _scoring_budget(config: Config) -> int:
+def scoring_budget(config: Config) -> int:
+    """Tokens of a micro-batch where nothing is differentiated."""
     return config.train.max_tokens_per_micro_batch or DEFAULT_TOKENS_PER_MICRO_BATCH
 

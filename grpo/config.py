@@ -8,11 +8,20 @@ An unknown key is an error, and so is a key that the chosen mode would not read.
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field, ValidationError, model_validator
 
+from grpo.config_aliases import accept_aliases
+from grpo.config_model import (
+    InferenceModelConfig,
+    ModelConfig,
+    RefModelConfig,
+    Sync,
+    TrainModelConfig,
+    resolve_sync,
+)
 from grpo.config_objective import (
     DistillConfig,
     EntropyControllerConfig,
@@ -22,7 +31,7 @@ from grpo.config_objective import (
     Section,
 )
 from grpo.objectives.registry import get_objective
-from grpo.objectives.scorer import HeadKind
+from grpo.training.optimizers import OptimizerName
 
 
 class ConfigError(ValueError):
@@ -49,23 +58,6 @@ class EnvConfig(Section):
     """Completions of each prompt: the group size."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Longer prompts are skipped and counted; null: what the context leaves."""
-
-
-class ModelConfig(Section):
-    """What is trained."""
-
-    name: str = "embedded"
-    """Folder or hub id of a causal language model, or ``embedded``."""
-    warm_start_steps: int | None = Field(None, ge=1)
-    warm_start_noise: float | None = Field(None, ge=0, le=1)
-
-    @model_validator(mode="after")
-    def _warm_start_is_for_the_embedded_model(self) -> ModelConfig:
-        for key in ("warm_start_steps", "warm_start_noise"):
-            if self.name != "embedded" and getattr(self, key) is not None:
-                raise ValueError(f"model.{key}={getattr(self, key)} is only read with "
-                                 f"model.name=embedded, not {self.name!r}; remove it")
-        return self
 
 
 class TrainConfig(ObjectiveConfig):
@@ -108,44 +100,6 @@ class TrainConfig(ObjectiveConfig):
         return self
 
 
-class TrainModelConfig(Section):
-    """How the trainer's model computes."""
-
-    torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """``auto``: bfloat16 on a GPU, float32 on a CPU. Masters are always float32."""
-    attn_implementation: str | None = None
-    gradient_checkpointing: bool = False
-    compile: bool = False
-    """Compile the decoder layers."""
-    head: HeadKind = "auto"
-    """How log-probs are computed from hidden states; ``auto``: without ever holding all logits."""
-    head_chunk_size: int | None = Field(None, ge=1)
-    """Tokens whose logits exist at a time; null: by device."""
-
-
-class InferenceModelConfig(Section):
-    """How responses are generated."""
-
-    backend: Literal["auto", "vllm", "transformers"] = "auto"
-    temperature: float = Field(1.0, gt=0)
-    max_tokens: int | None = Field(None, ge=1)
-    """Longest response; null: 1024, and 128 for the embedded model on problems it cannot solve."""
-    max_model_len: int | None = Field(None, ge=2)
-    max_num_seqs: int | None = Field(None, ge=1)
-    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    kv_cache_memory_bytes: int | None = Field(None, ge=1)
-    enforce_eager: bool = False
-    ignore_eos: bool = False
-    """Always generate ``max_tokens``; for benchmarks."""
-
-
-class RefModelConfig(Section):
-    """The reference policy of ``train.kl_to_ref_coeff`` and ``maxent.beta``."""
-
-    name: str | None = None
-    """null: the model the run starts from."""
-
-
 class PolicyConfig(Section):
     """Earlier names, accepted for other keys."""
 
@@ -154,8 +108,9 @@ class PolicyConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW over float32 master weights."""
+    """AdamW, or another optimizer, over float32 master weights."""
 
+    name: OptimizerName = "adamw"
     lr: float = Field(1e-5, gt=0)
     betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
@@ -165,12 +120,30 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     final_lr_fraction: float | None = Field(None, ge=0, le=1)
     """Share of ``lr`` that a decaying schedule runs towards; null: 0."""
+    scale_parameter: bool = False
+    """Adafactor: multiply the learning rate by the root mean square of each weight matrix."""
+    relative_step: bool = False
+    """Adafactor: the learning rate follows the number of steps, ``lr`` is not read."""
 
     @model_validator(mode="after")
     def _final_fraction_needs_a_decay(self) -> OptimizerConfig:
         if self.schedule == "constant" and self.final_lr_fraction is not None:
             raise ValueError(f"optimizer.final_lr_fraction={self.final_lr_fraction} is not read by "
                              "schedule=constant; choose linear or cosine, or remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _options_are_the_optimizers(self) -> OptimizerConfig:
+        adafactor = self.name == "adafactor"
+        unread = ["betas", "eps"] if adafactor else ["scale_parameter", "relative_step"]
+        if self.relative_step:
+            unread += ["lr", "schedule", "warmup_steps"]
+        for key in unread:
+            value = getattr(self, key)
+            if key in self.model_fields_set and value != type(self).model_fields[key].default:
+                by = "relative_step=true" if key in ("lr", "schedule", "warmup_steps") else (
+                    f"optimizer.name={self.name}")
+                raise ValueError(f"optimizer.{key}={value} is not read by {by}; remove it")
         return self
 
 
@@ -214,18 +187,7 @@ class Config(Section):
     maxent: MaxEntConfig = Field(default_factory=MaxEntConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_the_earlier_kl_coef(cls, values: dict[str, Any]) -> dict[str, Any]:
-        policy, train = values.get("policy"), values.get("train", {})
-        kl_coef = policy.get("kl_coef") if isinstance(policy, dict) else None
-        if kl_coef is None or not isinstance(train, dict):  # ill-typed sections: reported later
-            return values
-        if train.get("kl_to_ref_coeff") not in (None, kl_coef):
-            raise ValueError(f"policy.kl_coef={kl_coef} and train.kl_to_ref_coeff="
-                             f"{train['kl_to_ref_coeff']} are the same setting; give one")
-        print(f"policy.kl_coef is now called train.kl_to_ref_coeff; using {kl_coef}")
-        return {**values, "train": {**train, "kl_to_ref_coeff": kl_coef}}
+    _accept_earlier_names = model_validator(mode="before")(accept_aliases)
 
     @model_validator(mode="after")
     def _keys_that_belong_together(self) -> Config:
@@ -244,6 +206,11 @@ class Config(Section):
         if self.total_turns < batch:
             raise ValueError(f"train.total_dialog_turns={self.total_turns} is less "
                              f"than one batch of {batch} completions")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_can_reach_the_engine(self) -> Config:
+        resolve_sync(self.inference_model, self.train_model.lora)
         return self
 
     @model_validator(mode="after")
@@ -286,6 +253,17 @@ class Config(Section):
     def needs_reference(self) -> bool:
         """Whether anything is compared with the reference policy."""
         return self.train.kl_to_ref_coeff is not None or bool(self.maxent.beta)
+
+    @property
+    def weight_sync(self) -> Sync:
+        """``inference_model.weight_sync``, resolved; for vLLM, which alone needs any."""
+        return resolve_sync(self.inference_model, self.train_model.lora)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether trainer and vLLM engine read one copy of the weights, adapters aside."""
+        ways = ("single_copy", "lora")
+        return self.weight_sync in ways and self.inference_model.on_this_host
 
     @property
     def is_demonstration(self) -> bool:
@@ -331,11 +309,17 @@ class Config(Section):
                 // self.rows_per_optimizer_step)
 
 
-def load_config(values: DictConfig | dict[str, Any]) -> Config:
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+def load_config(
+    values: DictConfig | dict[str, Any], schema: type[AnyConfig] = Config
+) -> AnyConfig:
     """Check a configuration.
 
     Args:
         values: from Hydra, or a plain dictionary.
+        schema: what they are checked against.
 
     Raises:
         ConfigError: naming every key that is unknown, ill-typed, out of range or not read.
@@ -347,26 +331,27 @@ def load_config(values: DictConfig | dict[str, Any]) -> Config:
         Traceback (most recent call last):
         ...
         grpo.config.ConfigError: the configuration has 1 error:
-          optimizer.learning_rate: unknown key (given 1e-06); known keys of optimizer: lr, betas, \
-eps, weight_decay, clip_grad_norm, warmup_steps, schedule, final_lr_fraction
+          optimizer.learning_rate: unknown key (given 1e-06); known keys of optimizer: name, lr, \
+betas, eps, weight_decay, clip_grad_norm, warmup_steps, schedule, final_lr_fraction, \
+scale_parameter, relative_step
     """
     if isinstance(values, DictConfig):
         values = OmegaConf.to_container(values, resolve=True)
     try:
-        return Config.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(problem) for problem in error.errors()]
+        lines = [_explain(problem, schema) for problem in error.errors()]
         count = f"{len(lines)} error" + "s" * (len(lines) > 1)
         raise ConfigError(f"the configuration has {count}:\n  " + "\n  ".join(lines)) from None
 
 
-def _explain(problem: dict[str, Any]) -> str:
+def _explain(problem: dict[str, Any], schema: type[Config]) -> str:
     path = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     if problem["type"] != "extra_forbidden":
         return f"{path}={problem['input']!r}: {problem['msg']}"
-    section = Config
+    section = schema
     for part in problem["loc"][:-1]:
         section = section.model_fields[part].annotation
     name, known = str(problem["loc"][-1]), list(section.model_fields)

@@ -156,7 +156,7 @@ class KLControllerConfig(Section):
         options = self.given()
         kind = options.pop("kind", None)
         if kind is None:
-            _refuse_all(options, "kl_controller", "kind")
+            refuse_all(options, "kl_controller", "kind")
             return None
         if not init:
             raise ValueError(f"kl_controller.kind={kind!r} needs train.kl_to_ref_coeff above 0, "
@@ -178,7 +178,7 @@ class EntropyControllerConfig(Section):
         """The controller, starting at ``init``; None if there is none."""
         options = self.given()
         if self.target is None:
-            _refuse_all(options, "entropy_controller", "target")
+            refuse_all(options, "entropy_controller", "target")
             return None
         for key in ("step", "maximum"):
             if key not in options:
@@ -221,7 +221,7 @@ class MaxEntConfig(Section):
         options = {key.removeprefix("tau_"): value for key, value in self.given().items()
                    if key.startswith("tau_")}
         if self.tau_target is None:
-            _refuse_all({f"tau_{key}": value for key, value in options.items()}, "maxent",
+            refuse_all({f"tau_{key}": value for key, value in options.items()}, "maxent",
                         "tau_target")
             return None
         options = {"step": 0.1, "minimum": 1e-3, "maximum": 1e3, **options}
@@ -248,7 +248,7 @@ class DistillConfig(Section):
         options = self.given()
         options.pop("teacher", None)
         if self.teacher is None:
-            _refuse_all(options, "distill", "teacher")
+            refuse_all(options, "distill", "teacher")
         elif self.reverse_kl_coeff is None and self.topk_coeff is None:
             raise ValueError(f"distill.teacher={self.teacher!r} teaches nothing: set "
                              "distill.reverse_kl_coeff or distill.topk_coeff")
@@ -268,7 +268,8 @@ def _named(section: str) -> Iterator[None]:
         raise ValueError(f"{section}: {error}") from None
 
 
-def _refuse_all(options: dict[str, Any], section: str, switch: str) -> None:
+def refuse_all(options: dict[str, Any], section: str, switch: str) -> None:
+    """Refuse the first of some options that have no effect without another, ``switch``."""
     for key, value in options.items():
         raise ValueError(f"{section}.{key}={value!r} is not read because {section}.{switch} is "
                          "null; set that, or remove it")

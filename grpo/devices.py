@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from grpo.config import Config
-from grpo.engines.inprocess import kv_cache_bytes
+from grpo.config_model import LORA_SLOTS
+from grpo.engines.inprocess import engine_lora_rank, kv_cache_bytes
 from grpo.ledger import Ledger, MemoryPlan, Sharing, engine_bytes, memory_ledger
 from grpo.memory import Head, LoRA, ModelShape
 from grpo.objectives.registry import get_objective
@@ -24,25 +25,24 @@ from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH
 
 def run_ledger(
     config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str, *,
-    max_model_len: int | None = None, sharing: Sharing = "one_copy", lora: LoRA | None = None,
+    max_model_len: int | None = None,
 ) -> Ledger:
     """The ledger of a run, before its model and engine are started.
 
     Args:
         config: the run's.
         model_path: folder or hub id of the model; only its ``config.json`` is read.
-        device: that trains (and generates, unless ``sharing="apart"``).
+        device: that trains, and generates unless the engine is one that runs already.
         dtype: of the weights.
         backend: ``"vllm"`` or ``"transformers"``.
         max_model_len: prompt plus response in tokens, once the prompts are known; None: the
             configuration's, or else the model's context, which is often far too much.
-        sharing: see :class:`MemoryPlan`.
-        lora: adapters that are trained instead of the weights.
 
     Raises:
-        ValueError: if ``max_model_len`` is None and neither the configuration nor the model says.
+        ValueError: if ``max_model_len`` is None and neither the configuration nor the model says,
+            and for adapters of layers that the model does not have.
     """
-    shape = ModelShape.of(model_path)
+    shape, lora = ModelShape.of(model_path), _lora(config)
     row = max_model_len or _longest_row(config, shape)
     if config.train_model.compile:
         row = -(-row // 64) * 64
@@ -50,15 +50,40 @@ def run_ledger(
     rows = config.env.num_envs * config.env.repeats
     plan = MemoryPlan(
         shape=shape, dtype=dtype, device=device.type, row_tokens=row,
-        tokens=_micro_batch_tokens(config, row), sharing=sharing, in_engine=in_engine,
+        tokens=_micro_batch_tokens(config, row), sharing=_sharing(config, in_engine),
+        in_engine=in_engine,
         cuda_graphs=not config.inference_model.enforce_eager, generated_rows=rows,
         prompt_tokens=max(1, row - config.max_tokens), frozen=tuple(_frozen(config, shape, lora)),
         gradient_checkpointing=config.train_model.gradient_checkpointing,
         compiled=config.train_model.compile,
         eager_attention=config.train_model.attn_implementation == "eager",
         head=_head(config, shape), head_chunk_size=config.train_model.head_chunk_size, lora=lora,
-        pieces=config.train.gradient_accumulation_steps)
+        **_slots(config, lora, in_engine), pieces=config.train.gradient_accumulation_steps)
     return memory_ledger(_with_kv_cache(plan, config, model_path, device))
+
+
+def _sharing(config: Config, in_engine: bool) -> Sharing:
+    """An engine that runs already has taken its memory, shared or not, before this run."""
+    if not in_engine:
+        return "one_copy"
+    if config.inference_model.url is not None:
+        return "apart"
+    return "one_copy" if config.shares_weights else "two_copies"
+
+
+def _lora(config: Config) -> LoRA | None:
+    lora = config.train_model.lora
+    if not lora.enabled:
+        return None
+    return LoRA(rank=lora.r, targets=lora.target_modules and tuple(lora.target_modules),
+                layers=lora.layer_indices and tuple(lora.layer_indices))
+
+
+def _slots(config: Config, lora: LoRA | None, in_engine: bool) -> dict[str, int]:
+    if lora is None or not in_engine:
+        return {}
+    return {"lora_slots": LORA_SLOTS[config.inference_model.engine],
+            "lora_slot_rank": engine_lora_rank(lora.rank)}
 
 
 def _longest_row(config: Config, shape: ModelShape) -> int:

@@ -199,6 +199,9 @@ class MemoryPlan:
         head: see :func:`grpo.memory.head_bytes`.
         head_chunk_size: tokens a chunk; None: by device.
         lora: train adapters, of the weights' dtype, instead of the weights.
+        lora_slots: what the engine keeps adapters in: so many times those of all linear layers,
+            at ``lora_slot_rank``.
+        lora_slot_rank: see there.
         pieces: number of micro-batches, where that is what the configuration sets.
     """
 
@@ -220,6 +223,8 @@ class MemoryPlan:
     head: Head = "fused"
     head_chunk_size: int | None = None
     lora: LoRA | None = None
+    lora_slots: int = 0
+    lora_slot_rank: int = 16
     pieces: int | None = None
 
 
@@ -232,7 +237,7 @@ def memory_ledger(plan: MemoryPlan) -> Ledger:
         ...     shape=ModelShape.of(Qwen2Config(num_hidden_layers=2)), dtype=torch.bfloat16,
         ...     device="cuda", tokens=8192, row_tokens=1024))
         >>> ledger.savings[0].change
-        'training adapters of rank 16 instead of all weights (LoRA)'
+        'train_model.lora.enabled=true (adapters of rank 16 instead of all weights)'
     """
     total = Ledger(tuple(_rows(plan))).total
     savings = [Saving(text, total - Ledger(tuple(_rows(changed))).total)
@@ -273,6 +278,11 @@ def _optimizer_rows(plan: MemoryPlan) -> Iterator[Row]:
         sizes = plan.shape.adapter_sizes(plan.lora)
         count, tensors = sum(sizes), len(sizes)
         yield Row("adapters", count * b, f"{count / 1e6:,.2f} M, rank {plan.lora.rank}")
+        if plan.lora_slots and plan.sharing != "apart":
+            slot = sum(plan.shape.adapter_sizes(LoRA(rank=plan.lora_slot_rank)))
+            yield Row("adapter slots", plan.lora_slots * slot * b,
+                      f"{plan.lora_slots} of the engine, rank {plan.lora_slot_rank}, all linear "
+                      "layers")
     exact = max(4, b)
     if b < exact:
         yield Row("masters", exact * count, f"{count / 1e6:,.1f} M x {exact} bytes")
@@ -344,8 +354,9 @@ def _alternatives(plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
         yield (f"inference_model.kv_cache_memory_bytes={half} (rows then wait for each other)",
                replace(plan, kv_cache_bytes=half))
     if plan.sharing == "two_copies":
-        yield "one copy of the weights for trainer and engine", replace(plan, sharing="one_copy")
+        yield ("inference_model.weight_sync=auto (one copy of the weights for trainer and engine)",
+               replace(plan, sharing="one_copy"))
     if plan.lora is None:
         lora = LoRA()
-        yield (f"training adapters of rank {lora.rank} instead of all weights (LoRA)",
-               replace(plan, lora=lora))
+        yield (f"train_model.lora.enabled=true (adapters of rank {lora.rank} instead of all "
+               "weights)", replace(plan, lora=lora))

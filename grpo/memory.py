@@ -7,6 +7,7 @@ are exact; what is kept for the backward pass is a formula, see :func:`layer_byt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,7 +41,7 @@ class ModelShape:
         vocabulary: ``V``.
         norm_width: summed widths of a layer's norms, those of queries and keys excepted.
         qk_norm_width: summed widths of the norms of queries and keys; 0 without.
-        linears: ``(name, in_features, out_features)`` of the decoder's linear layers.
+        linears: ``(layer, name, in_features, out_features)`` of the decoder's linear layers.
         tiled: whether log-probs can be computed from hidden states tile by tile.
         context: greatest number of tokens; None where the model does not say.
 
@@ -65,7 +66,7 @@ class ModelShape:
     vocabulary: int
     norm_width: int
     qk_norm_width: int
-    linears: tuple[tuple[str, int, int], ...]
+    linears: tuple[tuple[int, str, int, int], ...]
     tiled: bool
     context: int | None
 
@@ -90,9 +91,7 @@ class ModelShape:
             else dense, experts=experts, layers=text.num_hidden_layers, heads=heads,
             kv_heads=kv_heads, head_dim=head_dim, vocabulary=text.vocab_size, norm_width=norms,
             qk_norm_width=qk_norms, tiled=TokenScorer(module).chunked,
-            linears=tuple((name.rsplit(".", 1)[-1], part.in_features, part.out_features)
-                          for name, part in module.base_model.named_modules()
-                          if isinstance(part, nn.Linear)),
+            linears=tuple(_linears(module.base_model)),
             context=getattr(text, "max_position_embeddings", None))
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -103,23 +102,42 @@ class ModelShape:
         """Values of each adapter matrix: ``A`` is ``[rank, in]``, ``B`` is ``[out, rank]``.
 
         Raises:
-            ValueError: if a target names no linear layer of the model.
+            ValueError: if a target names no linear layer of the model, or it has no such layer.
         """
-        known = {name for name, *_ in self.linears}
+        known = {name for _, name, *_ in self.linears}
         if missing := set(lora.targets or ()) - known:
             raise ValueError(f"LoRA targets {sorted(missing)} are no linear layers of the model; "
                              f"it has {sorted(known)}")
-        chosen = known if lora.targets is None else lora.targets
-        return [lora.rank * width for name, *sides in self.linears if name in chosen
-                for width in sides]
+        if missing := set(lora.layers or ()) - set(range(self.layers)):
+            raise ValueError(f"LoRA layers {sorted(missing)} are not among the model's layers 0 to "
+                             f"{self.layers - 1}")
+        names = known if lora.targets is None else lora.targets
+        layers = range(self.layers) if lora.layers is None else lora.layers
+        return [lora.rank * width for layer, name, *sides in self.linears
+                if name in names and layer in layers for width in sides]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """Adapters: their rank, and the linear layers they are added to; None: all of the decoder's."""
+    """Adapters: their rank, and the linear layers they are added to; None: all of the decoder's.
+
+    Attributes:
+        rank: of all of them.
+        targets: last parts of the layers' names.
+        layers: numbers of decoder layers.
+    """
 
     rank: int = 16
     targets: tuple[str, ...] | None = None
+    layers: tuple[int, ...] | None = None
+
+
+def _linears(decoder: nn.Module) -> Iterator[tuple[int, str, int, int]]:
+    """``(layer, name, in_features, out_features)`` of the linear modules of decoder layers."""
+    for path, part in decoder.named_modules():
+        numbers = [int(piece) for piece in path.split(".") if piece.isdigit()]
+        if isinstance(part, nn.Linear) and numbers:
+            yield numbers[0], path.rsplit(".", 1)[-1], part.in_features, part.out_features
 
 
 def _norm_widths(

@@ -235,7 +235,8 @@ def test_a_key_that_would_be_ignored_or_cannot_work_is_an_error(values, parts):
 
 @pytest.mark.parametrize(("key", "value"), [
     ("max_num_seqs", 4), ("gpu_memory_utilization", 0.5), ("kv_cache_memory_bytes", 1 << 20),
-    ("enforce_eager", True)])
+    ("enforce_eager", True), ("enforce_eager", False), ("engine", "process"),
+    ("weight_sync", "reload"), ("weight_sync", "single_copy")])
 def test_engine_options_are_refused_by_the_transformers_backend(key, value):
     config = load_config(small(inference_model={key: value}))
     given = f"{key}={value}".lower()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from pydantic import BaseModel
 
-from grpo import build, build_objective
+from grpo import build, build_engine, build_model, build_objective
 from grpo.config import Config, ConfigError, load_config
 from grpo.tasks.base import Problem
+from grpo.weights.adapters import AdapterDisabledReference, adapters
 
 from .configs import MAXENT, SECTIONS, small
 
@@ -30,14 +33,18 @@ class Built:
         return build.build_prompts(config, self.task(config), self.tokenizer, self.folder)
 
     def actor(self, config: Config):
-        return build.build_actor(
-            config, self.folder, self.tokenizer, self.prompts(config), device=CPU,
-            dtype=build.resolve_dtype(config, CPU), backend="transformers")
+        return build_engine.build_actor(self.setup(config), backend="transformers")
+
+    def setup(self, config: Config):
+        return build_engine.Setup(
+            config=config, path=self.folder, tokenizer=self.tokenizer, device=CPU,
+            dtype=build.resolve_dtype(config, CPU), folder=Path("engine"),
+            max_model_len=self.prompts(config).max_model_len)
 
     def model(self, config: Config):
-        model = build.load_model(self.folder, config, device=CPU,
-                                 dtype=build.resolve_dtype(config, CPU))
-        build.prepare_model(model, config)
+        model = build_model.load_model(self.folder, config, device=CPU,
+                                       dtype=build.resolve_dtype(config, CPU))
+        build_model.prepare_model(model, config)
         return model
 
     def env(self, config: Config):
@@ -54,12 +61,12 @@ class Built:
         return build_objective.build_advantage(config)
 
     def teacher(self, config: Config):
-        student = build.load_model(self.folder, config, device=CPU, dtype=torch.float32)
+        student = build_model.load_model(self.folder, config, device=CPU, dtype=torch.float32)
         return build_objective.build_teacher(config, student, lambda path: self.load(path, config))
 
     def load(self, path: str, config: Config):
         """The model on disk, whatever the name; it remembers which was asked for."""
-        model = build.load_model(self.folder, config, device=CPU, dtype=torch.float32)
+        model = build_model.load_model(self.folder, config, device=CPU, dtype=torch.float32)
         model.asked_for = path
         return model
 
@@ -84,6 +91,8 @@ TERMS = lambda b, c: b.loss(c).terms  # noqa: E731
 LEARNER = lambda b, c: b.learner(c)  # noqa: E731
 ADAMW = lambda b, c: b.learner(c).optimizer.adamw.param_groups[0]  # noqa: E731
 POLICY = lambda b, c: b.actor(c).policy  # noqa: E731
+ADAPTERS = lambda b, c: adapters(b.model(c))  # noqa: E731
+SERVER = lambda b, c: build_engine.server_options(b.setup(c))  # noqa: E731
 ADVANTAGE = lambda b, c: b.advantage(c)  # noqa: E731
 CONTROLLER = lambda b, c: b.controller(c)  # noqa: E731
 TEACHER = lambda b, c: b.teacher(c)  # noqa: E731
@@ -95,6 +104,8 @@ ENTROPY = {"train": {"entropy_coeff": 0.5},
 REFERENCE = {**MAXENT, "maxent": {"beta": 0.3}}
 TAU = {**MAXENT, "maxent": {"tau_target": 0.5}}
 TOPK = {"distill": {"teacher": "some/model", "topk_coeff": 0.1}}
+LORA = {"train_model": {"lora": {"enabled": True}}}
+ADAFACTOR = {"optimizer": {"name": "adafactor"}}
 LINEAR = {"optimizer": {"schedule": "linear", "warmup_steps": 1}}
 
 # key: (part that is built, what is read from it, other keys that it needs, value, expected)
@@ -178,6 +189,40 @@ REACHES = {
     "train_model.gradient_checkpointing": (LEARNER, lambda x: x._probe is not None, {}, True, True),
     "train_model.head": (LOSS, lambda x: x.head, {}, "chunked", "chunked"),
     "train_model.head_chunk_size": (LOSS, lambda x: x.scorer.chunk_size, {}, 7, 7),
+    "train_model.layer_indices": (
+        lambda b, c: b.model(c), lambda x: {name.split(".")[2] for name, param in
+                                            x.named_parameters() if param.requires_grad},
+        {}, [1], {"1"}),
+    "train_model.lora.enabled": (
+        LEARNER, lambda x: {"lora" in name for name, param in
+                            x.loss.actor_network.named_parameters() if param.requires_grad},
+        {}, True, {True}),
+    "train_model.lora.r": (ADAPTERS, lambda x: {a.shape[0] for a in x.values()}, LORA, 3, {3}),
+    "train_model.lora.alpha": (ADAPTERS, lambda x: {a.scaling for a in x.values()}, LORA, 48,
+                               {3.0}),
+    "train_model.lora.dropout": (
+        lambda b, c: b.model(c).model.layers[0].mlp.up_proj, lambda x: (
+            getattr(x.lora_dropout["default"], "p", 0.0)), LORA, 0.25, 0.25),
+    "train_model.lora.target_modules": (
+        ADAPTERS, lambda x: {name.rpartition(".")[2] for name in x}, LORA, ["q_proj", "up_proj"],
+        {"q_proj", "up_proj"}),
+    "train_model.lora.layer_indices": (
+        ADAPTERS, lambda x: {name.split(".")[2] for name in x}, LORA, [1], {"1"}),
+    "inference_model.max_num_seqs": (SERVER, lambda x: x["max_num_seqs"], {}, 3, 3),
+    "inference_model.kv_cache_memory_bytes": (SERVER, lambda x: x["kv_cache_memory_bytes"], {},
+                                              77, 77),
+    "inference_model.gpu_memory_utilization": (
+        SERVER, lambda x: (x["gpu_memory_utilization"], x["kv_cache_memory_bytes"] is None), {},
+        0.3, (0.3, True)),
+    "inference_model.enforce_eager": (SERVER, lambda x: x["enforce_eager"], {}, True, True),
+    "optimizer.name": (LEARNER, lambda x: (x.optimizer.name, type(x.optimizer.adamw).__name__), {},
+                       "adafactor", ("adafactor", "Adafactor")),
+    "optimizer.scale_parameter": (ADAMW, lambda x: x["scale_parameter"], ADAFACTOR, True, True),
+    "optimizer.relative_step": (LEARNER, lambda x: x.optimizer.lr, ADAFACTOR, True, 0.01),
+    "train_model.layer_indices": (
+        LEARNER, lambda x: sorted({name.split(".")[2] for name, param in
+                                   x.loss.actor_network.named_parameters()
+                                   if param.requires_grad and ".layers." in name}), {}, [1], ["1"]),
     "optimizer.lr": (LEARNER, lambda x: x.optimizer.lr, {}, 0.5, 0.5),
     "optimizer.betas": (ADAMW, lambda x: x["betas"], {}, [0.5, 0.6], (0.5, 0.6)),
     "optimizer.eps": (ADAMW, lambda x: x["eps"], {}, 0.5, 0.5),
@@ -228,10 +273,13 @@ SWITCHES = {"kl_controller.kind", "entropy_controller.target", "maxent.tau_targe
 @pytest.mark.parametrize("key", sorted(REACHES))
 def test_every_key_changes_the_part_it_configures(key, built):
     part, read, needed, value, expected = REACHES[key]
-    section, name = key.split(".")
+    section, *path, name = key.split(".")
     before = small(**needed)
     after = copy.deepcopy(before)
-    after.setdefault(section, {})[name] = value
+    place = after.setdefault(section, {})
+    for part_of_path in path:
+        place = place.setdefault(part_of_path, {})
+    place[name] = value
     if key in SWITCHES:
         del before[section]
     changed = read(part(built, load_config(after)))
@@ -239,14 +287,24 @@ def test_every_key_changes_the_part_it_configures(key, built):
     assert read(part(built, load_config(before))) != changed
 
 
-def test_every_key_of_the_objective_and_the_optimizer_is_covered():
-    # Read by the loop, the loggers and the environment; tested where they are.
+def keys_of(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from keys_of(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_every_key_of_these_sections_is_covered():
+    # Read by the loop, the loggers, the environment and the arrangement of trainer and engine;
+    # tested where they are.
     elsewhere = {"train.exp_name", "train.dialog_turns_per_batch", "train.eval_frequency",
                  "train.checkpoint_frequency", "train.keep_checkpoints",
-                 "train.max_sampling_rounds"}
-    sections = ("train", "optimizer", "train_model", "kl_controller", "entropy_controller",
-                "maxent", "distill")
-    keys = {f"{section}.{key}" for section in sections for key in SECTIONS[section].model_fields}
+                 "train.max_sampling_rounds", "inference_model.backend", "inference_model.engine",
+                 "inference_model.url", "inference_model.weight_sync"}
+    sections = ("train", "optimizer", "train_model", "inference_model", "kl_controller",
+                "entropy_controller", "maxent", "distill")
+    keys = {key for section in sections for key in keys_of(SECTIONS[section], f"{section}.")}
     assert keys == {key for key in REACHES if key.split(".")[0] in sections} | elsewhere
 
 
@@ -288,7 +346,7 @@ def test_a_reference_is_only_loaded_where_it_is_compared_and_is_the_named_model(
         asked.append("start")
         return "the/start"
 
-    reference = build_objective.build_reference(config, start_model,
+    reference = build_objective.build_reference(config, built.model(config), start_model,
                                                 lambda path: built.load(path, config))
     assert bool(asked) == (expected == "the/start")  # the embedded one is made when it is needed
     if expected is None:
@@ -300,7 +358,21 @@ def test_a_reference_is_only_loaded_where_it_is_compared_and_is_the_named_model(
 
 def test_a_teacher_with_another_vocabulary_is_refused(built, make_model):
     config = load_config(small(**TOPK))
-    student = build.load_model(built.folder, config, device=CPU, dtype=torch.float32)
+    student = build_model.load_model(built.folder, config, device=CPU, dtype=torch.float32)
     with pytest.raises(ConfigError, match=r"distill.teacher='some/model' has a vocabulary of 23 "
                                           r"tokens, the policy one of 258.*tokenizer"):
         build_objective.build_teacher(config, student, lambda path: make_model())
+
+
+def test_a_model_with_adapters_is_its_own_reference_unless_another_is_named(built):
+    def reference(**changes):
+        config = load_config(small(**KL, **LORA, **changes))
+        model = built.model(config)
+        return model, build_objective.build_reference(
+            config, model, lambda: pytest.fail("a second model"),
+            lambda path: built.load(path, config))
+
+    model, own = reference()
+    assert isinstance(own, AdapterDisabledReference) and own.scorer.model is model
+    model, other = reference(ref_model={"name": "some/model"})
+    assert other.scorer.model.asked_for == "some/model"

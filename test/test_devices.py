@@ -127,19 +127,57 @@ def test_reference_and_teacher_are_counted_by_their_own_configurations(folder, l
 
 
 def test_an_engine_elsewhere_takes_nothing_here(folder):
-    names = {row.name for row in ledger_of(settings(), folder, sharing="apart").rows}
+    config = settings(inference_model={"engine": "server", "url": "http://127.0.0.1:9001"})
+    names = {row.name for row in ledger_of(config, folder).rows}
     assert not names & {"KV cache", "generation", "engine"}
 
 
+@pytest.mark.parametrize("inference, two", [
+    ({}, False), ({"engine": "process"}, False), ({"engine": "server"}, False),
+    ({"weight_sync": "reload"}, True), ({"engine": "server", "weight_sync": "transfer"}, True),
+    ({"engine": "server", "weight_sync": "restart"}, True)])
+def test_weights_that_are_copied_are_held_twice(folder, inference, two):
+    ledger = ledger_of(settings(inference_model=inference), folder)
+    assert ("engine" in {row.name for row in ledger.rows}) == two
+    if two:
+        assert row(ledger, "engine").bytes == row(ledger, "weights").bytes
+
+
 def test_adapters_reach_the_ledger(folder):
-    ledger = ledger_of(settings(), folder, lora=LoRA(rank=2, targets=("q_proj",)))
+    lora = {"enabled": True, "r": 2, "target_modules": ["q_proj"]}
+    ledger = ledger_of(settings(train_model={"lora": lora}), folder)
     assert row(ledger, "gradients").bytes == 4 * 2 * 2 * (64 + 64)
+    lora["layer_indices"] = [1]
+    ledger = ledger_of(settings(train_model={"lora": lora}), folder)
+    assert row(ledger, "gradients").bytes == 4 * 2 * (64 + 64)
+
+
+@pytest.mark.parametrize("inference, slots", [({}, 1), ({"engine": "process"}, 1),
+                                              ({"engine": "server"}, 2)])
+def test_an_engines_slots_are_as_wide_as_its_rank_in_all_layers(folder, inference, slots):
+    """An adapter of rank 9 in one module takes a slot of rank 16 in all of them."""
+    lora = {"enabled": True, "r": 9, "target_modules": ["q_proj"]}
+    ledger = ledger_of(settings(train_model={"lora": lora}, inference_model=inference), folder)
+    every = sum(ModelShape.of(folder).adapter_sizes(LoRA(rank=16)))
+    assert row(ledger, "adapter slots").bytes == slots * 4 * every
+    own = ledger_of(settings("transformers", train_model={"lora": lora}), folder)
+    assert "adapter slots" not in {row.name for row in own.rows}
+
+
+@pytest.mark.parametrize("lora, message", [
+    ({"target_modules": ["qkv"]}, "LoRA targets .'qkv'. are no linear layers"),
+    ({"layer_indices": [0, 7]}, r"LoRA layers \[7\] are not among the model's layers 0 to 1")])
+def test_adapters_that_the_model_has_no_place_for_are_refused_before_anything_starts(
+        folder, lora, message):
+    with pytest.raises(ValueError, match=message):
+        ledger_of(settings(train_model={"lora": {"enabled": True, **lora}}), folder)
 
 
 def test_adapters_need_no_second_model_as_reference(folder, larger_folder):
     def names(**changes) -> set[str]:
-        config = settings(train={"kl_to_ref_coeff": 0.1}, **changes)
-        return {row.name for row in ledger_of(config, folder, lora=LoRA()).rows}
+        config = settings(train={"kl_to_ref_coeff": 0.1},
+                          train_model={"lora": {"enabled": True}}, **changes)
+        return {row.name for row in ledger_of(config, folder).rows}
 
     assert "reference" not in names()
     assert "reference" in names(ref_model={"name": larger_folder})

@@ -157,8 +157,10 @@ def test_a_cache_of_the_trainers_own_model_is_gone_when_training_starts(large):
     ("train_model.head_chunk_size=1024", {"head_chunk_size": 1024}),
     (f"inference_model.kv_cache_memory_bytes={2 * GIB} (rows then wait for each other)",
      {"kv_cache_bytes": 2 * GIB}),
-    ("one copy of the weights for trainer and engine", {"sharing": "one_copy"}),
-    ("training adapters of rank 16 instead of all weights (LoRA)", {"lora": LoRA()}),
+    ("inference_model.weight_sync=auto (one copy of the weights for trainer and engine)",
+     {"sharing": "one_copy"}),
+    ("train_model.lora.enabled=true (adapters of rank 16 instead of all weights)",
+     {"lora": LoRA()}),
 ])
 def test_every_saving_is_what_the_change_would_save(large, change, changed):
     ledger = memory_ledger(large)

@@ -14,7 +14,7 @@ from grpo import data
 from grpo.objectives.shaping import informative_groups
 
 # What the next observation repeats, and what TorchRL keeps for longer episodes.
-_DROPPED = (("next", "tokens"), ("next", "masks"), ("next", "group_id"), "done", "terminated",
+DROPPED = (("next", "tokens"), ("next", "masks"), ("next", "group_id"), "done", "terminated",
             "truncated", "reward_error", "success")
 
 
@@ -103,7 +103,7 @@ class SyncCollector:
         batch = self.env.step(batch)
         self.seconds["generate"] += generated - start
         self.seconds["reward"] += time.perf_counter() - generated
-        return batch.exclude(*_DROPPED).flatten()
+        return batch.exclude(*DROPPED).flatten()
 
 
 def _all_of_group(flag_B1: Tensor, group_id_B: Tensor) -> Tensor:

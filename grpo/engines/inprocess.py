@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -11,16 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from grpo.engines.lifecycle import remember, starting, stop_engine
+from grpo.engines.shared_loader import LOAD_FORMAT, check_handover, register_shared_loader
+
 if TYPE_CHECKING:
     from vllm import LLM
+
+__all__ = ["engine_lora_rank", "engine_module", "keep_weights_unpacked", "kv_cache_bytes",
+           "start_engine", "stop_engine", "vllm_available"]
 
 # vLLM hands out the KV cache in blocks of this many tokens.
 _BLOCK = {"cuda": 16, "cpu": 128}
 # The least it can start with, and the greatest share of the memory that we take unasked.
 _LEAST_FREE_SHARE = 0.05
 _MIN_KV_CACHE_BYTES, _MAX_KV_CACHE_SHARE = 64 << 20, 0.4
-
-
 _WORKER = "grpo.engines.worker.WeightWorker"
 # Ranks that vLLM has kernels for.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -39,7 +42,7 @@ def start_engine(
     max_model_len: int,
     max_num_seqs: int = 256,
     seed: int = 0,
-    enforce_eager: bool = False,
+    enforce_eager: bool | None = None,
     gpu_memory_utilization: float | None = None,
     kv_cache_memory_bytes: int | None = None,
     enable_prefix_caching: bool = True,
@@ -60,8 +63,11 @@ def start_engine(
         max_model_len: prompt plus response, in tokens.
         max_num_seqs: rows generated at a time.
         seed: of the engine's sampler.
-        enforce_eager: generate without CUDA graphs. Not needed for in-place weight updates:
-            graphs read the weights from their addresses, which do not change.
+        enforce_eager: generate without compiled layers and CUDA graphs. Not needed for in-place
+            weight updates: both read the weights from their addresses, which do not change. None:
+            on a CPU, where compiling takes longer than a small model's whole run, and not on a
+            GPU. An engine of a CPU that compiles (False) needs a C++ compiler and must be the first
+            of its process.
         gpu_memory_utilization: share of the GPU's memory for weights and KV cache together.
         kv_cache_memory_bytes: size of the KV cache. Without either of the two it is what
             ``max_num_seqs`` rows of ``max_model_len`` tokens need, at most 40 % of the memory:
@@ -79,6 +85,8 @@ def start_engine(
     Raises:
         ModuleNotFoundError: if vLLM is not installed.
         ValueError: for options that do not fit the device or each other.
+        HandoverError: if the trainer that owns the handed over weights is gone, or they are those
+            of another model or dtype.
     """
     if not vllm_available():
         raise ModuleNotFoundError(
@@ -93,7 +101,11 @@ def start_engine(
     if handover is not None and not separate_process:
         raise ValueError(f"handover={str(handover)!r} is for an engine in another process; set "
                          "separate_process=True, or share an in-process engine by SingleCopy")
-    _prepare_environment(device)
+    if handover is not None:
+        check_handover(handover, model_path, dtype)
+    if enforce_eager is None:
+        enforce_eager = device.type == "cpu"
+    _prepare_environment(device, enforce_eager=enforce_eager)
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -101,11 +113,9 @@ def start_engine(
         raise ValueError(f"the installed vLLM is built for {current_platform.device_type} but this "
                          f"run is on {device.type}; install the other build, or set "
                          "inference_model.backend=transformers")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"worker_extension_cls": _WORKER}
     if device.type == "cpu":
         keep_weights_unpacked()
-        # Compiling for a CPU takes longer than a small model's whole run.
-        enforce_eager = True
     if separate_process:
         options |= _separate_process_options(handover)
     if max_lora_rank is not None:
@@ -119,36 +129,22 @@ def start_engine(
             # Not read for the size of the cache then, but vLLM refuses to start unless this share
             # of the GPU is free, 0.9 by default.
             options["gpu_memory_utilization"] = _LEAST_FREE_SHARE
-    return LLM(
-        model_path,
-        dtype=str(dtype).removeprefix("torch."),
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        seed=seed,
-        enforce_eager=enforce_eager,
-        enable_prefix_caching=enable_prefix_caching,
-        logprobs_mode="processed_logprobs",
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        **options,
-    )
-
-
-def stop_engine(engine: LLM) -> None:
-    """Stop an engine; one without a process of its own also leaves torch.distributed, which it
-    had initialised.
-
-    The engine's tensors live on while somebody holds a view or mapping of them.
-    """
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    has_workers = bool(getattr(engine.llm_engine.model_executor, "workers", ()))
-    engine.llm_engine.engine_core.shutdown()
-    if not has_workers:
-        cleanup_dist_env_and_memory()
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    with starting():
+        engine = LLM(
+            model_path,
+            dtype=str(dtype).removeprefix("torch."),
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            seed=seed,
+            enforce_eager=enforce_eager,
+            enable_prefix_caching=enable_prefix_caching,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            **options,
+        )
+    remember(engine)
+    return engine
 
 
 def kv_cache_bytes(
@@ -189,36 +185,49 @@ def engine_module(engine: LLM) -> nn.Module:
     return executor.driver_worker.worker.model_runner.get_model()
 
 
-def _prepare_environment(device: torch.device) -> None:
+def _prepare_environment(device: torch.device, *, enforce_eager: bool) -> None:
     """Settings that vLLM reads from the environment when an engine starts."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # Its start-up messages would bury ours; set the variable to see them.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if device.type == "cpu":
+    if device.type == "cpu" and enforce_eager:
+        # Else log-probs are compiled at the first request, eager or not.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    elif device.type == "cpu":
+        os.environ["TORCHDYNAMO_DISABLE"] = "0"
     elif importlib.util.find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 def _separate_process_options(handover: str | Path | None) -> dict[str, Any]:
-    options: dict[str, Any] = {"distributed_executor_backend": "mp",
-                               "worker_extension_cls": _WORKER}
+    options: dict[str, Any] = {"distributed_executor_backend": "mp"}
     if handover is not None:
-        from grpo.engines.shared_loader import LOAD_FORMAT, register_shared_loader
-
         register_shared_loader()
         options |= {"load_format": LOAD_FORMAT,
                     "model_loader_extra_config": {"handover": str(Path(handover).absolute())}}
     return options
 
 
-def _lora_options(rank: int, adapters: int) -> dict[str, Any]:
+def engine_lora_rank(rank: int) -> int:
+    """The least rank of an engine's slots that adapters of ``rank`` fit into.
+
+    Raises:
+        ValueError: for a rank that vLLM has no kernels for.
+
+    Examples:
+        >>> engine_lora_rank(12)
+        16
+    """
     fitting = [size for size in _LORA_RANKS if size >= rank]
     if rank < 1 or not fitting:
         raise ValueError(f"max_lora_rank={rank} must be between 1 and {_LORA_RANKS[-1]}, the "
                          "greatest that vLLM takes")
-    return {"enable_lora": True, "max_lora_rank": fitting[0], "max_loras": adapters,
-            "max_cpu_loras": adapters, "worker_extension_cls": _WORKER}
+    return fitting[0]
+
+
+def _lora_options(rank: int, adapters: int) -> dict[str, Any]:
+    return {"enable_lora": True, "max_lora_rank": engine_lora_rank(rank), "max_loras": adapters,
+            "max_cpu_loras": adapters}
 
 
 def keep_weights_unpacked() -> None:

@@ -5,48 +5,22 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from grpo.engines.child import GRACE, TOKEN_VARIABLE, bind
 from grpo.engines.client import EngineClient
-
-TOKEN_VARIABLE = "GRPO_SERVER_TOKEN"
-# Seconds between asking a process to end and ending it; vLLM takes up to ten.
-_GRACE = 20.0
 
 
 class EngineStartError(RuntimeError):
     """The server did not come up; the message ends with the last lines of its log."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet; port 0 takes a free one.
-
-    Raises:
-        OSError: naming the port, if it is taken or not ours to use.
-
-    Examples:
-        >>> with bind("127.0.0.1", 0) as sock:
-        ...     sock.getsockname()[1] > 0
-        True
-    """
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise OSError(error.errno, f"port {port} of {host} cannot be used: {error.strerror}; "
-                      "choose another, or 0 for any that is free") from error
-    return sock
 
 
 def server_command(model: str, **options: Any) -> list[str]:
@@ -76,8 +50,9 @@ class EngineProcess:
 
     The port is bound here and handed to the child, so nobody can take it in between. The child
     leads a process group of its own; :meth:`stop` ends that group and nothing else. The child's
-    standard input is a pipe from this process: a child that calls :func:`exit_with_parent` (the
-    server does) sees it close and ends itself if this process is killed.
+    standard input is a pipe from this process: a child that calls
+    :func:`~grpo.engines.child.exit_with_parent` (the server does) sees it close and ends itself if
+    this process is killed.
 
     Args:
         command: the server's command, for example from :func:`server_command`. ``--fd N`` and
@@ -204,7 +179,7 @@ class EngineProcess:
         with self.log_path.open(encoding="utf-8", errors="replace") as log:
             return [line.rstrip("\n") for line in deque(log, maxlen=count)]
 
-    def stop(self, *, timeout: float = _GRACE) -> None:
+    def stop(self, *, timeout: float = GRACE) -> None:
         """End the child and its process group: ask it, wait ``timeout`` seconds, then kill.
 
         Without effect if it is not running. Returns when the whole group is gone.
@@ -218,10 +193,7 @@ class EngineProcess:
             while self.alive() and time.monotonic() < deadline:
                 time.sleep(0.02)
         # Workers may outlive a server that crashed. Its id stays reserved until it is waited for.
-        try:
-            os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # all of it has ended
+        end_group(group)
         process.wait()
         process.stdin.close()
         self._process = None
@@ -244,32 +216,39 @@ class EngineProcess:
         return f"; the end of {self.log_path}:\n{text}"
 
 
-def exit_with_parent(*, grace: float = _GRACE) -> None:
-    """End this process and its group when standard input is closed: the parent has died.
+def end_group(group: int, *, timeout: float = 5.0) -> None:
+    """Kill all processes of a group, Python's resource tracker last.
+
+    The tracker ends by itself when the others have, after it removed the shared memory and the
+    semaphores that they could not; killed with them it would leave those until the next boot.
 
     Args:
-        grace: seconds to end by SIGTERM before SIGKILL.
+        group: whose leader this process has started and not waited for.
+        timeout: seconds until the tracker is killed too.
     """
-    # Nobody else may read the pipe or hold it open.
-    lifeline = os.dup(0)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    threading.Thread(target=_end_with, args=(lifeline, grace), daemon=True).start()
+    deadline = time.monotonic() + timeout
+    while (members := _members(group)) and time.monotonic() < deadline:
+        for pid, command in members.items():
+            if "multiprocessing.resource_tracker" not in command:
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    if members:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
-def _end_with(lifeline: int, grace: float) -> None:
-    while os.read(lifeline, 4096):
-        pass
-    if os.getpgrp() == os.getpid():
-        # SIGTERM may end this process, and with it this thread, before the workers have ended; so
-        # somebody outside the group looks after them.
-        arguments = [str(os.getpid()), str(int(10 * grace))]
-        subprocess.Popen(["/bin/sh", "-c", _END_GROUP, "sh", *arguments], start_new_session=True)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-# $1: the group, $2: tenths of a second that it may take to end.
-_END_GROUP = """
-while kill -s 0 -- -$1 2>/dev/null && [ $2 -gt 0 ]; do sleep 0.1; set -- $1 $(($2 - 1)); done
-kill -s KILL -- -$1 2>/dev/null
-"""
+def _members(group: int) -> dict[int, str]:
+    """Running processes of a group and their command lines."""
+    members = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            # The command name, in parentheses, may itself contain spaces and parentheses.
+            state, _, process_group, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(process_group) == group and state not in "ZX":
+                members[int(folder.name)] = (folder / "cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+    return members

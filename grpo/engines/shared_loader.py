@@ -7,6 +7,8 @@ of the engine, and a restarted engine has the current ones at once.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -95,6 +97,31 @@ def _fused_with(name: str, params: dict[str, Tensor]) -> tuple[str, list[str]]:
         if module in modules and all(part in params for part in parts):
             return f"{prefix}.{fused}.{kind}", parts
     return name, []
+
+
+def check_handover(path: str | Path, model_path: str, dtype: torch.dtype) -> None:
+    """Check that a handover is what an engine of this model will want to map.
+
+    Asked before the engine starts, because what goes wrong in its process is told in its log only.
+
+    Args:
+        path: of the handover.
+        model_path: folder or hub id of the engine's model; only its configuration is read.
+        dtype: of the engine.
+
+    Raises:
+        StaleHandoverError: if the trainer that owns the memory is gone.
+        HandoverError: if there is no such file, a field of it is wrong, or naming the tensors that
+            do not fit.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    handover = Handover.read(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path),
+                                                 dtype=dtype)
+    check_match(engine_tensors(dict(model.named_parameters())), handover,
+                what=f"an engine of {model_path}")
 
 
 def register_shared_loader() -> None:

@@ -102,8 +102,15 @@ class PromptStream:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        same_order = self.epoch == state["epoch"]
         self.epoch, self.position = state["epoch"], state["position"]
-        self._order = self._make_order()
+        if not same_order:
+            self._order = self._make_order()
+
+    def seek(self, number: int) -> None:
+        """Go to the prompt of this number, counted from the beginning of the stream."""
+        epoch, position = divmod(number, len(self.prompts))
+        self.load_state_dict({"epoch": epoch, "position": position})
 
     def _make_order(self) -> list[int]:
         order = list(range(len(self.prompts)))

@@ -162,6 +162,11 @@ class VerifiableEnv(EnvBase):
         logger.warning("%d of %d completions got no reward and are left out; first: %s",
                        len(scores.messages), self.batch_size[0], scores.messages[0])
 
+    def seek(self, group: int) -> None:
+        """Let the next reset begin with the group of this number of the run."""
+        self.stream.seek(group)
+        self.groups_started = group
+
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
             self.stream = PromptStream(self.stream.prompts, seed=seed, shuffle=self.stream.shuffle)

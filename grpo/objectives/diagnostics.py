@@ -28,10 +28,14 @@ def summarize(
     Concatenate the ``"token_stats"`` of the micro-batches first: means, quantiles and ESS are
     then those of the whole optimizer batch.
 
-    * ``ratio_*``: quantiles of the raw ratio, before any clipping;
+    * ``ratio_*``: quantiles and mean of the raw ratio, before any clipping;
     * ``clip_fraction_low`` / ``_high``: share of tokens whose ratio is clipped, below the range
       with ``A < 0`` and above it with ``A > 0`` (of whole sequences where the objective clips the
       ratio of a sequence); PPO-like objectives drop their gradient, CISPO limits it;
+      ``clip_fraction`` is their sum;
+    * ``log_prob_*``, ``sampled_log_prob_*``: mean and standard deviation over the tokens of what
+      the trainer gives them and of what the engine sampled them with, and ``log_prob_diff_*`` of
+      the first minus the second;
     * ``kl_to_inference``, ``kl_to_ref``: k3 estimates in nats;
     * ``ess``: effective sample size :math:`(\sum w)^2 / (N \sum w^2)` of the token ratios, in
       (0, 1]; 1 means all ratios are equal;
@@ -55,11 +59,15 @@ def summarize(
     log_ratio, advantage = stats_N["log_ratio"].float(), stats_N["advantage"]
     ordered = log_ratio.sort().values.exp()
     out = {name: quantile(ordered, q) for name, q in RATIO_QUANTILES.items()}
+    out["ratio_mean"] = ordered.mean()
     if clip_epsilon is not None:
         low, high = clip_epsilon
         ratio = stats_N.get("clipped_log_ratio", stats_N["log_ratio"]).float().exp()
         out["clip_fraction_low"] = ((ratio < 1 - low) & (advantage < 0)).float().mean()
         out["clip_fraction_high"] = ((ratio > 1 + high) & (advantage > 0)).float().mean()
+        out["clip_fraction"] = out["clip_fraction_low"] + out["clip_fraction_high"]
+    if "log_prob" in stats_N.keys():
+        out |= _alignment(stats_N["log_prob"].float(), stats_N["to_inference"].float())
     for name, key in (("kl_to_inference", "to_inference"), ("kl_to_ref", "to_ref")):
         if key in stats_N.keys():
             # k3 from the current policy's side: exp(other - current) - 1 - (other - current).
@@ -75,3 +83,15 @@ def summarize(
     if "off_policy_mask" in stats_N.keys():
         out["off_policy_fraction"] = 1 - stats_N["off_policy_mask"].float().mean()
     return out
+
+
+def _alignment(log_probs_N: Tensor, difference_N: Tensor) -> dict[str, Tensor]:
+    """How far the trainer's log-probs are from those that the engine sampled with."""
+    sampled_N = log_probs_N - difference_N
+    return {
+        "log_prob_mean": log_probs_N.mean(), "log_prob_std": log_probs_N.std(correction=0),
+        "sampled_log_prob_mean": sampled_N.mean(),
+        "sampled_log_prob_std": sampled_N.std(correction=0),
+        "log_prob_diff_mean": difference_N.mean(),
+        "log_prob_diff_abs_mean": difference_N.abs().mean(),
+        "log_prob_diff_abs_max": difference_N.abs().max()}

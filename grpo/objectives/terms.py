@@ -148,6 +148,7 @@ class LossTerms:
         log_probs_N, entropy_N = log_probs_N.detach(), entropy_N.detach()
         flat, view = tokens.flat, self._view(log_probs_N, tokens)
         out = {"log_ratio": view.log_ratio_N, "advantage": view.advantage_N, "entropy": entropy_N,
+               "log_prob": log_probs_N,
                "to_inference": log_probs_N - flat["sampled"]}
         if self.objective.scope != "token":  # what such an objective clips
             out["clipped_log_ratio"] = view.of_row(view.row_mean(view.log_ratio_N))

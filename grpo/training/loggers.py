@@ -206,6 +206,8 @@ class WandbLogger(MetricLogger):
         dir: folder for W&B's own files.
         mode: ``online``, ``offline`` or ``disabled``.
         run_id: id of the run to create or, online, to continue.
+        logged_steps: steps up to this one are in the run already, and are not sent again; W&B can
+            add to a run but not take back.
 
     Raises:
         ImportError: if wandb is not installed.
@@ -222,6 +224,7 @@ class WandbLogger(MetricLogger):
         dir: Path | str,
         mode: WandbMode = "online",
         run_id: str | None = None,
+        logged_steps: int | None = None,
     ) -> None:
         if mode not in get_args(WandbMode):
             raise ValueError(f"mode={mode!r} is not one of {', '.join(get_args(WandbMode))}")
@@ -229,19 +232,12 @@ class WandbLogger(MetricLogger):
         import wandb
 
         Path(dir).mkdir(parents=True, exist_ok=True)
-        self._wandb = wandb
+        self._wandb, self.logged_steps = wandb, logged_steps
         self._run = wandb.init(
-            project=project,
-            name=name,
-            group=group,
-            config=dict(config or {}),
-            dir=str(dir),
-            mode=mode,
-            id=run_id,
-            resume="allow" if run_id and mode == "online" else None,
+            project=project, name=name, group=group, config=dict(config or {}), dir=str(dir),
+            mode=mode, id=run_id, resume="allow" if run_id and mode == "online" else None,
             # W&B's capture of stdout would fight with the live progress display.
-            settings=wandb.Settings(console="off"),
-        )
+            settings=wandb.Settings(console="off"))
         # W&B's own step may only grow, so a resumed run would lose the steps it repeats.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -252,12 +248,16 @@ class WandbLogger(MetricLogger):
         return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
+        self._send(step, metrics)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         columns = [field.name for field in fields(Sample)]
         rows = [list(asdict(sample).values()) for sample in samples]
-        self._run.log({"step": step, "samples": self._wandb.Table(columns=columns, data=rows)})
+        self._send(step, {"samples": self._wandb.Table(columns=columns, data=rows)})
+
+    def _send(self, step: int, values: Mapping[str, Any]) -> None:
+        if self.logged_steps is None or step > self.logged_steps:
+            self._run.log({"step": step, **values})
 
     def close(self) -> None:
         self._run.finish()
@@ -340,8 +340,8 @@ def make_loggers(
         name: W&B run name, by default the name of ``run_dir``.
         group: W&B group.
         wandb_mode: ``online``, ``offline`` or ``disabled``.
-        resume_step: last step of the checkpoint the run goes on from; later lines are dropped and
-            W&B continues the same run. None starts a new run.
+        resume_step: last step of the checkpoint the run goes on from; later lines are dropped, and
+            W&B continues the same run behind the last step that it has. None starts a new run.
 
     Raises:
         ValueError: if a backend is unknown.
@@ -364,7 +364,8 @@ def make_loggers(
             )
         _require(backend)
     run_dir = Path(run_dir)
-    if resume_step is None and read_jsonl(run_dir / METRICS_FILE):
+    earlier = [row["step"] for row in read_jsonl(run_dir / METRICS_FILE)]
+    if resume_step is None and earlier:
         raise FileExistsError(
             f"{run_dir} already holds the metrics of a run: resume it from its checkpoint, "
             "or choose another run directory"
@@ -378,16 +379,14 @@ def make_loggers(
         loggers.append(TensorBoardLogger(run_dir / "tensorboard", purge_step=purge_step))
     if "wandb" in backends:
         id_file = run_dir / _WANDB_ID_FILE
+        # A run that was resumed before may have got further than its metrics say now.
+        run_id, *before = id_file.read_text().split() if id_file.exists() else [None]
+        logged_steps = max([*map(int, before), *earlier], default=None) if run_id else None
         wandb_logger = WandbLogger(
-            project=project,
-            name=name or run_dir.name,
-            group=group,
-            config=config,
-            dir=run_dir,
-            mode=wandb_mode,
-            run_id=id_file.read_text().strip() if id_file.exists() else None,
-        )
-        id_file.write_text(wandb_logger.run_id + "\n")
+            project=project, name=name or run_dir.name, group=group, config=config, dir=run_dir,
+            mode=wandb_mode, run_id=run_id, logged_steps=logged_steps)
+        known = [wandb_logger.run_id, *([] if logged_steps is None else [str(logged_steps)])]
+        write_atomically(id_file, "\n".join(known) + "\n")
         loggers.append(wandb_logger)
     return LoggerGroup(loggers)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from grpo.training.optimizers import OptimizerName, make_optimizer, relative_lr
+from grpo.training.optimizers import OptimizerName, make_optimizer, relative_lr, set_lr
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -133,7 +133,7 @@ class MasterAdamW:
         if self.clip_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self.masters, self.clip_grad_norm, norm)
         if not self.relative_step:
-            self.adamw.param_groups[0]["lr"] = self.lr
+            set_lr(self.adamw, self.lr)
         self.adamw.step()
         self.steps += 1
         self.adamw.zero_grad(set_to_none=True)

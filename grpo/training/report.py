@@ -11,8 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from grpo.training.charts import CHARTS
 from grpo.training.console import format_duration
-from grpo.training.curves import CHARTS, svg, write_png_curves
+from grpo.training.curves import svg, write_png_curves
 from grpo.training.history import History
 from grpo.training.loggers import METRICS_FILE, SAMPLES_FILE, read_jsonl, write_atomically
 from grpo.training.report_style import STYLE

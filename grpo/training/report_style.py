@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo.training.curves import PALETTE
+from grpo.training.charts import PALETTE
 
 
 def _variables(theme: int) -> str:

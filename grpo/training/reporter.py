@@ -63,11 +63,11 @@ class Reporter:
             self.loggers.log_samples(step, samples)
             self.console.samples_table(samples, step=step)
 
-    def finish(self, config: dict[str, Any], *, title: str, headline: str) -> Path:
-        """Write the report and say where everything lies."""
+    def finish(self, config: dict[str, Any], *, title: str, headline: str, result: Path) -> Path:
+        """Write the report and say where everything lies, the trained ``result`` included."""
         report = write_report(self.run_dir, title=title, config=config)
         self.console.finish(
-            {"report": report, "model": self.run_dir / "final_model",
+            {"report": report, "model": result,
              "metrics": self.run_dir / "metrics.jsonl", "run": self.run_dir}, headline)
         return report
 

@@ -14,19 +14,20 @@ from tensordict.nn import TensorDictModuleBase
 
 from grpo import data
 from grpo.collectors.sync import SyncCollector
-from grpo.evaluation import Evaluation, Evaluator
+from grpo.evaluation import Evaluator
 from grpo.objectives.maxent import weight_entropy
 from grpo.objectives.shaping import informative_groups
+from grpo.policies.scoring import evaluating
 from grpo.training.adaptation import Adaptation
 from grpo.training.checkpoint import (
     Checkpoint,
     restore_random_state,
     save_checkpoint,
-    save_model,
+    save_trained,
 )
 from grpo.training.learner import Learner
 from grpo.training.reporter import Reporter
-from grpo.weights import Canary, WeightSync
+from grpo.weights import Canary, CanaryReport, WeightSync
 
 
 class Trainer:
@@ -42,7 +43,8 @@ class Trainer:
         learner: advantages to weights.
         weights: weights to the engine.
         canary: the proof after each update.
-        evaluator: held-out accuracy.
+        evaluator: held-out accuracy; None: nothing is held out here, as where environments
+            evaluate themselves.
         reporter: screen, files and loggers.
         tokenizer: saved beside the model.
         run_dir: folder of the run.
@@ -65,7 +67,7 @@ class Trainer:
         learner: Learner,
         weights: WeightSync,
         canary: Canary,
-        evaluator: Evaluator,
+        evaluator: Evaluator | None,
         reporter: Reporter,
         tokenizer: Any,
         run_dir: Path,
@@ -96,27 +98,36 @@ class Trainer:
         return self.learner.loss.actor_network
 
     def fit(self) -> None:
-        """Run all iterations that are left, save ``final_model/``, write the report."""
+        """Run all iterations that are left, save the result, write the report.
+
+        The result is in ``final_model/``, or in ``final_adapter/`` where adapters are trained.
+        """
         try:
             with self.reporter.console:
                 if self.step == 0:
                     self._first_look()
                 while self.step < self.iterations:
                     self.iterate()
-                save_model(self.model, self.tokenizer, self.run_dir / "final_model")
+                result = save_trained(self.model, self.tokenizer, self.run_dir, prefix="final_")
                 self.reporter.finish(
-                    self.config, title=self.config["train"]["exp_name"],
-                    headline=f"held-out accuracy {self.first_accuracy:.3f} -> "
-                             f"{self.last_accuracy:.3f} in {self.step} iterations")
+                    self.config, result=result, title=self.config["train"]["exp_name"],
+                    headline=self._headline())
         finally:
             self.reporter.loggers.close()
 
     def _first_look(self) -> None:
         """Before any update: do engine and trainer agree, and how good is the model?"""
-        self.canary.check()
-        evaluation = self._evaluate()
-        self.first_accuracy = evaluation.accuracy
-        self.reporter.step(0, evaluation.metrics())
+        self._prove()
+        metrics = self._evaluate()
+        if metrics:
+            self.first_accuracy = self.last_accuracy
+            self.reporter.step(0, metrics)
+
+    def _headline(self) -> str:
+        if self.evaluator is None:
+            return f"{self.step} iterations"
+        return (f"held-out accuracy {self.first_accuracy:.3f} -> {self.last_accuracy:.3f} in "
+                f"{self.step} iterations")
 
     def iterate(self) -> dict[str, float]:
         """One iteration; returns its metrics."""
@@ -127,6 +138,7 @@ class Trainer:
                                "got a reward; the log above names the reward function and the "
                                "reason. Nothing has been updated")
         metrics = rollout_metrics(rollout) | self.collector.metrics
+        metrics |= data.staleness(rollout, self.weights.version)
         for name, scorer in self.frozen.items():
             if scorer is not None:
                 with self._timed(name):
@@ -138,7 +150,7 @@ class Trainer:
         with self._timed("sync"):
             metrics["policy/version"] = self.weights.publish()
         with self._timed("canary"):
-            report = self.canary.check()
+            report = self._prove()
         metrics["canary/mean_abs_diff"] = report.mean_abs_diff
         metrics["canary/max_abs_diff"] = report.max_abs_diff
         for adaptation in self.adaptations:
@@ -147,16 +159,20 @@ class Trainer:
         self._seconds |= self.collector.seconds | self.learner.seconds
         metrics["time/step"] = seconds = time.perf_counter() - start
         metrics["tokens/per_second"] = metrics.pop("tokens/total") / seconds
-        if self._due(self.eval_frequency) or self.step == self.iterations:
+        due = self._due(self.eval_frequency) or self.step == self.iterations
+        if due and self.evaluator is not None:
             with self._timed("eval"):
-                evaluation = self._evaluate()
-            metrics |= evaluation.metrics()
+                metrics |= self._evaluate()
         metrics |= {f"time/{phase}": value for phase, value in self._seconds.items()}
         self.reporter.step(self.step, metrics)
         last = self.checkpoint_frequency > 0 and self.step == self.iterations
         if self._due(self.checkpoint_frequency) or last:
             self.save()
         return metrics
+
+    def _prove(self) -> CanaryReport:
+        with evaluating(self.model):  # engines have no dropout
+            return self.canary.check()
 
     def save(self) -> Checkpoint:
         """Write a checkpoint of the whole run."""
@@ -184,27 +200,31 @@ class Trainer:
         self.learner.optimizer.load_state_dict(state["optimizer"])
         self.collector.env.load_state_dict(state["env"])
         self.weights.version = state["version"]
+        self.collector.policy.start_at(state["version"])
         self.first_accuracy, self.last_accuracy = state["accuracy"]
         self.reporter.sample_rows = state["sample_rows"]
         saved = state.get("adaptations", {})
         for adaptation in self.adaptations:
             if adaptation.name in saved:  # one that is new in this run starts at its beginning
                 adaptation.load_state_dict(saved[adaptation.name])
-        self.canary.check()
+        self._prove()
         # Last, because loading and checking may have drawn numbers and counted calls.
         for name, policy in self._policies().items():
             policy.calls = state["calls"][name]
         restore_random_state(state["random"])
 
     def _policies(self) -> dict[str, Any]:
-        return {"train": self.collector.policy, "eval": self.evaluator.policy,
-                "canary": self.canary.policy}
+        policies = {"train": self.collector.policy, "canary": self.canary.policy}
+        return policies if self.evaluator is None else {
+            **policies, "eval": self.evaluator.policy}
 
-    def _evaluate(self) -> Evaluation:
+    def _evaluate(self) -> dict[str, float]:
+        if self.evaluator is None:
+            return {}
         evaluation = self.evaluator.run()
         self.last_accuracy = evaluation.accuracy
         self.reporter.samples(self.step, evaluation.batch, evaluation.problems)
-        return evaluation
+        return evaluation.metrics()
 
     def _due(self, frequency: int) -> bool:
         return frequency > 0 and self.step % frequency == 0
@@ -244,6 +264,9 @@ def advantage_metrics(rollout: TensorDictBase) -> dict[str, float]:
     useful_B = informative_groups(rewards.flatten(), group_B, valid_B)
     groups = len(group_B.unique())
     metrics = {"reward/zero_variance_groups": 1 - len(group_B[useful_B].unique()) / groups}
+    if (advantage := rollout.get(data.ADVANTAGE, None)) is not None and advantage.shape[1] == 1:
+        metrics["advantage/positive_rows"] = (advantage > 0).sum().item()
+        metrics["advantage/negative_rows"] = (advantage < 0).sum().item()
     if data.SHAPED_REWARD in rollout.keys(True) and valid_B.any():
         metrics["reward/shaped_mean"] = rollout[data.SHAPED_REWARD][valid_B].mean().item()
     if data.TEACHER_LOG_PROBS in rollout.keys(True):

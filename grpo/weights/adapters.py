@@ -94,22 +94,33 @@ def make_lora(
         ['model.layers.1.self_attn.q_proj.lora_A.default.weight', \
 'model.layers.1.self_attn.q_proj.lora_B.default.weight']
     """
-    if importlib.util.find_spec("peft") is None:
-        raise ModuleNotFoundError("LoRA needs the peft package: pip install peft")
+    require_peft()
     if isinstance(r, bool) or not isinstance(r, int) or r < 1:
         raise ValueError(f"r={r!r} must be a whole number of at least 1")
     if not alpha > 0:
         raise ValueError(f"alpha={alpha} must be positive: the adapters are scaled by alpha / r")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
-    if any("lora_" in name for name, _ in model.named_parameters()):
+    if has_adapters(model):
         raise ValueError("the model already has LoRA adapters; load it without them")
     _check_targets(model, target_modules, layer_indices)
     from peft import LoraConfig, inject_adapter_in_model
 
     return inject_adapter_in_model(LoraConfig(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(target_modules),
-        layers_to_transform=None if layer_indices is None else list(layer_indices)), model)
+        layers_to_transform=None if layer_indices is None else list(layer_indices),
+        # Written with the adapter: what peft's AutoPeftModelForCausalLM loads it onto.
+        task_type="CAUSAL_LM", base_model_name_or_path=model.config.name_or_path or None), model)
+
+
+def require_peft() -> None:
+    """Raise unless peft, which makes adapters, is installed.
+
+    Raises:
+        ModuleNotFoundError: with the command that installs it.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ModuleNotFoundError("LoRA needs the peft package: pip install peft")
 
 
 def _check_targets(
@@ -131,6 +142,11 @@ def _check_targets(
     if wrong := [i for i in layer_indices if not 0 <= i < layers]:
         raise ValueError(f"layer_indices: {wrong} are not among the model's layers 0 to "
                          f"{layers - 1}")
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether adapters sit on a model."""
+    return any(".lora_" in name for name, _ in model.named_parameters())
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
@@ -208,15 +224,9 @@ class AdapterDisabledReference:
         self.max_tokens = max_tokens
 
     def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
-        model = self.scorer.model
-        was_training = model.training
-        model.eval()
-        try:
-            with adapters_disabled(model):
-                rollout[data.REF_LOG_PROBS], _ = score_rollout(self.scorer, rollout,
-                                                               max_tokens=self.max_tokens)
-        finally:
-            model.train(was_training)
+        with adapters_disabled(self.scorer.model):
+            rollout[data.REF_LOG_PROBS], _ = score_rollout(self.scorer, rollout,
+                                                           max_tokens=self.max_tokens)
         return rollout
 
 
@@ -257,3 +267,28 @@ def load_adapter_tensors(folder: str | Path) -> dict[str, dict[str, Tensor]]:
         module, part = key.removeprefix(PEFT_PREFIX).removesuffix(".weight").rsplit(".", 1)
         tensors.setdefault(module, {})[part] = tensor
     return tensors
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: str | Path) -> None:
+    """Give a model's adapters the values that :func:`save_adapter` wrote, in place.
+
+    Args:
+        model: from :func:`make_lora`, with the same modules and ranks.
+        folder: of the adapter.
+
+    Raises:
+        ValueError: naming the modules that only one side has or whose shapes differ.
+    """
+    saved, ours = load_adapter_tensors(folder), adapters(model)
+    wrong = sorted(saved.keys() ^ ours.keys()) or [
+        name for name, adapter in ours.items()
+        if (saved[name]["lora_A"].shape, saved[name]["lora_B"].shape)
+        != (adapter.a.shape, adapter.b.shape)]
+    if wrong:
+        raise ValueError(f"{folder} holds another adapter than the model has: {len(wrong)} modules "
+                         f"differ, the first is {wrong[0]}; use the r, target_modules and "
+                         "layer_indices it was made with")
+    for name, adapter in ours.items():
+        adapter.a.copy_(saved[name]["lora_A"])
+        adapter.b.copy_(saved[name]["lora_B"])

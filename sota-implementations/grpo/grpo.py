@@ -4,9 +4,10 @@
     python sota-implementations/grpo/grpo.py --config-name grpo_gsm8k \\
         model.name=Qwen/Qwen2.5-1.5B-Instruct                       # one GPU
 
-One process holds everything: a vLLM engine generates, a Hugging Face model trains, and both read
-the same memory, so a weight update costs no copy. Every key is in ``config/``; unknown keys and
-keys that the chosen mode would ignore are errors. ``resume=auto`` goes on where a run was stopped.
+One process holds everything, unless told otherwise: a vLLM engine generates, a Hugging Face model
+trains, and both read the same memory, so a weight update costs no copy. Engines elsewhere and
+adapters are in ``docs/weights.md``. Every key is in ``config/``; unknown keys and keys that the
+chosen mode would ignore are errors. ``resume=auto`` goes on where a run was stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from omegaconf import DictConfig  # noqa: E402
 from torch import nn  # noqa: E402
 
 from grpo import build  # noqa: E402
+from grpo import build_engine as engine  # noqa: E402
 from grpo import build_objective as objective  # noqa: E402
+from grpo.build_model import load_model  # noqa: E402
 from grpo.collectors import SyncCollector  # noqa: E402
 from grpo.config import Config, load_config  # noqa: E402
 from grpo.devices import capacity, run_ledger  # noqa: E402
@@ -58,8 +61,7 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
     backend = build.resolve_backend(config)
     task = build.build_task(config)
     build.check(config, task, device=device, backend=backend)
-    start_model = (str(checkpoint.model_folder) if checkpoint
-                   else build.model_folder(config, task))
+    start_model, adapter = build.start_of(config, task, checkpoint)
     tokenizer = build.load_tokenizer(start_model)
     prompts = build.build_prompts(config, task, tokenizer, start_model)
 
@@ -76,9 +78,11 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
         group=config.logging.wandb_group, wandb_mode=config.logging.wandb_mode or "online",
         resume_step=checkpoint.step if checkpoint else None)
 
-    # Trainer and engine around one copy of the weights
-    actor = build.build_actor(config, start_model, tokenizer, prompts,
-                              device=device, dtype=dtype, backend=backend)
+    # Trainer and engine, and how the weights travel between them
+    actor = engine.build_actor(engine.Setup(
+        config=config, path=start_model, tokenizer=tokenizer, device=device, dtype=dtype,
+        max_model_len=prompts.max_model_len, folder=run_dir / "engine", adapter=adapter),
+        backend=backend)
     env = build.build_env(config, task, prompts, tokenizer, actor.policy)
     eval_env = build.build_eval_env(config, task, prompts, tokenizer, actor.policy)
 
@@ -92,10 +96,10 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
                     prompts=[prompt.tokens for prompt in prompts.test[:4]])
 
     def frozen_model(path: str) -> nn.Module:
-        return build.load_model(path, config, device=device, dtype=dtype)
+        return load_model(path, config, device=device, dtype=dtype)
 
     reference = objective.build_reference(
-        config, lambda: build.model_folder(config, task), frozen_model)
+        config, actor.model, lambda: build.model_folder(config, task), frozen_model)
 
     # What people see
     console.banner(build.describe(config, actor, task, prompts, device=device, dtype=dtype,

@@ -69,9 +69,15 @@ def test_equal_plain_formulas_over_the_masked_tokens(model, batch):
     w = np.exp(log_p - sampled)
     expected = {
         "ratio_min": w.min(), "ratio_p01": np.quantile(w, 0.01), "ratio_p50": np.median(w),
-        "ratio_p99": np.quantile(w, 0.99), "ratio_max": w.max(),
+        "ratio_p99": np.quantile(w, 0.99), "ratio_max": w.max(), "ratio_mean": w.mean(),
         "clip_fraction_low": np.mean((w < 0.9) & (A < 0)),
         "clip_fraction_high": np.mean((w > 1.3) & (A > 0)),
+        "clip_fraction": np.mean((w < 0.9) & (A < 0)) + np.mean((w > 1.3) & (A > 0)),
+        "log_prob_mean": log_p.mean(), "log_prob_std": log_p.std(),
+        "sampled_log_prob_mean": sampled.mean(), "sampled_log_prob_std": sampled.std(),
+        "log_prob_diff_mean": (log_p - sampled).mean(),
+        "log_prob_diff_abs_mean": np.abs(log_p - sampled).mean(),
+        "log_prob_diff_abs_max": np.abs(log_p - sampled).max(),
         "kl_to_inference": np.mean(np.exp(sampled - log_p) - 1 - (sampled - log_p)),
         "kl_to_ref": np.mean(np.exp(ref - log_p) - 1 - (ref - log_p)),
         "entropy": np.mean(entropy),

@@ -9,6 +9,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo import build, build_objective
+from grpo.build_engine import Setup, build_actor
+from grpo.build_model import load_model
 from grpo.collectors import SyncCollector
 from grpo.evaluation import Evaluator
 from grpo.rewards import RewardResult
@@ -64,16 +66,19 @@ def make_trainer(config, run_dir, checkpoint=None) -> Trainer:
     """The parts of a run, as the script builds them."""
     device, dtype = torch.device("cpu"), torch.float32
     base = config.model.name
-    path = str(checkpoint.model_folder) if checkpoint else base
-    task, tokenizer = build.build_task(config), build.load_tokenizer(path)
+    task = build.build_task(config)
+    path, adapter = build.start_of(config, task, checkpoint)
+    tokenizer = build.load_tokenizer(path)
     prompts = build.build_prompts(config, task, tokenizer, path)
-    actor = build.build_actor(config, path, tokenizer, prompts, device=device, dtype=dtype,
-                              backend="transformers")
+    actor = build_actor(Setup(
+        config=config, path=path, tokenizer=tokenizer, device=device, dtype=dtype,
+        max_model_len=prompts.max_model_len, folder=run_dir / "engine", adapter=adapter),
+        backend="transformers")
     loss = build_objective.build_loss(config, actor.model, tokenizer)
     advantage = build_objective.build_advantage(config)
 
     def load(path: str) -> torch.nn.Module:
-        return build.load_model(path, config, device=device, dtype=dtype)
+        return load_model(path, config, device=device, dtype=dtype)
 
     settings = config.model_dump(mode="json")
     loggers = make_loggers([], run_dir=run_dir, config=settings,
@@ -95,7 +100,7 @@ def make_trainer(config, run_dir, checkpoint=None) -> Trainer:
         eval_frequency=config.train.eval_frequency,
         checkpoint_frequency=config.train.checkpoint_frequency,
         keep_checkpoints=config.train.keep_checkpoints or 3,
-        reference=build_objective.build_reference(config, lambda: base, load),
+        reference=build_objective.build_reference(config, actor.model, lambda: base, load),
         teacher=build_objective.build_teacher(config, actor.model, load),
         adaptations=build_objective.build_adaptations(config, loss, advantage))
     if checkpoint:

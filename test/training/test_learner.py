@@ -162,7 +162,8 @@ def test_metrics_are_means_and_extremes_over_the_optimizer_steps(model):
     parts = [learner._optimizer_step(part) for part in learner._optimizer_batches(rollout, 0)]
     assert len(parts) == 2
     expected = {key: (parts[0][key] + parts[1][key]) / 2 for key in parts[0]}
-    for name, extreme in (("policy/ratio_min", min), ("policy/ratio_max", max)):
+    for name, extreme in (("policy/ratio_min", min), ("policy/ratio_max", max),
+                          ("policy/log_prob_diff_abs_max", max)):
         expected[name] = extreme(part[name] for part in parts)
     assert metrics == pytest.approx(expected, rel=1e-6)
 

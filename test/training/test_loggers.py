@@ -220,6 +220,45 @@ def test_wandb_offline_needs_no_network_and_remembers_its_run(tmp_path):
     run_id = (tmp_path / "wandb_run_id").read_text()
     with make_loggers(["wandb"], resume_step=1, **options) as logger:
         logger.log(2, {"reward/mean": 0.5})
-    assert (tmp_path / "wandb_run_id").read_text() == run_id
+    assert (tmp_path / "wandb_run_id").read_text().split() == [run_id.strip(), "1"]
     assert list(tmp_path.glob(f"wandb/offline-run-*-{run_id.strip()}/run-*.wandb"))
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+class RecordedRun:
+    """Stands for W&B's run object: what was sent, without a process of its own."""
+
+    id = "abc123"
+
+    def __init__(self, sent):
+        self.sent = sent
+
+    def define_metric(self, *names, **options):
+        pass
+
+    def log(self, values):
+        self.sent.append(values["step"])
+
+    def finish(self):
+        pass
+
+
+@needs_wandb
+def test_steps_that_a_resumed_run_repeats_are_sent_to_wandb_once(tmp_path, monkeypatch):
+    import wandb
+
+    sent = []
+    monkeypatch.setattr(wandb, "init", lambda **options: RecordedRun(sent))
+
+    def run(steps, resume_step=None):
+        with make_loggers(["wandb"], run_dir=tmp_path, config={},
+                          resume_step=resume_step) as logger:
+            for step in steps:
+                logger.log(step, {"reward/mean": 0.5})
+                logger.log_samples(step, [sample()])
+
+    run(range(0, 11))
+    run(range(7, 9), resume_step=6)  # dies before it gets as far as the first
+    run(range(7, 13), resume_step=6)
+    assert sent == [step for step in range(13) for _ in "ab"]  # metrics and samples
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(13))

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.training.curves import CHARTS, PALETTE, svg, write_png_curves
+from grpo.training.charts import CHARTS, PALETTE
+from grpo.training.curves import svg, write_png_curves
 from grpo.training.history import History, smooth, thin
 from grpo.training.loggers import JsonlLogger, Sample
 from grpo.training.report import flatten, pick_steps, versions, write_report

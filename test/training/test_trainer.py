@@ -40,10 +40,12 @@ def test_an_iteration_reports_every_phase_and_trains_on_policy(make_config, tmp_
     assert metrics["policy/ratio_min"] == pytest.approx(1, abs=1e-4)
     assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-4)
     assert metrics["policy/version"] == trainer.weights.version == 1
+    assert metrics["policy/age_mean"] == metrics["policy/age_max"] == 0
     assert metrics["canary/max_abs_diff"] < 1e-4
     assert metrics["train/grad_norm"] > 0
     rollout = trainer.collector.collect()
     assert (rollout[data.POLICY_VERSION] == 1).all()
+    assert (rollout[data.POLICY_VERSIONS][rollout[data.ASSISTANT_MASK]] == 1).all()
 
 
 def test_the_reference_and_the_kl_to_it_enter_the_metrics_and_start_at_zero(make_config, tmp_path):

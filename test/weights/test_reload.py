@@ -7,6 +7,7 @@ One engine process serves the tests of reloading and, because starting it takes 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from grpo.weights.reload import CheckpointReload, EngineRestart, write_checkpoin
 from grpo.weights.transfer import WeightTransfer
 
 from .receivers import ThreadedEngine, Worker, vllm_like
+from .traces import killed_while_it_waits
 
 # One is long enough to fill a block of the prefix cache (128 tokens on a CPU).
 PROMPTS = [[5 + (7 * row + i) % 200 for i in range(40 + 50 * row)] for row in range(4)]
@@ -136,6 +138,26 @@ def test_a_sender_that_stalls_leaves_vllm_alive_and_a_later_update_reaches_it(
     weights.timeout = 60.0
     assert weights.publish() == 2
     assert weights.differing() == []
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_kill_during_a_transfer_is_an_error_at_once_and_leaves_the_trainer_intact(
+        served, model_folder):
+    """The last test of this engine."""
+    _, engine = served
+    model = loaded(model_folder)
+    weights = WeightTransfer(model, engine, backend="gloo", timeout=60.0)
+    weights.publish()
+    change(model, seed=101)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    begin = time.monotonic()
+    with killed_while_it_waits(engine.workers[0].proc.pid), pytest.raises(
+            TransferError, match="its worker process ended during"):
+        weights.publish()
+    assert time.monotonic() - begin < 15
+    assert weights.version == 1 and not engine.alive()
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
 
 
 # -- the checkpoint --------------------------------------------------------------------------------

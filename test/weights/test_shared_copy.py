@@ -1,6 +1,6 @@
 """One memory in two processes with a real vLLM engine, owned by either side.
 
-Two engines are started in all. Tests of an engine run from top to bottom: the last kills it.
+Three engines are started in all. Tests of an engine run from top to bottom: the last kills it.
 """
 
 from __future__ import annotations
@@ -15,42 +15,37 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo import GRPOLoss, data, total_loss
+from grpo import data
 from grpo.engines.handle import EngineError, InProcessEngine
 from grpo.engines.inprocess import start_engine, stop_engine
 from grpo.engines.shared_loader import own_weights
 from grpo.objectives import TokenScorer
-from grpo.policies import Sampling, VLLMPolicy
 from grpo.training import MasterAdamW
 from grpo.weights import Canary, StaleWeightsError
-from grpo.weights.handover import FILE_NAME, Handover, HandoverError, StaleHandoverError
+from grpo.weights.handover import FILE_NAME, Handover, StaleHandoverError, process_start
 from grpo.weights.shared import SharedCopy
+
+from .steps import PROMPTS, load, policy_of, train_once
+from .traces import Traces
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("vllm")
 
 REPO = Path(__file__).resolve().parents[2]
-PROMPTS = [[5 + (7 * row + i) % 200 for i in range(40 + 50 * row)] for row in range(4)]
 OPTIONS = {"device": torch.device("cpu"), "dtype": torch.float32, "max_model_len": 256,
            "max_num_seqs": 64, "separate_process": True}
-
-
-def load(folder):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 class Run:
     """An engine in another process, its policy, and everything that must be gone afterwards."""
 
     def __init__(self, folder, **options) -> None:
-        self.files, self.processes = set(os.listdir("/dev/shm")), processes()
+        self.traces = Traces()
         self.llm = start_engine(str(folder), **OPTIONS, **options)
         self.engine = InProcessEngine(self.llm)
-        self.policy = VLLMPolicy(self.llm, Sampling(max_tokens=8), pad_token_id=0,
-                                 eos_token_ids=(1,), version=lambda: self.engine.version)
+        self.policy = policy_of(self.llm, self.engine)
         self.worker = self.engine.workers[0].proc.pid
+        self.traces.watch(self.worker)
 
     def share(self, model, **options) -> None:
         self.model = model
@@ -58,41 +53,11 @@ class Run:
         self.canary = Canary(self.policy, TokenScorer(model), self.weights, prompts=PROMPTS)
 
     def train(self, optimizer) -> None:
-        """A GRPO step that rewards even tokens."""
-        batch = self.policy.generate_from_ids(PROMPTS * 4)
-        even = (batch[data.TOKENS] % 2 == 0) & batch[data.ASSISTANT_MASK]
-        batch[data.REWARD] = even.sum(-1, keepdim=True).float()
-        batch[data.GROUP_ID] = torch.arange(4).repeat(4)
-        before = self.model.model.embed_tokens.weight.detach().clone()
-        total_loss(GRPOLoss(self.model)(batch)).backward()
-        optimizer.step()
-        assert (self.model.model.embed_tokens.weight - before).abs().max() > 1e-4
+        assert train_once(self.model, self.policy, optimizer) > 1e-4
 
     def check_nothing_is_left(self) -> None:
         stop_engine(self.llm)
-        deadline = time.monotonic() + 20
-        while (left := processes() - self.processes) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not left
-        assert set(os.listdir("/dev/shm")) <= self.files
-
-
-def processes() -> set[str]:
-    """Descendants of this process, by pid and command."""
-    parents, commands = {}, {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                name, _, rest = (folder / "stat").read_text().rpartition(")")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            parents[folder.name], commands[folder.name] = rest.split()[1], name
-    def ours(pid):
-        return pid == str(os.getpid()) or (pid in parents and ours(parents[pid]))
-    # multiprocessing keeps one helper of its own for the life of the interpreter.
-    helper = "multiprocessing.resource_tracker"
-    return {pid for pid in parents if ours(parents[pid])
-            and helper not in Path(f"/proc/{pid}/cmdline").read_text()}
+        self.traces.check_nothing_is_left()
 
 
 # --- the engine owns the memory ----------------------------------------------------------------
@@ -127,7 +92,6 @@ def test_the_engine_follows_every_update(run, make):
         version = run.weights.version
         theirs = run.engine.collective_rpc("fingerprints", timeout=10)[0]
         run.train(optimizer)
-        optimizer.zero_grad() if isinstance(optimizer, torch.optim.SGD) else None
         assert run.weights.publish() == version + 1
         assert run.canary.check().max_abs_diff < 1e-4
         now = run.engine.collective_rpc("fingerprints", timeout=10)[0]
@@ -301,8 +265,46 @@ def test_an_engine_is_born_in_the_trainers_memory(model_folder, tmp_path):
     run.check_nothing_is_left()
 
 
-def test_only_an_engine_of_its_own_process_maps_a_handover(model_folder):
-    with pytest.raises(ValueError, match="separate_process=True"):
-        start_engine(str(model_folder), **{**OPTIONS, "separate_process": False}, handover="x")
-    with pytest.raises(HandoverError, match="no such file"):
-        Handover.read(model_folder / FILE_NAME)
+TRAINER = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+from grpo.engines.handle import InProcessEngine
+from grpo.engines.inprocess import start_engine
+from grpo.engines.shared_loader import own_weights
+from grpo.weights import SharedCopy
+folder, log_dir = sys.argv[1:]
+if __name__ == "__main__":  # the worker imports this file again
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    handover, tensors = own_weights(model, name=folder)
+    llm = start_engine(folder, device=torch.device("cpu"), dtype=torch.float32, max_model_len=64,
+                       separate_process=True, handover=handover.write(log_dir))
+    engine = InProcessEngine(llm)
+    weights = SharedCopy(model, engine, tensors=tensors)
+    print("worker", engine.workers[0].proc.pid, flush=True)
+    while True:
+        with torch.no_grad():
+            model.model.norm.weight.mul_(1.001)
+        weights.publish()
+        print("published", flush=True)
+"""
+
+
+def test_nothing_is_left_when_a_trainer_is_killed_between_its_updates(model_folder, tmp_path):
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    traces = Traces()
+    trainer = subprocess.Popen([sys.executable, str(script), str(model_folder), str(tmp_path)],
+                               stdout=subprocess.PIPE, text=True,
+                               env=os.environ | {"PYTHONPATH": str(REPO)})
+    worker = int(trainer.stdout.readline().split()[1])
+    assert [trainer.stdout.readline() for _ in range(3)] == ["published\n"] * 3
+    traces.watch(worker, trainer.pid)
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 20
+    while process_start(worker) is not None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert process_start(worker) is None, "the engine outlived its trainer"
+    traces.check_nothing_is_left()
+    with pytest.raises(StaleHandoverError, match=f"process {trainer.pid}, the trainer"):
+        start_engine(str(model_folder), **OPTIONS, handover=tmp_path / FILE_NAME)

@@ -1,0 +1,89 @@
+"""From the configuration to the trainer's model: loaded, with adapters, ready to be trained."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo.config import Config, ConfigError
+from grpo.weights.adapters import load_adapter, make_lora
+
+
+def load_model(path: str, config: Config, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A Hugging Face causal language model in ``dtype`` on ``device``."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        os.path.expanduser(path), dtype=dtype,
+        attn_implementation=config.train_model.attn_implementation)
+    return model.to(device)
+
+
+def prepare_model(model: nn.Module, config: Config, *, adapter: Path | None = None) -> None:
+    """Training mode, gradient checkpointing, compiled layers and adapters, as configured.
+
+    Args:
+        model: changed in place.
+        config: the run's.
+        adapter: folder with the adapters' values; None: new ones, which change nothing yet.
+    """
+    options = config.train_model
+    model.train()
+    model.requires_grad_(True)
+    _switch_dropout_off(model)
+    if options.layer_indices is not None:
+        _train_only_layers(model, options.layer_indices)
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if options.lora.enabled:
+        make_lora(model, **options.lora.options())
+        if adapter is not None:
+            load_adapter(model, adapter)
+    if options.compile:
+        layers = getattr(model.base_model, "layers", None)
+        if layers is None:
+            raise ConfigError(f"train_model.compile=true: {type(model).__name__} has no list of "
+                              "decoder layers to compile; set it to false")
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward)
+
+
+def _train_only_layers(model: nn.Module, indices: list[int]) -> None:
+    """Freeze everything but some decoder layers."""
+    layers = getattr(model.base_model, "layers", None)
+    if layers is None:
+        raise ConfigError(f"train_model.layer_indices={indices}: {type(model).__name__} has no "
+                          "list of decoder layers to choose from; remove it")
+    if wrong := [i for i in indices if i >= len(layers)]:
+        raise ConfigError(f"train_model.layer_indices: {wrong} are not among the model's layers 0 "
+                          f"to {len(layers) - 1}")
+    model.requires_grad_(False)
+    for index in indices:
+        layers[index].requires_grad_(True)
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    """The engine samples without dropout, so with it on-policy ratios would not be 1."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def eos_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's, and those of the generation configuration."""
+    from transformers import AutoConfig, GenerationConfig
+
+    ids = {tokenizer.eos_token_id}
+    try:
+        source = GenerationConfig.from_pretrained(path)
+    except OSError:  # models without that file
+        source = AutoConfig.from_pretrained(path)
+    more = source.eos_token_id
+    ids |= set(more) if isinstance(more, list) else {more}
+    return tuple(sorted(i for i in ids if i is not None))

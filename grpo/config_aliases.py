@@ -1,0 +1,73 @@
+"""Names that earlier systems gave to keys of the configuration, accepted with the new name printed.
+
+They may stand at the top level or in the section ``train``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: Earlier name -> (section, key) of today.
+ALIASES = {
+    "init_kl_coeff": ("train", "kl_to_ref_coeff"),
+    "kl_target": ("kl_controller", "target"),
+    "kl_horizon": ("kl_controller", "horizon"),
+    "kl_ctl_step_size": ("kl_controller", "step"),
+    "maxent_tau": ("maxent", "tau"),
+    "maxent_q_temperature": ("maxent", "q_temperature"),
+    "maxent_q_epsilon": ("maxent", "q_epsilon"),
+    "maxent_length_normalize_ref": ("maxent", "length_normalize_ref"),
+}
+# The only earlier name in a section of its own.
+_KL_COEF = ("policy", "kl_coef")
+
+
+def accept_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Move the values of earlier names to the keys of today and print each move.
+
+    A ``kl_controller`` that is only given by earlier names is of the kind they belonged to,
+    ``horizon``. A null is no value.
+
+    Args:
+        values: sections of a configuration, unchecked; left as they are.
+
+    Returns:
+        The same without earlier names.
+
+    Raises:
+        ValueError: if a setting is given by two names with two values.
+
+    Examples:
+        >>> accept_aliases({"train": {"maxent_tau": 0.5}})
+        train.maxent_tau is now called maxent.tau; using 0.5
+        {'train': {}, 'maxent': {'tau': 0.5}}
+    """
+    out = {name: dict(value) if isinstance(value, Mapping) else value
+           for name, value in values.items()}
+    for old, new in ALIASES.items():
+        for section in (None, "train"):
+            _move(out, (section, old), new)
+    _move(out, _KL_COEF, ALIASES["init_kl_coeff"])
+    return out
+
+
+def _move(values: dict[str, Any], old: tuple[str | None, str], new: tuple[str, str]) -> None:
+    holder = values if old[0] is None else values.get(old[0])
+    if not isinstance(holder, dict) or old[1] not in holder:
+        return
+    section = values.setdefault(new[0], {})
+    if not isinstance(section, dict):  # ill-typed, which is reported later
+        return
+    value, former = holder.pop(old[1]), ".".join(part for part in old if part)
+    if value is None:
+        return
+    today = ".".join(new)
+    if section.get(new[1]) not in (None, value):
+        raise ValueError(f"{former}={value} and {today}={section[new[1]]} are the same setting; "
+                         "give one")
+    print(f"{former} is now called {today}; using {value}")
+    section[new[1]] = value
+    if new[0] == "kl_controller" and section.get("kind") is None:
+        section["kind"] = "horizon"
+        print(f"{former} belongs to kl_controller.kind=horizon; using that")

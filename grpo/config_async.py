@@ -1,0 +1,104 @@
+"""The configuration of ``grpo-async.py``: that of every run, who computes on which devices, how old
+rollouts may be, and Ray."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from grpo.config import Config, TrainConfig
+from grpo.config_model import InferenceModelConfig, RefModelConfig, Sync, TrainModelConfig
+from grpo.config_objective import Section
+
+Device = Annotated[int, Field(ge=0)]
+
+
+class AsyncTrainConfig(TrainConfig):
+    """The loop, and how far generation may run ahead of it."""
+
+    staleness: int = Field(1, ge=0)
+    """Weight updates that may lie between a token and its training; 0: none, on-policy."""
+    group_deadline: float | None = Field(None, gt=0)
+    """Seconds that a group may take; then it is generated again elsewhere. null: any time."""
+    oversample: float = Field(0.0, ge=0)
+    """Share of groups started beyond those a batch needs, so that it need not wait for the slowest
+    ones."""
+    rollout_timeout: float = Field(1800.0, gt=0)
+    """Seconds without a finished group after which the run ends, resumable."""
+
+
+class PlacedTrainModel(TrainModelConfig):
+    """How the trainer's model computes, and where."""
+
+    num_devices: int | None = Field(None, ge=1)
+    """Devices that train together; null: 1."""
+    devices: list[Device] | None = Field(None, min_length=1)
+    """Their numbers; null: the first that are free."""
+
+
+class PlacedInferenceModel(InferenceModelConfig):
+    """How responses are generated, and where."""
+
+    num_devices: int | None = Field(None, ge=1)
+    """Devices that generate, on a CPU processes; null: those of one engine."""
+    devices: list[Device] | None = Field(None, min_length=1)
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Devices of one engine; there are ``num_devices / tensor_parallel_size`` engines."""
+
+
+class PlacedRefModel(RefModelConfig):
+    """The reference policy, and where it computes."""
+
+    num_devices: int | None = Field(None, ge=1, le=1)
+    """1: a device of its own; null: the trainer's."""
+    devices: list[Device] | None = Field(None, min_length=1, max_length=1)
+
+
+class RayConfig(Section):
+    """Ray, which starts and watches the processes that generate."""
+
+    address: str | None = None
+    """Of a running cluster, or ``auto``; null: Ray is started on this machine, for this run."""
+    max_restarts: int = Field(3, ge=0)
+    """How often, in all, a worker that died is replaced."""
+    start_timeout: float = Field(900.0, gt=0)
+    """Seconds until a worker must have started."""
+
+
+class AsyncConfig(Config):
+    """A whole asynchronous run; see :class:`~grpo.config.Config` for the rest."""
+
+    train: AsyncTrainConfig = Field(default_factory=AsyncTrainConfig)
+    train_model: PlacedTrainModel = Field(default_factory=PlacedTrainModel)
+    inference_model: PlacedInferenceModel = Field(default_factory=PlacedInferenceModel)
+    ref_model: PlacedRefModel = Field(default_factory=PlacedRefModel)
+    ray: RayConfig = Field(default_factory=RayConfig)
+
+    @model_validator(mode="after")
+    def _keys_that_async_runs_read(self) -> AsyncConfig:
+        inference = self.inference_model
+        for key, unread in (("engine", "in_process"), ("url", None), ("weight_sync", "auto")):
+            if (value := getattr(inference, key)) != unread:
+                raise ValueError(f"inference_model.{key}={value} is not read by grpo-async.py, "
+                                 "whose engines are its own workers; remove it")
+        if self.train_model.lora.enabled:
+            raise ValueError("train_model.lora.enabled=true: grpo-async.py trains all weights; use "
+                             "grpo.py for adapters")
+        if self.train.max_sampling_rounds is not None:
+            raise ValueError(f"train.max_sampling_rounds={self.train.max_sampling_rounds} is not "
+                             "read by grpo-async.py; use train.zero_variance_filter")
+        reference = self.ref_model
+        if not self.needs_reference and (reference.num_devices or reference.devices):
+            raise ValueError("ref_model.num_devices and ref_model.devices are not read because "
+                             "train.kl_to_ref_coeff and maxent.beta are null; set the coefficient, "
+                             "or remove them")
+        return self
+
+    @property
+    def weight_sync(self) -> Sync:
+        return "transfer"
+
+    @property
+    def shares_weights(self) -> bool:
+        return False

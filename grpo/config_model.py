@@ -1,0 +1,200 @@
+"""The part of the configuration that says what is trained, what generates, and how weights travel
+between the two. :mod:`grpo.config` puts the sections into a run; ``docs/weights.md`` explains them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from grpo.config_objective import Section
+from grpo.objectives.scorer import HeadKind
+
+EngineKind = Literal["in_process", "process", "server"]
+Sync = Literal["single_copy", "transfer", "lora", "reload", "restart"]
+
+#: Adapters an engine can hold at a time. A server takes up a new one while requests may still
+#: finish with the one before.
+LORA_SLOTS: dict[EngineKind, int] = {"in_process": 1, "process": 1, "server": 2}
+
+# Keys that are read when an engine is started, not by one that runs already.
+_STARTING = ("max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager")
+
+
+class ModelConfig(Section):
+    """What is trained."""
+
+    name: str = "embedded"
+    """Folder or hub id of a causal language model, or ``embedded``."""
+    warm_start_steps: int | None = Field(None, ge=1)
+    warm_start_noise: float | None = Field(None, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _warm_start_is_for_the_embedded_model(self) -> ModelConfig:
+        for key in ("warm_start_steps", "warm_start_noise"):
+            if self.name != "embedded" and getattr(self, key) is not None:
+                raise ValueError(f"model.{key}={getattr(self, key)} is only read with "
+                                 f"model.name=embedded, not {self.name!r}; remove it")
+        return self
+
+
+class LoRAConfig(Section):
+    """Train low-rank adapters instead of the weights."""
+
+    enabled: bool = False
+    r: int = Field(16, ge=1, le=512)
+    """Rank."""
+    alpha: float = Field(32, gt=0)
+    """The adapters' output is scaled by ``alpha / r``."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """On the adapters' input in training. The engine has none, so it moves ratios away from 1."""
+    target_modules: list[str] | None = Field(None, min_length=1)
+    """Last parts of the names of linear modules; null: those of attention and feed-forward."""
+    layer_indices: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
+    """Decoder layers that get adapters; null: all."""
+
+    @model_validator(mode="after")
+    def _keys_need_enabled(self) -> LoRAConfig:
+        if not self.enabled:
+            for key, value in self:
+                if value != type(self).model_fields[key].default:
+                    raise ValueError(f"train_model.lora.{key}={value} is not read because "
+                                     "train_model.lora.enabled is false; set that to true, or "
+                                     "remove it")
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of :func:`grpo.weights.adapters.make_lora`; null leaves its default."""
+        return {key: value for key, value in self.given().items() if key != "enabled"}
+
+
+class TrainModelConfig(Section):
+    """How the trainer's model computes."""
+
+    torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """``auto``: bfloat16 on a GPU, float32 on a CPU. Masters are always float32."""
+    attn_implementation: str | None = None
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    """Compile the decoder layers."""
+    head: HeadKind = "auto"
+    """How log-probs are computed from hidden states; ``auto``: without ever holding all logits."""
+    head_chunk_size: int | None = Field(None, ge=1)
+    """Tokens whose logits exist at a time; null: by device."""
+    layer_indices: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
+    """Decoder layers that are trained, everything else being frozen; null: all of the model."""
+    lora: LoRAConfig = Field(default_factory=LoRAConfig)
+
+    @model_validator(mode="after")
+    def _layers_are_the_models_or_the_adapters(self) -> TrainModelConfig:
+        if self.lora.enabled and self.layer_indices is not None:
+            raise ValueError(f"train_model.layer_indices={self.layer_indices} chooses weights to "
+                             "train, but with train_model.lora.enabled=true there are none; use "
+                             "train_model.lora.layer_indices")
+        return self
+
+
+class InferenceModelConfig(Section):
+    """How responses are generated, and how weights get there."""
+
+    backend: Literal["auto", "vllm", "transformers"] = "auto"
+    engine: EngineKind = "in_process"
+    """Where vLLM runs: in the trainer's process, in one of its own, or behind our HTTP server."""
+    url: str | None = None
+    """``http://host:port`` of a server that runs already; null: the run starts its own."""
+    weight_sync: Literal["auto"] | Sync = "auto"
+    """``auto``: adapters where those are trained, else one copy, else a transfer."""
+    temperature: float = Field(1.0, gt=0)
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest response; null: 1024, and 128 for the embedded model on problems it cannot solve."""
+    max_model_len: int | None = Field(None, ge=2)
+    max_num_seqs: int | None = Field(None, ge=1)
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    kv_cache_memory_bytes: int | None = Field(None, ge=1)
+    enforce_eager: bool | None = None
+    """null: CUDA graphs on a GPU, nothing compiled on a CPU."""
+    ignore_eos: bool = False
+    """Always generate ``max_tokens``; for benchmarks."""
+
+    @model_validator(mode="after")
+    def _the_url_is_a_servers(self) -> InferenceModelConfig:
+        if self.url is None:
+            return self
+        if self.engine != "server":
+            raise ValueError(f"inference_model.url={self.url} is not read by inference_model."
+                             f"engine={self.engine}; set engine=server, or remove it")
+        for key in _STARTING:
+            if (value := getattr(self, key)) is not None:
+                raise ValueError(f"inference_model.{key}={value} is not read because the server at "
+                                 f"inference_model.url={self.url} runs already; start that with "
+                                 "the option, or remove it")
+        return self
+
+    @property
+    def on_this_host(self) -> bool:
+        """Whether the engine can share memory with the trainer."""
+        if self.url is None:
+            return True
+        host = urlsplit(self.url).hostname or ""
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
+
+
+def resolve_sync(inference: InferenceModelConfig, lora: LoRAConfig) -> Sync:
+    """How weights reach a vLLM engine.
+
+    Raises:
+        ValueError: for a ``weight_sync`` that the other keys rule out, with what to change.
+
+    Examples:
+        >>> resolve_sync(InferenceModelConfig(), LoRAConfig())
+        'single_copy'
+        >>> resolve_sync(InferenceModelConfig(), LoRAConfig(enabled=True))
+        'lora'
+        >>> far = InferenceModelConfig(engine="server", url="http://10.0.0.2:9001")
+        >>> resolve_sync(far, LoRAConfig())
+        'transfer'
+    """
+    chosen = inference.weight_sync
+    if chosen == "auto":
+        if lora.enabled:
+            return "lora"
+        return "single_copy" if inference.on_this_host else "transfer"
+    if problem := _obstacle(chosen, inference, lora):
+        raise ValueError(f"inference_model.weight_sync={chosen} {problem}")
+    return chosen
+
+
+def _obstacle(chosen: Sync, inference: InferenceModelConfig, lora: LoRAConfig) -> str | None:
+    """Why a way is impossible and what to do about it; None if it is possible."""
+    if chosen == "lora" and not lora.enabled:
+        return ("carries adapters, but train_model.lora.enabled is false; set that to true, or "
+                "weight_sync=auto")
+    if lora.enabled and chosen in ("single_copy", "transfer", "reload"):
+        return ("carries all weights, but with train_model.lora.enabled=true only adapters are "
+                "trained; use weight_sync=lora, or restart with engine=server")
+    if chosen == "transfer" and inference.engine == "in_process":
+        return ("copies into an engine with memory of its own, but with inference_model.engine="
+                "in_process there is none; use weight_sync=single_copy, or engine=process")
+    if chosen == "restart" and inference.engine != "server":
+        return (f"stops a server and starts another, but inference_model.engine={inference.engine} "
+                "is none; use engine=server, or weight_sync=reload")
+    if chosen == "restart" and inference.url is not None:
+        return (f"needs a server that the run has started, not one at inference_model.url="
+                f"{inference.url}; remove the url, or use weight_sync=reload")
+    if chosen == "single_copy" and not inference.on_this_host:
+        return (f"shares memory, but the server at inference_model.url={inference.url} may be on "
+                "another host; use weight_sync=transfer, or the address 127.0.0.1 if it is not")
+    return None
+
+
+class RefModelConfig(Section):
+    """The reference policy of ``train.kl_to_ref_coeff`` and ``maxent.beta``."""
+
+    name: str | None = None
+    """null: the model the run starts from; with adapters that is the model without them."""

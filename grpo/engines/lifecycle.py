@@ -1,0 +1,129 @@
+"""The end of an engine: everything it had goes, and nothing that others use.
+
+vLLM leaves two things to be desired. An engine that ends takes torch.distributed with it, which all
+in-process engines, and perhaps a trainer, use too. And a worker process that is killed leaves its
+shared memory in ``/dev/shm`` until the interpreter that started it ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+# Names that Python's multiprocessing gives; anything else in the folder, such as a checkpoint that
+# a worker has mapped, belongs to somebody.
+_NAMED_BY_PYTHON = {"psm_": "shared_memory", "sem.mp-": "semaphore"}
+_SHM = Path("/dev/shm")
+# Seconds for a worker to end after vLLM has killed it.
+_REAP = 5.0
+
+# Engines whose model is in this process, and whether the first of them started torch.distributed.
+_in_process: weakref.WeakSet[LLM] = weakref.WeakSet()
+_distributed_is_theirs = False
+# Shared memory of the workers of engines with processes of their own.
+_shared_memory: weakref.WeakKeyDictionary[LLM, set[Path]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """While vLLM starts an engine: torch.distributed is the engines' if it was not there before."""
+    global _distributed_is_theirs
+    _keep_distributed()
+    before = torch.distributed.is_initialized()
+    try:
+        yield
+    finally:
+        if not before:
+            _distributed_is_theirs = torch.distributed.is_initialized()
+
+
+def remember(engine: LLM) -> None:
+    """What :func:`stop_engine` will have to clear, while the engine can still tell."""
+    workers = _workers(engine)
+    if not workers:
+        _in_process.add(engine)
+    _shared_memory[engine] = set().union(*(shared_memory_of(worker.pid) for worker in workers))
+
+
+def stop_engine(engine: LLM) -> None:
+    """Stop an engine, whether or not its worker processes still live.
+
+    Afterwards its processes are gone and so is their shared memory. The last engine without a
+    process of its own also leaves torch.distributed, if such an engine had initialised it; until
+    then the other engines of this process run on. Weights live on while somebody holds a view or a
+    mapping of them.
+    """
+    _in_process.discard(engine)
+    workers, left = _workers(engine), _shared_memory.pop(engine, set())
+    engine.llm_engine.engine_core.shutdown()
+    for worker in workers:
+        worker.join(_REAP)
+    gc.collect()  # vLLM removes what this process made when the last reference goes
+    for path in left:
+        _unlink(path, tracked=workers[0]._start_method == "spawn")
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def shared_memory_of(pid: int) -> set[Path]:
+    """Named shared memory that a process has mapped and that Python's multiprocessing made.
+
+    Examples:
+        >>> from multiprocessing.shared_memory import SharedMemory
+        >>> import os
+        >>> memory = SharedMemory(create=True, size=64)
+        >>> Path("/dev/shm", memory.name) in shared_memory_of(os.getpid())
+        True
+        >>> memory.close(), memory.unlink()
+        (None, None)
+    """
+    mapped = {Path(line.split(maxsplit=5)[5]) for line in
+              Path(f"/proc/{pid}/maps").read_text().splitlines() if f" {_SHM}/" in line}
+    # A file that was removed is shown with "(deleted)" behind its name.
+    return {path for path in mapped if path.parent == _SHM and path.exists()
+            and path.name.startswith(tuple(_NAMED_BY_PYTHON))}
+
+
+def _keep_distributed() -> None:
+    """Let vLLM destroy torch.distributed only when its last engine here ends, if it made it."""
+    from vllm import envs
+    from vllm.v1.engine import core
+
+    clean_up = core.cleanup_dist_env_and_memory
+    if clean_up.__name__ == "clean_up_after_the_last":
+        return
+
+    def clean_up_after_the_last() -> None:
+        global _distributed_is_theirs
+        if _distributed_is_theirs and not list(_in_process):
+            clean_up()
+            _distributed_is_theirs = False
+        else:
+            envs.disable_envs_cache()  # the rest of it that is not about distribution
+
+    core.cleanup_dist_env_and_memory = clean_up_after_the_last
+
+
+def _workers(engine: LLM) -> list:
+    """The processes of an engine's workers; none if its model is in this process."""
+    executor = getattr(engine.llm_engine, "model_executor", None)
+    return [worker.proc for worker in getattr(executor, "workers", ())]
+
+
+def _unlink(path: Path, *, tracked: bool) -> None:
+    if not path.exists():
+        return
+    path.unlink()
+    if tracked:  # else the tracker would warn of a leak when this interpreter ends
+        prefix = next(prefix for prefix in _NAMED_BY_PYTHON if path.name.startswith(prefix))
+        resource_tracker.unregister(f"/{path.name.removeprefix('sem.')}", _NAMED_BY_PYTHON[prefix])

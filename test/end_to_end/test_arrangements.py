@@ -1,0 +1,114 @@
+"""``grpo.py`` with real vLLM in every arrangement of trainer and engine, one after the other."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo.engines.process import EngineProcess, server_command
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytest.importorskip("vllm")
+
+TINY = ("model.warm_start_steps=20", "env.num_envs=8", "env.repeats=4",
+        "train.total_dialog_turns=96", "train.eval_frequency=0", "train.checkpoint_frequency=2",
+        "inference_model.backend=vllm", "env.reward=negative_length", "optimizer.lr=3e-3",
+        "optimizer.schedule=constant", "inference_model.max_tokens=8")
+LORA = ("train_model.lora.enabled=true", "train.kl_to_ref_coeff=0.01")
+# Once, because a server takes most of a minute to start.
+RESTART = ("inference_model.weight_sync=restart", "train.total_dialog_turns=32")
+PROCESS, SERVER = "inference_model.engine=process", "inference_model.engine=server"
+
+ARRANGEMENTS = {
+    "in process, adapters": LORA,
+    "in process, adapters as views": (*LORA, "train_model.lora.alpha=16"),
+    "in process, reload": ("inference_model.weight_sync=reload",),
+    "process": (PROCESS,),
+    "process, adapters": (PROCESS, *LORA),
+    "process, reload": (PROCESS, "inference_model.weight_sync=reload"),
+    "process, transfer": (PROCESS, "inference_model.weight_sync=transfer"),
+    "server": (SERVER,),
+    "server, adapters": (SERVER, *LORA),
+    "server, reload": (SERVER, "inference_model.weight_sync=reload"),
+    "server, transfer": (SERVER, "inference_model.weight_sync=transfer"),
+    "server, restart": (SERVER, *RESTART),
+    "server, restart with adapters": (SERVER, *LORA, *RESTART),
+}
+
+
+def check_run(runner, name: str, *, iterations: int = 3) -> list[dict]:
+    """Every update reached the engine, and on-policy ratios are 1, which they are not for old
+    weights."""
+    rows = runner.metrics(runner.folder / "outputs" / name)[1:]
+    assert [row["step"] for row in rows] == list(range(1, iterations + 1))
+    for row in rows:
+        assert row["canary/max_abs_diff"] < 1e-4
+        assert row["policy/version"] == row["step"]
+        assert row["policy/age_max"] == 0  # tokens are dated by the version that sampled them
+        assert row["policy/ratio_min"] == pytest.approx(1, abs=1e-3)
+        assert row["policy/ratio_max"] == pytest.approx(1, abs=1e-3)
+        assert row["train/grad_norm"] > 0
+    return rows
+
+
+def left_behind(runner) -> list[str]:
+    """Commands of processes that the runner's runs have started and not ended."""
+    mark = f"XDG_CACHE_HOME={runner.environment['XDG_CACHE_HOME']}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_text())
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_each_update_reaches_the_engine(runner, name):
+    output = runner.run(*TINY, *ARRANGEMENTS[name], "hydra.run.dir=outputs/run")
+    check_run(runner, "run", iterations=1 if RESTART[0] in ARRANGEMENTS[name] else 3)
+    result = "final_adapter" if LORA[0] in ARRANGEMENTS[name] else "final_model"
+    assert (runner.folder / "outputs" / "run" / result).is_dir() and result in output
+    deadline = time.monotonic() + 10
+    while (left := left_behind(runner)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+@pytest.mark.parametrize("way", [LORA, ("inference_model.weight_sync=reload",)],
+                         ids=["adapters", "reload"])
+def test_a_run_with_a_server_goes_on_as_if_it_had_not_stopped(runner, way):
+    options = (*TINY, SERVER, *way)
+    runner.run(*options, "hydra.run.dir=outputs/whole")
+    runner.run(*options, "train.total_dialog_turns=64", "hydra.run.dir=outputs/cut")
+    runner.run(*options, "resume=outputs/cut")
+    whole, cut = check_run(runner, "whole"), check_run(runner, "cut")
+    for name in ("reward/mean", "policy/entropy", "tokens/response_mean"):
+        assert cut[-1][name] == pytest.approx(whole[-1][name], abs=1e-4)
+
+
+@pytest.mark.parametrize("way", [(), ("inference_model.weight_sync=transfer",),
+                                 ("inference_model.weight_sync=reload",)],
+                         ids=["single copy", "transfer", "reload"])
+def test_a_server_that_runs_already_serves_one_run_after_another(runner, tmp_path, way, script,
+                                                                 monkeypatch):
+    """Whatever it was left with: the second run starts from other weights."""
+    from grpo import build
+
+    config = script.load_config(script.compose("grpo", list(TINY)))
+    monkeypatch.setenv("XDG_CACHE_HOME", runner.environment["XDG_CACHE_HOME"])
+    model = build.model_folder(config, build.build_task(config))
+    command = server_command(model, dtype="float32", max_model_len=64, max_num_seqs=32,
+                             kv_cache_memory_bytes=64 << 20)
+    with EngineProcess(command, start_timeout=240, log_path=tmp_path / "server.log") as server:
+        url = f"inference_model.url={server.url}"
+        for name in ("one", "two"):
+            runner.run(*TINY, SERVER, url, *way, f"hydra.run.dir=outputs/{name}")
+            check_run(runner, name)
+        assert server.client().info()["policy_version"] == 3
+    one, two = (runner.metrics(runner.folder / "outputs" / name) for name in ("one", "two"))
+    assert one[0]["eval/accuracy"] == two[0]["eval/accuracy"]
+    assert one[-1]["reward/mean"] == pytest.approx(two[-1]["reward/mean"], abs=1e-4)

@@ -1,0 +1,84 @@
+"""Earlier names of keys: accepted where they stood, printed with the new name, never ambiguous."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo.config import ConfigError, load_config
+from grpo.config_aliases import ALIASES
+
+# For each earlier name a value, and what else its key needs to be read.
+MAXENT = {"train": {"objective": "maxent_listwise", "aggregation": "prompt"}}
+VALUES = {"init_kl_coeff": 0.1, "kl_target": 0.2, "kl_horizon": 50.0, "kl_ctl_step_size": 0.3,
+          "maxent_tau": 0.5, "maxent_q_temperature": 2.0, "maxent_q_epsilon": 0.1,
+          "maxent_length_normalize_ref": False}
+CONTROLLED = {"init_kl_coeff": 0.1, "kl_target": 0.2, "kl_horizon": 50.0}
+
+
+def config(given: dict, *, where: str, **sections):
+    """A configuration with earlier names, and what makes their keys be read."""
+    values = {name: dict(section) for name, section in sections.items()}
+    (values if where == "top" else values.setdefault("train", {})).update(given)
+    return values
+
+
+def needed(name: str) -> tuple[dict, dict]:
+    """The other earlier names and the sections without which ``name`` would not be read."""
+    if name.startswith("maxent"):
+        beta = {"maxent": {"beta": 0.1}} if name == "maxent_length_normalize_ref" else {}
+        return {}, MAXENT | beta
+    return ({} if name == "init_kl_coeff" else CONTROLLED), {}
+
+
+def test_every_alias_is_tried_here():
+    assert VALUES.keys() == ALIASES.keys()
+
+
+@pytest.mark.parametrize("where", ["top", "train"])
+@pytest.mark.parametrize("name", VALUES)
+def test_an_earlier_name_sets_the_key_of_today_and_prints_it(name, where, capsys):
+    others, sections = needed(name)
+    loaded = load_config(config({**others, name: VALUES[name]}, where=where, **sections))
+    section, key = ALIASES[name]
+    assert getattr(getattr(loaded, section), key) == VALUES[name]
+    former = name if where == "top" else f"train.{name}"
+    assert f"{former} is now called {section}.{key}; using {VALUES[name]}\n" in (
+        capsys.readouterr().out)
+
+
+def test_the_earlier_controller_is_the_one_with_a_horizon_and_moves():
+    loaded = load_config(config(CONTROLLED, where="train"))
+    assert loaded.kl_controller.kind == "horizon"
+    controller = loaded.kl_controller.controller(loaded.train.kl_to_ref_coeff)
+    assert controller.update(10.0) > 0.1 > load_config(
+        config(CONTROLLED, where="top")).kl_controller.controller(0.1).update(0.0)
+
+
+def test_another_kind_of_controller_stays_and_says_what_it_does_not_read():
+    with pytest.raises(ConfigError, match="horizon"):
+        load_config(config(CONTROLLED, where="top", kl_controller={"kind": "band"}))
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_two_names_with_two_values_are_refused(name):
+    others, sections = needed(name)
+    section, key = ALIASES[name]
+    values = config({**others, name: VALUES[name]}, where="top", **sections)
+    values[section] = {**values.get(section, {}), key: True if key.startswith("length") else 0.9}
+    with pytest.raises(ConfigError, match=rf"{name}=.* and {section}\.{key}=.*give one"):
+        load_config(values)
+
+
+def test_the_same_value_under_both_names_is_accepted():
+    values = config({"init_kl_coeff": 0.1}, where="top", train={"kl_to_ref_coeff": 0.1})
+    assert load_config(values).train.kl_to_ref_coeff == 0.1
+
+
+def test_a_null_is_no_value(capsys):
+    load_config(config(dict.fromkeys(ALIASES), where="train"))
+    assert capsys.readouterr().out == ""
+
+
+def test_a_section_of_the_wrong_type_is_reported_as_such():
+    with pytest.raises(ConfigError, match="maxent"):
+        load_config({"maxent": 3, "maxent_tau": 0.5})

@@ -1,0 +1,67 @@
+"""Weights reach an engine whose layers are compiled.
+
+Collected by ``test_compiled_engine.py``, in a process apart: whether a process compiles is decided
+when it first imports vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo.engines.handle import InProcessEngine
+from grpo.engines.inprocess import start_engine
+from grpo.training import MasterAdamW
+from grpo.weights import SharedCopy, SingleCopy
+from grpo.weights.adapters import make_lora
+from grpo.weights.lora import LoRASync
+
+from .steps import gap, load, policy_of, train_once
+
+MAX_RANK = 8
+
+
+@pytest.fixture(scope="module", params=[
+    "in process", pytest.param("own process", marks=pytest.mark.slow)])
+def engine(request, model_folder) -> InProcessEngine:
+    kernels = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    before = set(kernels.rglob("*.cpp"))
+    llm = start_engine(str(model_folder), device=torch.device("cpu"), dtype=torch.float32,
+                       max_model_len=256, max_num_seqs=64, enforce_eager=False,
+                       separate_process=request.param == "own process", max_lora_rank=MAX_RANK)
+    engine = InProcessEngine(llm)
+    policy_of(llm).generate_from_ids([[5, 6, 7]])
+    assert set(kernels.rglob("*.cpp")) - before, "nothing was compiled"
+    return engine
+
+
+def test_a_compiled_engine_follows_every_update_of_one_copy(engine, model_folder):
+    model = load(model_folder)
+    weights = SharedCopy(model, engine) if engine.workers else SingleCopy(model, engine.llm)
+    policy = policy_of(engine.llm, weights)
+    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
+    assert gap(model, policy) < 1e-4
+    for version in (1, 2, 3):
+        assert train_once(model, policy, optimizer) > 1e-3
+        assert weights.publish() == version
+        assert gap(model, policy) < 1e-4
+    assert weights.unshared() == weights.differing() == []
+
+
+@pytest.mark.parametrize("how", ["views", "write"])
+def test_a_compiled_engine_follows_every_update_of_adapters(engine, model_folder, how):
+    if how == "views" and engine.workers:
+        pytest.skip("views need the engine's memory")
+    engine.collective_rpc("load_checkpoint", str(model_folder), timeout=30)
+    model = make_lora(load(model_folder), r=MAX_RANK, alpha=MAX_RANK)
+    weights = LoRASync(model, engine, how=how)
+    policy = policy_of(engine.llm, weights, lora_request=weights.lora_request)
+    optimizer = MasterAdamW(model.parameters(), lr=3e-2)
+    for version in (1, 2):
+        assert train_once(model, policy, optimizer) > 1e-3
+        assert weights.publish() == version
+        assert gap(model, policy) < 1e-4
+    weights.close()

@@ -1,0 +1,155 @@
+"""Ways to bring new weights to an engine in another process, on one real engine for all of them.
+
+Tests run from top to bottom: the last kills the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo.training import MasterAdamW
+from grpo.weights.layout import LayoutError
+from grpo.weights.reload import CheckpointReload
+from grpo.weights.shared import SharedCopy
+
+from .steps import PROMPTS, gap, load, policy_of, train_once
+from .traces import Traces, killed_while_it_waits
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+MAX_RANK = 8
+
+
+@pytest.fixture(scope="module")
+def served(model_folder):
+    """The engine, and what of it must be gone after the last test."""
+    from grpo.engines.handle import InProcessEngine
+    from grpo.engines.inprocess import start_engine, stop_engine
+
+    traces = Traces()
+    llm = start_engine(str(model_folder), device=torch.device("cpu"), dtype=torch.float32,
+                       max_model_len=256, max_num_seqs=64, separate_process=True,
+                       max_lora_rank=MAX_RANK)
+    yield InProcessEngine(llm), traces
+    stop_engine(llm)
+
+
+@pytest.fixture
+def handle(served, model_folder):
+    """The engine with the weights of the folder, whatever the test before has left."""
+    served[0].collective_rpc("load_checkpoint", str(model_folder), timeout=30)
+    assert served[0].reset_prefix_cache(timeout=10)
+    return served[0]
+
+
+def test_one_memory_in_two_processes_follows_every_update(handle, model_folder):
+    model = load(model_folder)
+    weights = SharedCopy(model, handle, timeout=20.0)
+    policy = policy_of(handle.llm, weights)
+    inode = handle.collective_rpc("export_weights", timeout=10)[0]["storages"][0]["handle"]["inode"]
+    for pid in (os.getpid(), handle.workers[0].proc.pid):  # the very same file is mapped by both
+        assert f" {inode} " in Path(f"/proc/{pid}/maps").read_text()
+    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
+    assert gap(model, policy) < 1e-4
+    for version in (1, 2, 3):
+        assert train_once(model, policy, optimizer) > 1e-3
+        assert weights.publish() == version == handle.version
+        assert gap(model, policy) < 1e-4
+        assert weights.differing() == weights.unshared() == []
+
+
+def test_a_reloaded_checkpoint_reaches_the_engine_at_every_update(
+        handle, model_folder, tokenizer, tmp_path):
+    model = load(model_folder)
+    weights = CheckpointReload(model, tokenizer, handle, tmp_path, timeout=60.0)
+    policy = policy_of(handle.llm, weights)
+    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
+    for version in (1, 2):
+        assert train_once(model, policy, optimizer) > 1e-3
+        assert gap(model, policy) > 1e-2, "the engine should have the older weights still"
+        assert weights.publish() == version == handle.version
+        assert gap(model, policy) < 1e-4
+        assert weights.differing() == []
+
+
+@pytest.mark.parametrize("how", ["write", "load"])
+def test_adapters_in_memory_reach_the_engine_at_every_update(handle, model_folder, how):
+    pytest.importorskip("peft")
+    from grpo.weights.adapters import adapters_disabled, make_lora
+    from grpo.weights.lora import LoRASync
+
+    model = make_lora(load(model_folder), r=4, alpha=12)
+    weights = LoRASync(model, handle, how=how, timeout=20.0)
+    policy = policy_of(handle.llm, weights, lora_request=weights.lora_request)
+    optimizer = MasterAdamW(model.parameters(), lr=3e-2)
+    for version in (1, 2, 3):
+        assert train_once(model, policy, optimizer) > 1e-3
+        assert weights.publish() == version == handle.version
+        assert gap(model, policy) < 1e-4
+        assert weights.differing() == []
+    with adapters_disabled(model):
+        assert gap(model, policy_of(handle.llm)) < 1e-4
+        assert gap(model, policy) > 1e-3, "the adapter changed nothing"
+    weights.close()
+
+
+def test_another_model_or_type_on_the_other_side_is_refused_by_name(
+        handle, model_folder, make_model, tokenizer):
+    narrower = make_model(dtype=torch.float32, vocab_size=len(tokenizer))
+    with pytest.raises(LayoutError, match=r"self_attn\.q_proj\.weight: shape \(16, 16\) does not"):
+        SharedCopy(narrower, handle)
+    model = load(model_folder, dtype=torch.bfloat16)
+    before = {name: param.data_ptr() for name, param in model.named_parameters()}
+    with pytest.raises(LayoutError, match=r"q_proj\.weight: dtype torch\.bfloat16 here, "
+                                          r"torch\.float32 in the engine"):
+        SharedCopy(model, handle)
+    assert {name: param.data_ptr() for name, param in model.named_parameters()} == before
+    assert handle.alive()
+
+
+def test_a_busy_prefix_cache_is_an_error_at_the_deadline_and_no_update(handle, model_folder):
+    from vllm import SamplingParams
+
+    weights = SharedCopy(load(model_folder), handle, timeout=0.5)
+    core = handle.llm.llm_engine
+    core.add_request("busy", {"prompt_token_ids": PROMPTS[0]},
+                     SamplingParams(max_tokens=20, ignore_eos=True))
+    core.step()
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="waited 0.5 s for vLLM engine .* still running"):
+        weights.publish()
+    assert 0.5 <= time.monotonic() - begin < 3 and weights.version == 0
+    handle.pause("abort", timeout=5)
+    assert weights.publish() == 1
+
+
+def test_a_kill_during_an_update_leaves_the_trainer_and_other_engines_and_nothing_else(
+        served, engine, handle, model_folder):
+    """``engine`` is the session's, in this process: it must outlive the other one's end."""
+    from grpo.engines.handle import EngineError
+    from grpo.engines.inprocess import stop_engine
+
+    model = load(model_folder)
+    weights = SharedCopy(model, handle, timeout=30.0)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    served[1].watch(handle.workers[0].proc.pid)
+    begin = time.monotonic()
+    with killed_while_it_waits(handle.workers[0].proc.pid), pytest.raises(
+            EngineError, match="its worker process ended during synchronize.*weights are intact"):
+        weights.publish()
+    assert time.monotonic() - begin < 10
+    assert weights.version == 0 and not handle.alive()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            assert torch.equal(param, before[name])
+            param.add_(1.0)  # still writable
+    stop_engine(handle.llm)
+    served[1].check_nothing_is_left()
+    assert torch.distributed.is_initialized()
+    assert gap(load(model_folder), policy_of(engine)) < 1e-4
