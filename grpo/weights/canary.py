@@ -32,6 +32,9 @@ TOLERANCE = {
 #: Attention kernels of GPUs multiply float32 in reduced precision.
 CUDA_FLOAT32_TOLERANCE = (1e-3, 2e-2)
 
+# Prompts of so many tokens may be cut to one length.
+_ENOUGH_TOKENS = 16
+
 
 class StaleWeightsError(RuntimeError):
     """The engine does not generate with the trainer's weights."""
@@ -59,7 +62,7 @@ class Canary:
         scorer: what the loss scores tokens with.
         weights: names the parameters that differ when the check fails.
         prompts: token ids of a few prompts, at most as long as the policy's own; cut from the left
-            to the length of the shortest.
+            to the length of the shortest, unless that is very short.
         max_tokens: tokens generated for each prompt. Two check prefill and decoding; each more
             costs another pass of the engine.
         tolerance: ``(mean, max)`` in nats; by default chosen by the weights' dtype.
@@ -87,9 +90,11 @@ class Canary:
         on_gpu = next(scorer.model.parameters()).is_cuda
         self.tolerance = tolerance or (
             CUDA_FLOAT32_TOLERANCE if on_gpu and dtype == torch.float32 else TOLERANCE[dtype])
-        # Of one length, so that no attention mask has to be made for the scorer.
-        shortest = min(map(len, prompts))
-        self.prompts = policy.pad_prompts([prompt[-shortest:] for prompt in prompts])
+        # Of one length, so that no attention mask has to be made for the scorer; but very short
+        # prompts would leave attention nothing to do.
+        if (shortest := min(map(len, prompts))) >= _ENOUGH_TOKENS:
+            prompts = [prompt[-shortest:] for prompt in prompts]
+        self.prompts = policy.pad_prompts(prompts)
         self.failures = 0
 
     def check(self) -> CanaryReport:
