@@ -36,6 +36,12 @@ CUDA_FLOAT32_TOLERANCE = (1e-3, 2e-2)
 _ENOUGH_TOKENS = 16
 
 
+def canary_tolerance(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """``(mean, max)`` in nats for a model that computes in ``dtype``."""
+    on_gpu = device.type == "cuda"
+    return CUDA_FLOAT32_TOLERANCE if on_gpu and dtype == torch.float32 else TOLERANCE[dtype]
+
+
 class StaleWeightsError(RuntimeError):
     """The engine does not generate with the trainer's weights."""
 
@@ -87,9 +93,8 @@ class Canary:
         self.policy = policy.with_sampling(max_tokens=max_tokens)
         self.scorer, self.weights = scorer, weights
         dtype = next(scorer.model.parameters()).dtype
-        on_gpu = next(scorer.model.parameters()).is_cuda
-        self.tolerance = tolerance or (
-            CUDA_FLOAT32_TOLERANCE if on_gpu and dtype == torch.float32 else TOLERANCE[dtype])
+        self.tolerance = tolerance or canary_tolerance(
+            dtype, next(scorer.model.parameters()).device)
         # Of one length, so that no attention mask has to be made for the scorer; but very short
         # prompts would leave attention nothing to do.
         if (shortest := min(map(len, prompts))) >= _ENOUGH_TOKENS:

@@ -26,6 +26,12 @@ Transport: TypeAlias = Literal["nccl", "gloo"]
 _WATCHDOG_SECONDS = 24 * 3600
 _POLL_SECONDS = 2e-4
 
+#: Tensors of fewer bytes travel packed together: NCCL needs about 30 us a message, in which it
+#: moves some 10 MB.
+SMALL_BYTES = 16 << 20
+# Parts of a packed message begin at multiples of the largest dtype.
+_ALIGNMENT = 16
+
 
 class TransferError(RuntimeError):
     """Weights did not reach the engine."""
@@ -192,6 +198,36 @@ def _outlive(group: Any, works: list[Any]) -> None:
     """Keep ``group`` until its sends have ended: Gloo would block whoever drops it before."""
     while not all(work.is_completed() for work in works):
         time.sleep(100 * _POLL_SECONDS)
+
+
+class Packing:
+    """Several small tensors as one message: a message costs time, however small it is.
+
+    Args:
+        sizes: bytes of each tensor.
+        device: of the message.
+
+    Examples:
+        >>> one, two = torch.tensor([1.0]), torch.tensor([[2, 3]])
+        >>> packing = Packing([4, 16], device=torch.device("cpu"))
+        >>> for view, tensor in zip(packing.views([one, two]), [one, two]):
+        ...     _ = view.copy_(tensor)
+        >>> len(packing.message), packing.views([one, two])[1].tolist()
+        (32, [[2, 3]])
+    """
+
+    def __init__(self, sizes: Iterable[int], *, device: torch.device) -> None:
+        self.sizes = list(sizes)
+        self.starts, end = [], 0
+        for size in self.sizes:
+            self.starts.append(end)
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.message = torch.empty(end, dtype=torch.uint8, device=device)
+
+    def views(self, like: Iterable[Tensor]) -> list[Tensor]:
+        """The message's parts with the shapes and types of other tensors."""
+        return [self.message[start:start + size].view(tensor.dtype).view(tensor.shape)
+                for start, size, tensor in zip(self.starts, self.sizes, like, strict=True)]
 
 
 def buckets(sizes: Iterable[int], limit: int) -> Iterator[int]:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from grpo.weights.channel import Channel, Deadline, TransferError, buckets, in_background
+from grpo.weights.channel import (
+    SMALL_BYTES,
+    Channel,
+    Deadline,
+    Packing,
+    TransferError,
+    buckets,
+    in_background,
+)
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.handover import (
     Handover,
@@ -40,7 +48,8 @@ class DirectPath:
         self.counts = list(buckets((plan_bytes(item) for item in plan), bucket_bytes))
         patience = deadline.left("the connection")
         config, store = Channel.host(transport, 1 + workers, host=host, seconds=patience)
-        config["bucket_bytes"] = bucket_bytes
+        config |= {"bucket_bytes": bucket_bytes, "small_bytes": SMALL_BYTES}
+        self.small_bytes = SMALL_BYTES
         joining = in_background(engine.collective_rpc, "transfer_connect", config, plan,
                                 timeout=patience)
         opening = in_background(Channel, config, rank=0, device=device, store=store)
@@ -56,10 +65,15 @@ class DirectPath:
         flying: tuple[int, list, list] | None = None
         for number, count in enumerate(self.counts):
             bucket = list(islice(tensors, count))
-            works = self.channel.broadcast(bucket)
+            messages = [tensor for tensor in bucket if tensor.nbytes >= self.small_bytes]
+            if small := [tensor for tensor in bucket if tensor.nbytes < self.small_bytes]:
+                packing = Packing((tensor.nbytes for tensor in small), device=self.device)
+                torch._foreach_copy_(packing.views(small), small)
+                messages.append(packing.message)
+            works = self.channel.broadcast(messages)
             if flying:
                 self._land(flying, deadline, receiving)
-            flying = (number, works, bucket)  # keeps gathered parameters alive until they are sent
+            flying = (number, works, messages)  # kept alive until they are sent
         if flying:
             self._land(flying, deadline, receiving)
         deadline.result(receiving, "the engine's workers to store the weights")

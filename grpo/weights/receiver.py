@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grpo.weights.channel import Channel, Deadline, buckets
+from grpo.weights.channel import Channel, Deadline, Packing, buckets
 from grpo.weights.fingerprint import fingerprint
 from grpo.weights.layout import base_parameters
 
@@ -47,7 +48,8 @@ class TransferMethods:
         """Join the sender's group.
 
         Args:
-            config: from :meth:`grpo.weights.channel.Channel.host`, with ``bucket_bytes``.
+            config: from :meth:`grpo.weights.channel.Channel.host`, with ``bucket_bytes`` and
+                ``small_bytes``.
             plan: for each parameter, in the order of sending: ``tensor`` (the engine's name),
                 ``start`` (its first row there), ``shape`` and ``dtype``.
         """
@@ -100,53 +102,89 @@ class TransferMethods:
         self._transfer = self._mapped_pairs = None
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """A parameter on its way: as what it comes, and where its parts belong in the engine.
+
+    Attributes:
+        whole: of the parameter's shape and type, without memory.
+        landing: the engine's memory, where that holds the whole parameter; else None.
+        parts: the engine's memory of each piece, and the piece.
+    """
+
+    whole: Tensor
+    landing: Tensor | None
+    parts: list[tuple[Tensor, Piece]]
+
+
+def _store(arrivals: list[_Arrival], arrived: Iterable[Tensor]) -> None:
+    """Bring what arrived elsewhere into the engine's memory."""
+    targets, sources = [], []
+    for arrival, whole in zip(arrivals, arrived, strict=True):
+        for target, piece in arrival.parts:
+            targets.append(target)
+            sources.append(part_of(whole, piece))
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
 class _Receiving:
     def __init__(self, worker: Any, config: dict[str, Any], plan: list[dict[str, Any]]) -> None:
         model = worker.model_runner.get_model()
         self.device = torch.device(worker.device)
+        self.bytes = sum(plan_bytes(item) for item in plan)
         tensors, described = engine_tensors(model), describe_tensors(model)
-        self.items = [(item, tensors.get(item["tensor"]),
-                       pieces_of(described.get(item["tensor"]), item)) for item in plan]
-        self.counts = list(buckets((plan_bytes(item) for item in plan), config["bucket_bytes"]))
-        first = config.get("first_rank", 1)  # of this engine, where several join
-        self.channel = Channel(config, rank=first + worker.rank, device=self.device)
+        arrivals = iter([self._arrival(item, tensors.get(item["tensor"]),
+                                       pieces_of(described.get(item["tensor"]), item))
+                         for item in plan])
+        # For each bucket, the large parameters and those that come packed, see Channel.
+        self.buckets: list[tuple[list[_Arrival], list[_Arrival]]] = []
+        for count in buckets((plan_bytes(item) for item in plan), config["bucket_bytes"]):
+            bucket = [next(arrivals) for _ in range(count)]
+            small_bytes = config["small_bytes"]
+            self.buckets.append(([a for a in bucket if a.whole.nbytes >= small_bytes],
+                                 [a for a in bucket if a.whole.nbytes < small_bytes]))
+        self.channel = Channel(config, rank=worker.rank + 1, device=self.device)
 
     @torch.no_grad()
     def receive(self, seconds: float) -> dict[str, float]:
         started = time.monotonic()
         deadline = Deadline(seconds, "receiving weights",
                             fix="look at the trainer, which stopped sending")
-        items, flying = iter(self.items), None
-        for number, count in enumerate(self.counts):
-            bucket = [(*self._landing(*next(items)),) for _ in range(count)]
-            works = self.channel.broadcast(landing for landing, _ in bucket)
+        flying: tuple[int, list, Any] | None = None
+        for number, (large, small) in enumerate(self.buckets):
+            landings = [arrival.landing if arrival.landing is not None else
+                        torch.empty_like(arrival.whole, device=self.device) for arrival in large]
+            packing = Packing((a.whole.nbytes for a in small), device=self.device)
+            works = self.channel.broadcast(landings + [packing.message] * bool(small))
             if flying:  # the next bucket is on its way while this one is stored
                 self._store(*flying, deadline)
-            flying = (number, works, bucket)
+            flying = (number, works, (landings, packing))
         if flying:
             self._store(*flying, deadline)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return {"bytes": sum(plan_bytes(item) for item, _, _ in self.items),
-                "seconds": time.monotonic() - started}
+        return {"bytes": self.bytes, "seconds": time.monotonic() - started}
 
-    def _landing(self, item: dict[str, Any], tensor: Tensor | None, pieces: list[Piece]
-                 ) -> tuple[Tensor, list[tuple[Tensor, Piece]]]:
-        """Where a parameter arrives: in the engine's memory itself if that holds all its rows."""
-        shape = tuple(item["shape"])
-        if len(pieces) == 1:
-            target = local(tensor, pieces[0])
-            if target.shape == shape and target.is_contiguous():
-                return target, []
-        landing = torch.empty(shape, dtype=getattr(torch, item["dtype"]), device=self.device)
-        return landing, [(local(tensor, piece), piece) for piece in pieces]
+    def _arrival(self, item: dict[str, Any], tensor: Tensor | None, pieces: list[Piece]
+                 ) -> _Arrival:
+        whole = torch.empty(tuple(item["shape"]), dtype=getattr(torch, item["dtype"]),
+                            device="meta")
+        parts = [(local(tensor, piece), piece) for piece in pieces]
+        if len(parts) == 1:
+            target = parts[0][0]
+            if target.shape == whole.shape and target.is_contiguous():
+                return _Arrival(whole, target, parts)
+        return _Arrival(whole, None, parts)
 
-    def _store(self, number: int, works: list[Any], bucket: list[tuple], deadline: Deadline
-               ) -> None:
-        self.channel.wait(works, deadline, f"bucket {number + 1} of {len(self.counts)}")
-        for landing, targets in bucket:
-            for target, piece in targets:
-                target.copy_(landing.narrow(piece.dim, piece.offset, piece.length))
+    def _store(self, number: int, works: list[Any], arrived: tuple[list[Tensor], Packing],
+               deadline: Deadline) -> None:
+        self.channel.wait(works, deadline, f"bucket {number + 1} of {len(self.buckets)}")
+        (large, small), (landings, packing) = self.buckets[number], arrived
+        elsewhere = [(arrival, landing) for arrival, landing in zip(large, landings, strict=True)
+                     if arrival.landing is None]
+        _store([arrival for arrival, _ in elsewhere], [landing for _, landing in elsewhere])
+        _store(small, packing.views(arrival.whole for arrival in small))
 
 
 def engine_tensors(model: nn.Module) -> dict[str, Tensor]:

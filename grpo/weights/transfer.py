@@ -29,8 +29,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CONNECT = ("nothing was sent and the engine runs on with its old weights; see that its workers "
             "can reach host, then publish again")
-_RETRY = ("the engine stays paused because its weights may be partly new: publish again, or "
-          "restart it from a checkpoint")
+_RETRY = ("if it still runs, the engine stays paused because its weights may be partly new: "
+          "publish again, or restart it from a checkpoint")
 
 
 class WeightTransfer:

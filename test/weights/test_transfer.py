@@ -43,10 +43,13 @@ def transfer(model, engine, **options) -> WeightTransfer:
 # -- what arrives ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+@pytest.mark.parametrize(("backend", "small_bytes"),
+                         [("gloo", 0), ("gloo", 700), ("gloo", 1 << 20), ("ipc", 0)])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_worker_ends_with_its_own_part_of_every_parameter(model, size, backend):
+def test_every_worker_ends_with_its_own_part_of_every_parameter(
+        model, size, backend, small_bytes, monkeypatch):
     """With four workers and two key-value heads, heads are repeated, too."""
+    monkeypatch.setattr("grpo.weights.paths.SMALL_BYTES", small_bytes)
     engine = engine_for(model, size=size)
     weights = transfer(model, engine, backend=backend)
     addresses = [p.data_ptr() for w in engine.workers for p in w.model.parameters()]
