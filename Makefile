@@ -6,9 +6,10 @@ BIN := .venv/bin
 # Written last, so a set-up that was cut short is taken up again. The name carries the device, so
 # `GRPO_DEVICE=cuda make train` after a CPU set-up builds the right environment.
 READY := .venv/ready-$(or $(GRPO_DEVICE),auto)
+ATROPOS_RUN := outputs/atropos/$(shell date +%Y-%m-%d_%H-%M-%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup atropos-env train test lint clean
+.PHONY: help setup atropos-env train train-atropos test lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -26,6 +27,13 @@ atropos-env:  ## build .venv-atropos, in which atroposlib's environments run; AR
 
 train: $(READY)  ## train; options as ARGS="env.dataset=ifeval optimizer.lr=1e-5"
 	$(BIN)/python sota-implementations/grpo/grpo.py $(ARGS)
+
+train-atropos: $(READY)  ## the same on an Atropos environment; options as ARGS="--training-steps 9"
+	@test -x .venv-atropos/bin/python || $(PYTHON) tools/setup_atropos.py
+	$(BIN)/python -m grpo.cli.run --model-name embedded --env examples/atropos/arithmetic_env.py \
+		--training-steps 40 --batch-size 8 --gradient-accumulation-steps 8 --learning-rate 1e-4 \
+		--max-model-len 64 --checkpoint-interval 0 --eval-task arithmetic --eval-max-tokens 4 \
+		--save-path $(ATROPOS_RUN) --log-dir $(ATROPOS_RUN)/logs $(ARGS)
 
 test: $(READY)  ## run the fast tests; pytest options as ARGS="-k surrogates"
 	$(BIN)/python tools/run_tests.py $(ARGS)

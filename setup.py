@@ -56,6 +56,10 @@ setup(
         "packaging>=24",
     ],
     extras_require=EXTRAS,
+    entry_points={"console_scripts": [
+        "atropos-grpo = grpo.cli.atropos:main",
+        "atropos-grpo-run = grpo.cli.run:main",
+    ]},
     classifiers=[
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX",

@@ -4,6 +4,7 @@ controllers. The other parts of a run are in :mod:`grpo.build`."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tensordict.nn import TensorDictModuleBase
@@ -15,6 +16,8 @@ from grpo.policies.scoring import ProximalScorer, ReferenceScorer, TeacherScorer
 from grpo.training.adaptation import Adaptation
 from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH, Learner
 from grpo.training.optim import MasterAdamW
+from grpo.training.parallel import ParallelLearner, ShardedAdamW, shard_model
+from grpo.training.ranks import Ranks
 from grpo.weights.adapters import AdapterDisabledReference
 
 #: Loads a model by folder or hub id.
@@ -58,12 +61,22 @@ def build_loss(config: Config, model: nn.Module, tokenizer: Any) -> GRPOLoss:
     )
 
 
-def build_learner(config: Config, loss: GRPOLoss) -> Learner:
-    """Optimizer and micro-batching of ``optimizer.*`` and ``train.*``."""
+def build_learner(config: Config, loss: GRPOLoss, ranks: Ranks | None = None) -> Learner:
+    """Optimizer and micro-batching of ``optimizer.*`` and ``train.*``.
+
+    Args:
+        config: the run's.
+        loss: whose model is trained.
+        ranks: over which the model is sharded here; None: one process trains.
+    """
     train, options = config.train, config.optimizer.model_dump()
     options["final_lr_fraction"] = options["final_lr_fraction"] or 0.0
-    optimizer = MasterAdamW(loss.actor_network.parameters(), total_steps=config.optimizer_steps,
-                            **options)
+    options["total_steps"] = config.optimizer_steps
+    if ranks is None:
+        optimizer = MasterAdamW(loss.actor_network.parameters(), **options)
+    else:
+        shard_model(loss.scorer, ranks)
+        optimizer = ShardedAdamW(loss.actor_network, **options)
     pieces, budget = train.gradient_accumulation_steps, train.max_tokens_per_micro_batch
     if pieces is None and budget is None:
         budget = DEFAULT_TOKENS_PER_MICRO_BATCH
@@ -71,7 +84,8 @@ def build_learner(config: Config, loss: GRPOLoss) -> Learner:
     if train.proximal == "scored" or train.entropy_top_fraction is not None:
         proximal = ProximalScorer(loss.scorer, max_tokens=scoring_budget(config),
                                   entropy_fraction=train.entropy_top_fraction)
-    return Learner(
+    learner = Learner if ranks is None else partial(ParallelLearner, ranks=ranks)
+    return learner(
         loss, optimizer, rows_per_step=config.rows_per_optimizer_step, epochs=train.epochs,
         num_micro_batches=pieces, max_tokens_per_micro_batch=budget, seed=train.seed,
         width_multiple=64 if config.train_model.compile else 1, proximal=proximal)

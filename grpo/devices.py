@@ -58,6 +58,8 @@ def run_ledger(
         compiled=config.train_model.compile,
         eager_attention=config.train_model.attn_implementation == "eager",
         head=_head(config, shape), head_chunk_size=config.train_model.head_chunk_size, lora=lora,
+        optimizer=config.optimizer.name,
+        trained_layers=config.train_model.layer_indices and tuple(config.train_model.layer_indices),
         **_slots(config, lora, in_engine), pieces=config.train.gradient_accumulation_steps)
     return memory_ledger(_with_kv_cache(plan, config, model_path, device))
 

@@ -25,6 +25,7 @@ from grpo.memory import (
     outer_bytes,
     transient_bytes,
 )
+from grpo.training.optimizers import OptimizerName
 
 Phase = Literal["generate", "head", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -202,6 +203,8 @@ class MemoryPlan:
         lora_slots: what the engine keeps adapters in: so many times those of all linear layers,
             at ``lora_slot_rank``.
         lora_slot_rank: see there.
+        optimizer: see :mod:`grpo.training.optimizers`.
+        trained_layers: decoder layers that are trained, all else being frozen; None: everything.
         pieces: number of micro-batches, where that is what the configuration sets.
     """
 
@@ -225,6 +228,8 @@ class MemoryPlan:
     lora: LoRA | None = None
     lora_slots: int = 0
     lora_slot_rank: int = 16
+    optimizer: OptimizerName = "adamw"
+    trained_layers: tuple[int, ...] | None = None
     pieces: int | None = None
 
 
@@ -283,12 +288,29 @@ def _optimizer_rows(plan: MemoryPlan) -> Iterator[Row]:
             yield Row("adapter slots", plan.lora_slots * slot * b,
                       f"{plan.lora_slots} of the engine, rank {plan.lora_slot_rank}, all linear "
                       "layers")
+    elif plan.trained_layers is not None:
+        sizes = [ins * outs for layer, _, ins, outs in plan.shape.linears
+                 if layer in plan.trained_layers]
+        count, tensors = sum(sizes), len(sizes)
     exact = max(4, b)
+    if plan.optimizer == "adamw_cpu" and plan.device != "cpu":
+        yield Row("gradients", count * b, "until each has been sent to the host, where masters and "
+                  f"moments take {3 * exact * count / GIB:.2f} GiB", ("backward",))
+        return
     if b < exact:
         yield Row("masters", exact * count, f"{count / 1e6:,.1f} M x {exact} bytes")
-    # AdamW counts the steps of each tensor in a float32 of its own.
-    yield Row("moments", 2 * exact * count + 4 * tensors, "two of AdamW, as exact as the masters")
+    yield _moments(plan, count, tensors, exact)
     yield Row("gradients", exact * count, "added up in the masters' dtype", ("head", "backward"))
+
+
+def _moments(plan: MemoryPlan, count: int, tensors: int, exact: int) -> Row:
+    if plan.optimizer == "adamw_8bit":
+        return Row("moments", 2 * count + 8 * count // 256, "two of 8 bit, a scale for 256 values")
+    if plan.optimizer == "adafactor":
+        return Row("moments", 2 * exact * count // plan.shape.hidden,
+                   "of Adafactor: rows and columns of each matrix, about")
+    # AdamW counts the steps of each tensor in a float32 of its own.
+    return Row("moments", 2 * exact * count + 4 * tensors, "two of AdamW, as exact as the masters")
 
 
 def _training_rows(plan: MemoryPlan) -> Iterator[Row]:

@@ -149,7 +149,8 @@ def test_make_target_exists(command):
     done = subprocess.run([*shlex.split(command), "--dry-run"], cwd=REPO, capture_output=True,
                           text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert ("run_tests.py" if "test" in command else SCRIPT) in done.stdout
+    started = {"test": "run_tests.py", "train": SCRIPT, "train-atropos": "grpo.cli.run"}
+    assert started[command.split()[1]] in done.stdout
 
 
 @pytest.mark.vllm

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 import grpo
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGETS = ("setup", "atropos-env", "train", "test", "lint", "clean", "help")
+TARGETS = ("setup", "atropos-env", "train", "train-atropos", "test", "lint", "clean", "help")
 
 
 def load_setup_env():

@@ -99,6 +99,9 @@ class Learner:
                 values.setdefault(key, []).append(value)
         return {key: _over_steps(key, of_steps) for key, of_steps in values.items()}
 
+    def before_saving(self) -> None:
+        """Called before the model is saved, for what other processes have to do then."""
+
     def _optimizer_batches(
         self, rollout: TensorDictBase, iteration: int
     ) -> Iterator[TensorDictBase]:

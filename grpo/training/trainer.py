@@ -108,6 +108,7 @@ class Trainer:
                     self._first_look()
                 while self.step < self.iterations:
                     self.iterate()
+                self.learner.before_saving()
                 result = save_trained(self.model, self.tokenizer, self.run_dir, prefix="final_")
                 self.reporter.finish(
                     self.config, result=result, title=self.config["train"]["exp_name"],
@@ -145,7 +146,7 @@ class Trainer:
                     scorer(rollout)
         with self._timed("advantage"):
             self.advantage(rollout)
-            metrics |= advantage_metrics(rollout)
+            metrics |= advantage_metrics(rollout) | advantage_counts(rollout)
         metrics |= self.learner.update(rollout, iteration=self.step)
         with self._timed("sync"):
             metrics["policy/version"] = self.weights.publish()
@@ -176,9 +177,10 @@ class Trainer:
 
     def save(self) -> Checkpoint:
         """Write a checkpoint of the whole run."""
+        state = self.state_dict()
+        self.learner.before_saving()
         return save_checkpoint(self.run_dir, self.step, model=self.model, tokenizer=self.tokenizer,
-                               state=self.state_dict(), config=self.config,
-                               keep=self.keep_checkpoints)
+                               state=state, config=self.config, keep=self.keep_checkpoints)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the model that the next iteration depends on."""
@@ -264,9 +266,6 @@ def advantage_metrics(rollout: TensorDictBase) -> dict[str, float]:
     useful_B = informative_groups(rewards.flatten(), group_B, valid_B)
     groups = len(group_B.unique())
     metrics = {"reward/zero_variance_groups": 1 - len(group_B[useful_B].unique()) / groups}
-    if (advantage := rollout.get(data.ADVANTAGE, None)) is not None and advantage.shape[1] == 1:
-        metrics["advantage/positive_rows"] = (advantage > 0).sum().item()
-        metrics["advantage/negative_rows"] = (advantage < 0).sum().item()
     if data.SHAPED_REWARD in rollout.keys(True) and valid_B.any():
         metrics["reward/shaped_mean"] = rollout[data.SHAPED_REWARD][valid_B].mean().item()
     if data.TEACHER_LOG_PROBS in rollout.keys(True):
@@ -281,3 +280,12 @@ def advantage_metrics(rollout: TensorDictBase) -> dict[str, float]:
         if (size_G > 1).any():  # a single row has nothing to share
             metrics["advantage/weight_entropy"] = entropy_G[size_G > 1].mean().item()
     return metrics
+
+
+def advantage_counts(rollout: TensorDictBase) -> dict[str, float]:
+    """How many rows are made more likely and how many less; those of several signs are neither."""
+    if data.ADVANTAGE not in rollout.keys():
+        return {}
+    low_B, high_B = rollout[data.ADVANTAGE].aminmax(dim=-1)
+    return {"advantage/positive_rows": ((high_B > 0) & (low_B >= 0)).sum().item(),
+            "advantage/negative_rows": ((low_B < 0) & (high_B <= 0)).sum().item()}

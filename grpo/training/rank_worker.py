@@ -1,0 +1,59 @@
+"""A trainer's rank other than the first, as a Ray actor."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo.training.checkpoint import Checkpoint
+
+
+class TrainerRank:
+    """Hold a part of the model and follow the leader.
+
+    Args:
+        config: a :class:`grpo.config_async.AsyncConfig` as plain values.
+        path: folder or hub id of the weights that the run starts from.
+        dtype: of the weights, without ``torch.``.
+        transfers: whether weights travel by a transfer in which all ranks take part.
+        join: arguments of :meth:`grpo.training.ranks.Ranks.join`.
+        checkpoint: folder and step of the one that the run goes on from.
+    """
+
+    def __init__(self, config: dict[str, Any], path: str, dtype: str, *, transfers: bool,
+                 join: dict[str, Any], checkpoint: tuple[str, int] | None) -> None:
+        self.config, self.path, self.dtype = config, path, getattr(torch, dtype)
+        self.transfers, self.join = transfers, join
+        self.checkpoint = checkpoint and Checkpoint(Path(checkpoint[0]), checkpoint[1])
+
+    def describe(self) -> dict[str, Any]:
+        """Who and where this is."""
+        return {"pid": os.getpid(), "host": os.uname().nodename}
+
+    def run(self) -> None:
+        """Meet the others, then follow the leader to the end."""
+        from grpo import build, build_objective
+        from grpo.build_model import load_model, prepare_model
+        from grpo.config import load_config
+        from grpo.config_async import AsyncConfig
+        from grpo.training.ranks import Ranks
+        from grpo.training.team import obey
+        from grpo.weights.transfer import WeightTransfer
+
+        build.quiet_libraries()
+        config = load_config(self.config, AsyncConfig)
+        model = load_model(self.path, config, device=torch.device("cpu"), dtype=self.dtype)
+        prepare_model(model, config)
+        loss = build_objective.build_loss(config, model, build.load_tokenizer(self.path))
+        ranks = Ranks.join(**self.join)
+        learner = build_objective.build_learner(config, loss, ranks)
+        if self.checkpoint is not None:
+            learner.optimizer.load_state_dict(self.checkpoint.state()["optimizer"])
+        weights = WeightTransfer(
+            model, None, backend="nccl" if ranks.device.type == "cuda" else "gloo"
+        ) if self.transfers else None
+        obey(learner, weights)
+        ranks.leave()

@@ -1,0 +1,153 @@
+"""Several ranks that train one model, led by the process that runs the loop.
+
+The leader is rank 0 and runs the :class:`~grpo.training.trainer.Trainer` as in one process, with a
+:class:`LedLearner`. Before each step that takes all ranks it tells the others what to do; they do
+nothing else (:func:`obey`). So loop, collector and reports know nothing of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from grpo import data
+from grpo.objectives import GRPOLoss
+from grpo.policies.scoring import evaluating
+from grpo.training.checkpoint import save_model
+from grpo.training.parallel import ParallelLearner
+from grpo.training.ranks import Ranks
+from grpo.weights.gather import TrainerRanks
+
+logger = logging.getLogger(__name__)
+
+
+class Leader:
+    """Tells the other ranks what to do.
+
+    Args:
+        ranks: that this process leads.
+        check: called before each order; raises if a rank is gone.
+    """
+
+    def __init__(self, ranks: Ranks, check: Callable[[], None] = lambda: None) -> None:
+        self.ranks, self.check = ranks, check
+
+    def tell(self, what: str, *details: Any) -> None:
+        """Give an order; all ranks meet in what follows."""
+        self.check()
+        dist.broadcast_object_list([(what, *details)], src=0, device=torch.device("cpu"))
+
+
+def obey(learner: ParallelLearner, weights: Any = None) -> None:
+    """Do what the leader says until it says ``stop``.
+
+    Args:
+        learner: of this rank.
+        weights: this rank's part of a transfer to engines, if there is one.
+    """
+    ranks, model = learner.ranks, learner.loss.actor_network
+    while True:
+        order: list[Any] = [None]
+        dist.broadcast_object_list(order, src=0, device=torch.device("cpu"))
+        what, *details = order[0]
+        if what == "stop":
+            return
+        if what == "update":
+            learner.update(ranks.share(None), iteration=details[0])
+        elif what == "score":
+            _score(learner.loss, ranks.share(None))
+        elif what == "optimizer":
+            learner.optimizer.state_dict()
+        elif what == "save":
+            save_model(model, None, Path(tempfile.gettempdir()))  # gathers; rank 0 alone writes
+        elif what == "gather":
+            for _ in TrainerRanks(model).whole(model.named_parameters()):
+                pass
+        elif what == "differing":
+            weights.differing()
+        elif what == "publish":
+            weights.version = details[0]
+            try:
+                weights.publish()
+            except RuntimeError as error:  # an engine died; the leader replaces it and repeats
+                logger.warning("rank %d: %s", ranks.rank, error)
+        else:
+            raise ValueError(f"the leader asked for {what!r}, which no rank knows")
+
+
+class LedLearner:
+    """A :class:`~grpo.training.parallel.ParallelLearner` whose other ranks follow this one.
+
+    Args:
+        learner: of rank 0.
+        leader: tells the others.
+    """
+
+    def __init__(self, learner: ParallelLearner, leader: Leader) -> None:
+        self.learner, self.leader = learner, leader
+        self.loss, self.optimizer = learner.loss, _LedOptimizer(learner.optimizer, leader)
+        self.scorer = LedScorer(learner.loss, leader)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self.learner.seconds
+
+    def update(self, rollout: TensorDictBase, *, iteration: int) -> dict[str, float]:
+        """See :meth:`grpo.training.learner.Learner.update`."""
+        self.leader.tell("update", iteration)
+        return self.learner.update(self.leader.ranks.share(rollout), iteration=iteration)
+
+    def before_saving(self) -> None:
+        self.leader.tell("save")
+
+
+class _LedOptimizer:
+    def __init__(self, optimizer: Any, leader: Leader) -> None:
+        self._optimizer, self._leader = optimizer, leader
+
+    def state_dict(self) -> dict[str, Any]:
+        self._leader.tell("optimizer")
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Each rank reads the checkpoint itself and keeps its slices.
+        self._optimizer.load_state_dict(state)
+
+
+class LedScorer:
+    """Scores tokens with the sharded model, for the canary.
+
+    Args:
+        loss: whose scorer is called on all ranks.
+        leader: tells the others.
+    """
+
+    def __init__(self, loss: GRPOLoss, leader: Leader) -> None:
+        self.loss, self.leader = loss, leader
+
+    @property
+    def model(self) -> nn.Module:
+        return self.loss.actor_network
+
+    def __call__(self, tokens_BT: Tensor, attention_BT: Tensor, mask_BT: Tensor
+                 ) -> tuple[Tensor, Tensor]:
+        self.leader.tell("score")
+        batch = TensorDict({}, batch_size=[len(tokens_BT)])
+        batch[data.TOKENS], batch[data.ATTENTION_MASK] = tokens_BT, attention_BT
+        batch[data.ASSISTANT_MASK] = mask_BT
+        return _score(self.loss, self.leader.ranks.share(batch))
+
+
+@torch.no_grad()
+def _score(loss: GRPOLoss, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
+    with evaluating(loss.actor_network):
+        return loss.scorer(batch[data.TOKENS], batch[data.ATTENTION_MASK],
+                           batch[data.ASSISTANT_MASK])

@@ -1,0 +1,232 @@
+"""``atropos-grpo`` from the command line to the files it leaves, without vLLM: environments in
+threads, a hub, and the policy of this process."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo.atropos.client import AtroposClient
+from grpo.atropos.hub_server import HubServer
+from grpo.build_atropos import atropos_trainer
+from grpo.cli import atropos, run
+from grpo.cli.flags import to_config
+from grpo.training.checkpoint import list_checkpoints
+from grpo.training.loggers import read_jsonl
+
+from ..atropos.environments import Environment, playing
+
+WANTED = range(2, 100)  # of 258 tokens
+
+
+class ToHub:
+    """Where the environments of the tests send their groups; a teacher may add its opinion."""
+
+    def __init__(self, url: str, *, teacher: int | None = None) -> None:
+        self.client, self.teacher = AtroposClient(url), teacher
+
+    def send(self, group: dict) -> None:
+        if self.teacher is not None:
+            group["distill_token_ids"] = [[[self.teacher, 3]] * len(row) for row in group["tokens"]]
+            group["distill_logprobs"] = [[[-0.01, -5.0]] * len(row) for row in group["tokens"]]
+        self.client.send(group)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def wanted(tokens: list[int]) -> float:
+    return sum(token in WANTED for token in tokens) / len(tokens)
+
+
+@torch.no_grad()
+def chance_of(model, tokens: range) -> float:
+    """Probability of one of some tokens after prompts such as the environments'."""
+    prompts = torch.randint(10, 61, (64, 4), generator=torch.Generator().manual_seed(0))
+    probs = model.eval()(prompts).logits[:, -1].softmax(-1)
+    return probs[:, tokens.start : tokens.stop].sum(-1).mean().item()
+
+
+@pytest.fixture
+def small_folder(tmp_path, tokenizer, make_model):
+    folder = tmp_path / "model"
+    make_model(dtype=torch.float32, vocab_size=len(tokenizer), initializer_range=0.05,
+               max_position_embeddings=64).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def command(tmp_path, small_folder, monkeypatch):
+    """Run the command with a hub and environments; returns what it wrote."""
+    monkeypatch.setattr("grpo.training.reporter.write_report", lambda run_dir, **_: run_dir)
+
+    def call(*argv: str, teacher: int | None = None, name: str = "run"):
+        port = free_port()
+        with HubServer() as hub, running(port, ToHub(hub.url, teacher=teacher)):
+            atropos.main([
+                "--model", str(small_folder), "--weight-bridge-mode", "bridge", "--atropos-url",
+                hub.url, "--vllm-port", str(port), "--save-path", str(tmp_path / name),
+                "--log-dir", str(tmp_path / "logs"), "--group-timeout", "60", "--max-model-len",
+                "48", "--batch-size", "6", "--gradient-accumulation-steps", "2",
+                "inference_model.backend=transformers", *argv])
+        return tmp_path / name
+
+    return call
+
+
+@contextmanager
+def running(port: int, hub: ToHub):
+    environments = [
+        Patient(f"http://127.0.0.1:{port}", hub, seed=seed, turns=1,
+                dropped=0.1, score=wanted, group_size=6) for seed in range(2)]
+    with playing(environments):
+        yield
+
+
+class Patient(Environment):
+    """Waits for the engine, as atroposlib's environments do, and ends with it."""
+
+    def run(self) -> None:
+        while not self.client.alive() and not self.stopped.is_set():
+            self.stopped.wait(0.05)
+        try:
+            while not self.stopped.is_set():
+                self.episode()
+        except RuntimeError:  # the trainer has finished
+            pass
+
+
+def test_a_run_learns_and_leaves_what_others_look_for(command, small_folder):
+    folder = command("--training-steps", "16", "--lr", "2e-2", "--checkpoint-interval", "8",
+                     "--max-staleness", "3", "--dump-batch", "--batch-size", "12")
+    rows = read_jsonl(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [*range(1, 17)]
+    for name in ("policy/ratio_mean", "policy/kl_to_inference", "policy/clip_fraction",
+                 "loss/total", "train/grad_norm", "policy/log_prob_diff_mean",
+                 "policy/log_prob_diff_abs_mean", "policy/log_prob_diff_abs_max",
+                 "policy/log_prob_mean", "policy/log_prob_std", "policy/sampled_log_prob_mean",
+                 "policy/sampled_log_prob_std", "advantage/positive_rows",
+                 "advantage/negative_rows", "time/step", "time/train", "canary/max_abs_diff"):
+        assert all(isinstance(row[name], (int, float)) for row in rows), name
+    assert rows[0]["policy/log_prob_diff_abs_max"] < 1e-4  # the first batch is on-policy
+    names = {path.name for path in folder.iterdir() if path.is_dir()}
+    assert {"step_8", "step_16", "final_model", "tokenizer", "checkpoints"} <= names
+    final, start = (AutoModelForCausalLM.from_pretrained(path) for path in
+                    (folder / "final_model", small_folder))
+    assert chance_of(final, WANTED) > chance_of(start, WANTED) + 0.04
+    exported = AutoModelForCausalLM.from_pretrained(folder / "step_16")
+    assert all(torch.equal(a, b) for a, b in
+               zip(exported.parameters(), final.parameters(), strict=True))
+    dumped = json.loads((folder / "temp.json").read_text())["batch"]
+    assert sum(len(group["tokens"]) for group in dumped) <= 24
+    assert all(len(g["tokens"]) == len(g["scores"]) == len(g["masks"]) for g in dumped)
+
+
+def test_the_benchmark_and_the_loading_table_are_shown(command, capsys):
+    command("--training-steps", "1", "--benchmark", "--debug-loading")
+    shown = capsys.readouterr().out
+    assert "tokens a second: median" in shown and "phase" in shown
+    assert "model.layers.1.mlp.up_proj.weight  [16, 16]  float32  cpu" in shown
+
+
+def test_adapters_are_trained_where_the_key_says_so(command):
+    folder = command("--training-steps", "2", "--checkpoint-interval", "1",
+                     "train_model.lora.enabled=true", "train_model.lora.r=2")
+    names = {path.name for path in folder.iterdir() if path.is_dir()}
+    assert {"adapter_step_1", "adapter_step_2", "final_adapter"} <= names
+    assert not {"step_1", "final_model"} & names
+
+
+def test_a_run_goes_on_from_its_checkpoint(command):
+    command("--training-steps", "2", "--checkpoint-interval", "1")
+    folder = command("--training-steps", "4", "--checkpoint-interval", "1", "--resume", "auto")
+    assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert list_checkpoints(folder)[-1].step == 4
+    assert {f"step_{k}" for k in (1, 2, 3, 4)} <= {path.name for path in folder.iterdir()}
+
+
+def test_another_run_is_not_written_over(command):
+    command("--training-steps", "1")
+    with pytest.raises(SystemExit, match="already holds the metrics of a run"):
+        command("--training-steps", "1")
+
+
+def test_frozen_layers_do_not_move(command, small_folder):
+    folder = command("--training-steps", "2", "--lr", "1e-2", "--train-layer-indices", "1")
+    final, start = (dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+                    for path in (folder / "final_model", small_folder))
+    moved = {name for name in final if not torch.equal(final[name], start[name])}
+    assert moved and all(name.startswith("model.layers.1.") for name in moved)
+
+
+@pytest.mark.parametrize("name", ["adafactor"])
+def test_another_optimizer_trains(command, name):
+    folder = command("--training-steps", "3", "--optimizer", name, "--adafactor-relative-step")
+    rows = read_jsonl(folder / "metrics.jsonl")
+    assert [row["train/lr"] for row in rows] == [0.01, 0.01, 0.01]
+
+
+def test_another_temperature_than_the_environments_is_an_error_that_says_so(command):
+    with pytest.raises(SystemExit, match=r"sampled at temperature 1 .*inference_model.temperature "
+                                         r"\(--temperature\)"):
+        command("--training-steps", "1", "--temperature", "0.7")
+
+
+def test_the_teacher_in_the_groups_is_followed(command, small_folder):
+    folder = command("--training-steps", "4", "--lr", "1e-2", "--distill-enabled",
+                     "--distill-coef", "5", "--distill-temperature", "0.5", teacher=200)
+    rows = read_jsonl(folder / "metrics.jsonl")
+    assert rows[-1]["loss/distill"] < rows[0]["loss/distill"]
+    final, start = (AutoModelForCausalLM.from_pretrained(path) for path in
+                    (folder / "final_model", small_folder))
+    assert chance_of(final, range(200, 201)) > 1.5 * chance_of(start, range(200, 201))
+
+
+def test_distillation_without_a_teacher_in_the_groups_is_an_error(command):
+    with pytest.raises(SystemExit, match="no group of the first batch brings distill_token_ids"):
+        command("--training-steps", "1", "--distill-enabled")
+
+
+def test_without_an_api_the_run_waits_and_says_for_what(small_folder, tmp_path):
+    config = to_config(atropos.parser().parse_intermixed_args([
+        "--model", str(small_folder), "--weight-bridge-mode", "bridge", "--vllm-port",
+        str(free_port()), "--atropos-url", f"http://127.0.0.1:{free_port()}", "--save-path",
+        str(tmp_path / "run"), "--group-timeout", "0.3", "--max-model-len", "48",
+        "inference_model.backend=transformers"]))
+    with atropos_trainer(config) as trainer, pytest.raises(TimeoutError, match="no group finished"):
+        trainer.fit()
+
+
+def test_what_the_run_depends_on_is_looked_after(small_folder, tmp_path):
+    def gone() -> None:
+        raise RuntimeError("the environment is given up")
+
+    config = to_config(atropos.parser().parse_intermixed_args([
+        "--model", str(small_folder), "--weight-bridge-mode", "bridge", "--vllm-port",
+        str(free_port()), "--atropos-url", f"http://127.0.0.1:{free_port()}", "--save-path",
+        str(tmp_path / "run"), "--max-model-len", "48", "inference_model.backend=transformers"]))
+    with atropos_trainer(config, checks=[gone]) as trainer, pytest.raises(
+            RuntimeError, match="is given up"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize(("argv", "parts"), [
+    (["--env-flag", "group_size", "--env", "a.py"], "--env-flag group_size is not NAME=VALUE"),
+    (["--env", "a.py"], "--env a.py: there is no such file"),
+    (["--env-flag", "env.group_size=8"], "--env-flag is not read without --env"),
+    (["--atropos-url", "http://192.0.2.1:8000"], "one can be started on this machine only"),
+])
+def test_what_the_run_command_cannot_start_is_refused(argv, parts, monkeypatch):
+    monkeypatch.setattr(AtroposClient, "alive", lambda self: False)
+    with pytest.raises(SystemExit) as error:
+        run.main(["--model", "m", *argv])
+    assert parts in str(error.value)

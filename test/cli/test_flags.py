@@ -1,0 +1,181 @@
+"""From the command line to the configuration: every flag, its default, and what refuses it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from functools import reduce
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from grpo.cli import atropos, run
+from grpo.cli.flags import FLAGS, Mode, dtype, layer_indices, to_config
+from grpo.config import ConfigError
+
+REPO = Path(__file__).resolve().parents[2]
+MODES = get_args(Mode)
+# What is typed, and the value of the key; other flags that are needed.
+GIVEN = {
+    "model_name": ("some/model", "some/model"), "dtype": ("float32", "float32"),
+    "device": ("cpu", "cpu"), "train_layer_indices": ("0-2,5", [0, 1, 2, 5]),
+    "learning_rate": ("3e-6", 3e-6), "training_steps": ("7", 7), "batch_size": ("3", 3),
+    "gradient_accumulation_steps": ("4", 4), "seq_len": ("99", 99), "warmup_steps": ("5", 5),
+    "optimizer": ("adamw_8bit", "adamw_8bit"), "adafactor_scale_parameter": (None, True),
+    "adafactor_relative_step": (None, True), "clip_eps": ("0.3", 0.3), "kl_coef": ("0.1", 0.1),
+    "temperature": ("0.7", 0.7), "seed": ("3", 3), "resume": ("auto", "auto"),
+    "save_path": ("here", "here"), "checkpoint_interval": ("0", 0), "vllm_port": ("9005", 9005),
+    "vllm_gpu": ("1", 1), "gpu_memory_utilization": ("0.3", 0.3),
+    "kv_cache_memory_bytes": ("1000", 1000), "max_model_len": ("3000", 3000),
+    "vllm_restart_interval": ("5", 5), "vllm_config_path": ("a.json", "a.json"),
+    "lora_r": ("8", 8), "lora_alpha": ("4", 4.0), "lora_dropout": ("0.2", 0.2),
+    "lora_target_modules": ("q_proj v_proj", ["q_proj", "v_proj"]),
+    "lora_layer_indices": ("28-29", [28, 29]), "distill_coef": ("0.5", 0.5),
+    "distill_temperature": ("2", 2.0), "atropos_url": ("http://127.0.0.1:8123",) * 2,
+    "group_timeout": ("60", 60.0), "max_staleness": ("2", 2), "wandb_project": ("p", "p"),
+    "wandb_group": ("g", "g"), "wandb_run_name": ("n", "n"), "log_dir": ("l", "l"),
+    "debug_loading": (None, True), "benchmark": (None, True), "dump_batch": (None, True),
+    "eval_task": ("gsm8k", "gsm8k"), "eval_max_tokens": ("4", 4), "eval_interval": ("2", 2),
+}
+NEEDS = {"--eval-task": ["--eval-task", "arithmetic"]}
+
+
+def config_of(*argv: str, command=atropos):
+    return to_config(command.parser().parse_intermixed_args(["--model-name", "m", *argv]))
+
+
+def value_at(config, key: str):
+    return reduce(getattr, key.split("."), config)
+
+
+def context(flag) -> list[str]:
+    """The other flags with which a flag is read."""
+    mode = ["--weight-bridge-mode", flag.modes[0]] if flag.modes else []
+    if flag.dest.startswith("adafactor"):
+        mode += ["--optimizer", "adafactor"]
+    return mode + (NEEDS.get(flag.needs, [flag.needs]) if flag.needs else [])
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.dest)
+def test_every_flag_and_alias_changes_its_key(flag):
+    text, expected = GIVEN[flag.dest]
+    before = config_of(*context(flag))
+    for name in flag.names:
+        after = config_of(*context(flag), name, *([] if text is None else text.split()))
+        assert value_at(after, flag.key) == expected
+        assert value_at(before, flag.key) != expected
+
+
+def test_the_promised_defaults():
+    config = config_of()
+    assert (config.iterations, config.turns_per_batch) == (10, 64)
+    promised = {
+        "optimizer.lr": 1e-5, "atropos.batch_size": 2, "train.gradient_accumulation_steps": 32,
+        "atropos.seq_len": 2048, "optimizer.warmup_steps": 0, "optimizer.name": "adamw",
+        "atropos.save_path": "trained_model_checkpoints", "train.checkpoint_frequency": 3,
+        "train.clip_epsilon": 0.2, "train.kl_to_inference_coeff": None, "atropos.vllm_port": 9001,
+        "weight_sync": "single_copy", "logging.backends": []}
+    assert {key: value_at(config, key) for key in promised} == promised
+    lora = config_of("--weight-bridge-mode", "lora_only").train_model.lora
+    assert (lora.r, lora.alpha, lora.dropout) == (16, 32, 0.05)
+    assert config_of("--distill-enabled").distill.topk_coeff == 1.0
+
+
+@pytest.mark.parametrize(("argv", "sync", "adapters", "bridge", "interval"), [
+    (["shared_vllm"], "single_copy", False, False, None),
+    (["lora_only"], "lora", True, False, None),
+    (["lora_restart"], "restart", True, False, 3),
+    (["none"], "restart", False, False, 3),
+    (["none", "--vllm-restart-interval", "0"], "reload", False, False, None),
+    (["bridge"], "single_copy", False, True, None)])
+def test_each_mode_is_a_way_for_the_weights(argv, sync, adapters, bridge, interval):
+    config = config_of("--weight-bridge-mode", *argv)
+    assert config.weight_sync == sync
+    assert config.train_model.lora.enabled is adapters
+    assert config.atropos.bridge is bridge and config.atropos.restart_interval == interval
+    assert (config.inference_model.engine == "server") is not bridge
+
+
+@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.modes], ids=lambda f: f.dest)
+def test_a_flag_is_refused_in_the_modes_that_do_not_read_it(flag):
+    text, _ = GIVEN[flag.dest]
+    for mode in set(MODES) - set(flag.modes):
+        with pytest.raises(ConfigError, match=f"{flag.names[0]} is not read with "
+                                              f"--weight-bridge-mode {mode}"):
+            config_of("--weight-bridge-mode", mode, flag.names[0],
+                      *([] if text is None else text.split()))
+
+
+@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.needs], ids=lambda f: f.dest)
+def test_a_flag_is_refused_without_the_one_that_switches_it_on(flag):
+    with pytest.raises(ConfigError, match=f"{flag.names[0]} is not read without {flag.needs}"):
+        config_of(flag.names[0], GIVEN[flag.dest][0])
+
+
+@pytest.mark.parametrize(("argv", "parts"), [
+    (["--lr", "-1"], "optimizer.lr (--learning-rate)=-1.0"),
+    (["--adafactor-scale-parameter"], "is not read by optimizer.name (--optimizer)=adamw"),
+    (["--optimizer", "adafactor", "--adafactor-relative-step", "--lr", "1e-3"],
+     "optimizer.lr (--learning-rate)=0.001 is not read by relative_step=true"),
+    (["--seq-len", "600", "--max-model-len", "512"], "atropos.seq_len (--seq-len)=600 is more"),
+    (["--distill-enabled", "distill.teacher=t"], "groups bring its tokens"),
+    (["env.dataset=gsm8k"], "environments bring problems"),
+    (["train.total_dialog_turns=9"], "use atropos.steps"),
+    (["train.objective=maxent_listwise", "train.aggregation=prompt"], "groups of one size"),
+    (["optimizer.warmup_step=1"], "did you mean 'warmup_steps'"),
+    (["--weight-bridge-mode", "bridge", "inference_model.engine=server"], "does not go with"),
+])
+def test_what_cannot_work_names_key_flag_and_fix(argv, parts):
+    with pytest.raises(ConfigError) as error:
+        config_of(*argv)
+    assert parts in str(error.value)
+
+
+def test_the_model_must_be_named():
+    with pytest.raises(ConfigError, match="--model-name is missing"):
+        to_config(atropos.parser().parse_args([]))
+
+
+def test_any_other_key_can_be_given():
+    config = config_of("--lr", "1e-4", "train.aggregation=sequence", "train.epochs=2")
+    assert (config.train.aggregation, config.train.epochs, config.optimizer.lr) == (
+        "sequence", 2, 1e-4)
+
+
+def test_the_length_of_sequences_follows_a_shorter_context():
+    assert config_of("--max-model-len", "512").atropos.seq_len == 512
+
+
+def test_both_commands_know_the_same_flags():
+    args = ["--weight-bridge-mode", "lora_only", "--lora-r", "4", "--benchmark"]
+    assert config_of(*args, command=run) == config_of(*args)
+
+
+def test_every_command_of_the_guide_and_the_makefile_is_a_configuration():
+    guide = (REPO / "examples/atropos/README.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"^(?:atropos-grpo(?:-run)?|\S+ -m grpo\.cli\.\w+) (.*)$", guide,
+                       re.MULTILINE)
+    make = (REPO / "Makefile").read_text().replace("\\\n", " ")
+    lines += re.findall(r"-m grpo\.cli\.run (.*) \$\(ARGS\)", make)
+    assert len(lines) == 4
+    for line in lines:
+        to_config(run.parser().parse_intermixed_args(shlex.split(line)))
+
+
+@pytest.mark.parametrize("command", [atropos, run])
+def test_the_help_can_be_shown(command):
+    text = command.parser().format_help()
+    assert all(name in text for flag in FLAGS for name in flag.names)
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "1,,2", "-1"])
+def test_wrong_layers_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="no range of layers"):
+        layer_indices(text)
+
+
+def test_float16_is_refused_with_the_reason():
+    with pytest.raises(argparse.ArgumentTypeError, match="small gradients vanish"):
+        dtype("float16")
