@@ -20,7 +20,7 @@ from grpo.presets import describe_preset, preset_names
 from . import configs
 from .configs import FOLDER
 
-RUNS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+RUNS = sorted(path.stem for path in FOLDER.glob("*.yaml") if "async" not in path.stem)
 NAMES = preset_names(FOLDER)
 composed = functools.cache(configs.composed)
 

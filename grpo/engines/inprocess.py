@@ -47,6 +47,7 @@ def start_engine(
     kv_cache_memory_bytes: int | None = None,
     enable_prefix_caching: bool = True,
     separate_process: bool = False,
+    tensor_parallel_size: int = 1,
     handover: str | Path | None = None,
     max_lora_rank: int | None = None,
     max_loras: int = 1,
@@ -75,6 +76,8 @@ def start_engine(
         enable_prefix_caching: share the prompt's KV cache between the members of a group.
         separate_process: run the model in a process of its own, with the methods of
             :mod:`grpo.engines.worker`; see :class:`~grpo.engines.handle.InProcessEngine`.
+        tensor_parallel_size: devices that share each layer; more than one needs
+            ``separate_process``.
         handover: file of weights that the trainer owns (from
             :func:`~grpo.engines.shared_loader.own_weights`) and the engine maps instead of loading
             a checkpoint; needs ``separate_process``.
@@ -98,6 +101,9 @@ def start_engine(
     if device.type == "cpu" and gpu_memory_utilization is not None:
         raise ValueError(f"inference_model.gpu_memory_utilization={gpu_memory_utilization} has no "
                          "effect on a CPU; set inference_model.kv_cache_memory_bytes")
+    if tensor_parallel_size > 1 and not separate_process:
+        raise ValueError(f"tensor_parallel_size={tensor_parallel_size} needs a process for each "
+                         "device; set separate_process=True")
     if handover is not None and not separate_process:
         raise ValueError(f"handover={str(handover)!r} is for an engine in another process; set "
                          "separate_process=True, or share an in-process engine by SingleCopy")
@@ -138,6 +144,7 @@ def start_engine(
             seed=seed,
             enforce_eager=enforce_eager,
             enable_prefix_caching=enable_prefix_caching,
+            tensor_parallel_size=tensor_parallel_size,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             use_tqdm_on_load=False,

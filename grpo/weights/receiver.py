@@ -144,7 +144,8 @@ class _Receiving:
             small_bytes = config["small_bytes"]
             self.buckets.append(([a for a in bucket if a.whole.nbytes >= small_bytes],
                                  [a for a in bucket if a.whole.nbytes < small_bytes]))
-        self.channel = Channel(config, rank=worker.rank + 1, device=self.device)
+        first = config.get("first_rank", 1)  # of this engine, where several join
+        self.channel = Channel(config, rank=first + worker.rank, device=self.device)
 
     @torch.no_grad()
     def receive(self, seconds: float) -> dict[str, float]:

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# Train with an engine server beside the trainer, on one machine:
+#
+#     VLLM_MODEL=Qwen/Qwen2.5-1.5B-Instruct examples/slurm/local.sh env.dataset=gsm8k
+#
+# Starts the server on the last GPU(s), waits for it, trains on the first, and exits with the
+# trainer's exit code when it is done. Arguments are overrides of grpo.py. Logs: $LOG_DIR/server.log
+# and $LOG_DIR/trainer.log. Without a GPU both run on the CPU.
+#
+#     VLLM_MODEL      folder or hub id, for server and trainer (needed)
+#     VLLM_PORT       9001
+#     VLLM_TP_SIZE    1: GPUs of the engine
+#     VLLM_MAX_LEN    the model's: prompt plus response, in tokens
+#     VLLM_MEM_UTIL   0.9: share of the engine's GPUs for weights and KV cache
+#     VLLM_TIMEOUT    900: seconds until the server must answer
+#     LOG_DIR         logs
+#     PYTHON          python
+set -euo pipefail
+
+: "${VLLM_MODEL:?set VLLM_MODEL to the model to train: a folder or hub id}"
+port=${VLLM_PORT:-9001} size=${VLLM_TP_SIZE:-1} logs=${LOG_DIR:-logs} python=${PYTHON:-python}
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+mkdir -p "$logs"
+
+# Which GPUs there are; Slurm sets CUDA_VISIBLE_DEVICES to the job's own.
+gpus=()
+if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+    IFS=, read -ra gpus <<<"$CUDA_VISIBLE_DEVICES"
+elif command -v nvidia-smi >/dev/null; then
+    mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader)
+fi
+options=() engine_gpus="" trainer_gpus=""
+if ((${#gpus[@]})); then
+    if ((${#gpus[@]} <= size)); then
+        echo "error: ${#gpus[@]} GPUs for VLLM_TP_SIZE=$size and the trainer; ask for $((size + 1))," \
+            "or run grpo.py, which needs one" >&2
+        exit 2
+    fi
+    first=$((${#gpus[@]} - size))
+    engine_gpus=$(IFS=,; echo "${gpus[*]:first}")
+    trainer_gpus=$(IFS=,; echo "${gpus[*]:0:first}")
+    options+=(--gpu-memory-utilization "${VLLM_MEM_UTIL:-0.9}")
+fi
+[[ -n ${VLLM_MAX_LEN:-} ]] && options+=(--max-model-len "$VLLM_MAX_LEN")
+
+# A token of this job's own: the port is open to every user of the machine.
+GRPO_SERVER_TOKEN=${GRPO_SERVER_TOKEN:-$("$python" -c 'import secrets; print(secrets.token_urlsafe())')}
+export GRPO_SERVER_TOKEN PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
+
+CUDA_VISIBLE_DEVICES=$engine_gpus "$python" -m grpo.engines.server --model "$VLLM_MODEL" \
+    --port "$port" --tensor-parallel-size "$size" "${options[@]}" >"$logs/server.log" 2>&1 &
+server=$!
+stop() {
+    kill "$server" 2>/dev/null || true
+    wait "$server" 2>/dev/null || true
+}
+trap stop EXIT
+trap 'exit 143' TERM INT
+
+deadline=$((SECONDS + ${VLLM_TIMEOUT:-900}))
+until "$python" - "$port" <<'PY'
+import sys, urllib.request
+try:
+    urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/health", timeout=5)
+except OSError:
+    sys.exit(1)
+PY
+do
+    if ! kill -0 "$server" 2>/dev/null; then
+        echo "error: the server ended; the end of $logs/server.log:" >&2
+        tail -n 30 "$logs/server.log" >&2
+        exit 1
+    fi
+    if ((SECONDS > deadline)); then
+        echo "error: the server did not answer within ${VLLM_TIMEOUT:-900} s; see $logs/server.log" >&2
+        exit 1
+    fi
+    sleep 1
+done
+echo "server at port $port (GPU ${engine_gpus:-none}), training (GPU ${trainer_gpus:-none})"
+
+# In the background, so that a signal to this script ends both.
+CUDA_VISIBLE_DEVICES=$trainer_gpus "$python" "$repo/sota-implementations/grpo/grpo.py" \
+    "model.name=$VLLM_MODEL" inference_model.engine=server \
+    "inference_model.url=http://127.0.0.1:$port" inference_model.weight_sync=transfer "$@" \
+    > >(tee "$logs/trainer.log") 2>&1 &
+trainer=$!
+trap 'kill "$trainer" 2>/dev/null; exit 143' TERM INT
+code=0
+wait "$trainer" || code=$?
+exit "$code"

@@ -1,0 +1,275 @@
+"""From the configuration to the parts of an asynchronous run that a synchronous one has not:
+Ray, workers on their devices, and the way of the weights to them. The rest is :mod:`grpo.build`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import grpo
+from grpo.build import Prompts
+from grpo.build_engine import Actor, Setup
+from grpo.build_model import load_model, prepare_model
+from grpo.build_objective import build_learner, build_loss
+from grpo.collectors.ray import RayCollector
+from grpo.collectors.rollout_worker import RolloutWorker, WorkerSetup
+from grpo.collectors.schedule import RolloutSchedule
+from grpo.config import ConfigError
+from grpo.config_async import AsyncConfig
+from grpo.engines.ray_engine import WorkerPool, answer, require_ray
+from grpo.objectives.scorer import TokenScorer
+from grpo.placement import Kind, Places, plan_devices
+from grpo.policies.fleet import FleetPolicy
+from grpo.training.checkpoint import Checkpoint
+from grpo.training.learner import Learner
+from grpo.training.ranks import Ranks
+from grpo.training.team import Leader, LedLearner, LedScorer
+from grpo.weights.fleet import FleetSync, FleetTransfer, ObjectStoreSync
+from grpo.weights.vllm_transfer import free_port
+
+# Threads of a worker: one reports groups, the others take them and bring weights, or sample for
+# the trainer while groups are sampled.
+_THREADS = {"report": 1, "control": 4, "sample": 2}
+_GROUPS = {"finished": "report", "generate": "sample"}
+
+
+@dataclass(frozen=True)
+class AsyncActor(Actor):
+    """The model that is trained and how, its policy and weights, and the workers behind them.
+
+    Attributes:
+        pool: of rollout workers.
+        learner: of one process, or one that leads several ranks.
+        scorer: what the canary scores tokens with.
+    """
+
+    weights: FleetSync
+    pool: WorkerPool
+    learner: Learner | LedLearner
+    scorer: TokenScorer | LedScorer
+
+
+def open_ray(config: AsyncConfig, at_end: ExitStack) -> Places:
+    """Plan who computes where, start Ray or connect to it, and select the trainer's GPU here.
+
+    Args:
+        config: the run's.
+        at_end: gets what gives all of it back.
+    """
+    require_ray()
+    import ray
+
+    kind: Kind = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    if config.device == "cuda" and kind == "cpu":
+        raise ConfigError("device=cuda, but PyTorch sees no GPU; set device=cpu, or install a "
+                          "CUDA build of PyTorch and check nvidia-smi")
+    cluster = config.ray.address is not None
+    available = None
+    if cluster:
+        at_end.callback(_start_ray(address=config.ray.address))
+        available = int(ray.cluster_resources().get("GPU", 0)) if kind == "cuda" else None
+    elif kind == "cuda":
+        available = torch.cuda.device_count()
+    plan = plan_devices(config, kind=kind, available=available)
+    if not cluster:
+        at_end.callback(_start_ray(num_cpus=4 + len(plan.engines) + len(plan.train), num_gpus=0,
+                                   include_dashboard=False))
+    places = Places(plan, cluster=cluster)
+    at_end.callback(places.release)
+    if kind == "cuda":
+        torch.cuda.set_device(places.trainer[0])
+    return places
+
+
+def _start_ray(**options: Any) -> Callable[[], None]:
+    """Connect to Ray or start it; returns what ends that."""
+    import ray
+
+    if ray.is_initialized():  # by whoever embeds this run
+        return lambda: None
+    # Workers find this very package, not what lies in the folder of a script.
+    package = str(Path(grpo.__file__).resolve().parents[1])
+    found = os.environ.get("PYTHONPATH")
+    variables = {"PYTHONPATH": package + (os.pathsep + found if found else "")}
+    ray.init(**options, runtime_env={"env_vars": variables}, log_to_driver=False,
+             logging_level="ERROR")
+    return ray.shutdown
+
+
+def build_actor(
+    setup: Setup, prompts: Prompts, places: Places, *, backend: str, at_end: ExitStack,
+    checkpoint: Checkpoint | None = None,
+) -> AsyncActor:
+    """Start the workers and the trainer's other ranks, load the model, connect them.
+
+    Args:
+        setup: what trainer and workers agree on.
+        prompts: of the task; workers are given those to train on.
+        places: of the workers.
+        backend: ``vllm`` or ``transformers``.
+        at_end: gets what ends all that is started here.
+        checkpoint: that the run goes on from; the other ranks read their own part.
+    """
+    config: AsyncConfig = setup.config
+    pool = WorkerPool(
+        _make_worker(setup, prompts, places, backend), count=len(places.plan.engines),
+        **_patience(config))
+    at_end.callback(pool.close)
+    pool.start()
+    alone = len(places.plan.train) == 1
+    # On its way to being sharded a model needs none of the GPU's own memory.
+    device = setup.device if alone else torch.device("cpu")
+    model = load_model(setup.path, config, device=device, dtype=setup.dtype)
+    prepare_model(model, config)
+    loss = build_loss(config, model, setup.tokenizer)
+    transfers = backend == "vllm"
+    leader = None if alone else _gather_team(setup, places, transfers, at_end, checkpoint)
+    learner = build_learner(config, loss, leader and leader.ranks)
+    weights: FleetSync = ObjectStoreSync(model, pool) if not transfers else FleetTransfer(
+        model, pool, host=_own_address(config),
+        backend="nccl" if places.plan.kind == "cuda" else "gloo",
+        tensor_parallel_size=config.inference_model.tensor_parallel_size)
+    scorer = loss.scorer
+    if leader is not None:
+        learner, weights.tell = LedLearner(learner, leader), leader.tell
+        scorer = learner.scorer
+    options = setup.policy_options()
+    del options["ignore_eos"]  # the workers' own
+    policy = FleetPolicy(pool, setup.sampling, heal=weights.heal,
+                         max_model_len=setup.max_model_len, version=lambda: weights.version,
+                         **options)
+    return AsyncActor(model, policy, weights, pool, learner, scorer)
+
+
+def _gather_team(
+    setup: Setup, places: Places, transfers: bool, at_end: ExitStack,
+    checkpoint: Checkpoint | None,
+) -> Leader:
+    """Start the trainer's other ranks and meet them; this process leads."""
+    import ray
+
+    from grpo.training.rank_worker import TrainerRank
+
+    config, count = setup.config, len(places.plan.train)
+    join = {"device_type": places.plan.kind, "count": count, "timeout": config.ray.start_timeout,
+            "address": f"tcp://{_own_address(config)}:{free_port(_own_address(config))}"}
+    values, dtype = config.model_dump(mode="json"), str(setup.dtype).removeprefix("torch.")
+    known = checkpoint and (str(checkpoint.folder.absolute()), checkpoint.step)
+    actors = [ray.remote(TrainerRank).options(**places.rank(rank)).remote(
+        values, setup.path, dtype, transfers=transfers, checkpoint=known,
+        join={**join, "rank": rank, "device_index": 0}) for rank in range(1, count)]
+    for actor in actors:
+        at_end.callback(ray.kill, actor)
+    running = {actor.run.remote(): rank for rank, actor in enumerate(actors, 1)}
+
+    def check() -> None:
+        for ref in ray.wait(list(running), timeout=0)[0]:
+            answer(ref, timeout=1.0, who=f"trainer rank {running[ref]}", what="its work")
+
+    ranks = Ranks.join(**join, rank=0, device_index=places.trainer[0])
+    at_end.callback(ranks.leave)
+    leader = Leader(ranks, check)
+    return leader
+
+
+def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, str]:
+    """The lines of the start-up banner that differ from those of a synchronous run."""
+    plan, size = places.plan, config.inference_model.tensor_parallel_size
+    way = "through Ray's object store, between two groups" if backend == "transformers" else (
+        f"one {'NCCL' if plan.kind == 'cuda' else 'Gloo'} broadcast to all, in flight")
+    parallel = f", {size} devices each" if size > 1 else ""
+    return {"engine": f"{backend}, {len(plan.engines)} workers on Ray{parallel}; rollouts at most "
+                      f"{config.train.staleness} updates old",
+            "weights": f"{way}; a canary checks each worker after every update"}
+
+
+def build_reference_pool(
+    config: AsyncConfig, places: Places, path: str, dtype: torch.dtype
+) -> WorkerPool | None:
+    """The reference model on a device of its own, started; None if it has none."""
+    if not places.plan.reference:
+        return None
+    import ray
+
+    from grpo.collectors.reference_worker import ReferenceWorker
+
+    actor_class = ray.remote(ReferenceWorker)
+    values, name = config.model_dump(mode="json"), str(dtype).removeprefix("torch.")
+    pool = WorkerPool(
+        lambda number: actor_class.options(**places.reference()).remote(
+            values, path, places.plan.kind, name),
+        count=1, kind="reference worker", **_patience(config))
+    pool.start()
+    return pool
+
+
+def build_collector(
+    config: AsyncConfig, actor: AsyncActor, reference: WorkerPool | None = None
+) -> RayCollector:
+    """The collector, told of each new version of the weights."""
+    train, groups = config.train, config.turns_per_batch // config.env.repeats
+    schedule = RolloutSchedule(groups, staleness=train.staleness, oversample=train.oversample,
+                               group_deadline=train.group_deadline)
+    collector = RayCollector(
+        actor.pool, schedule, actor.policy, heal=actor.weights.heal,
+        groups_each=max(1, _rows(config) // config.env.repeats), timeout=train.rollout_timeout,
+        reference=reference)
+    actor.weights.on_publish = collector.published
+    return collector
+
+
+def _rows(config: AsyncConfig) -> int:
+    """Rows that an engine generates at a time."""
+    return config.inference_model.max_num_seqs or min(config.turns_per_batch, 1024)
+
+
+def _patience(config: AsyncConfig) -> dict[str, Any]:
+    return {"max_restarts": config.ray.max_restarts, "start_timeout": config.ray.start_timeout}
+
+
+def _own_address(config: AsyncConfig) -> str:
+    """Of this machine, as the workers can reach it."""
+    if config.ray.address is None:
+        return "127.0.0.1"
+    from ray.util import get_node_ip_address
+
+    return get_node_ip_address()
+
+
+def worker_setup(setup: Setup, prompts: Prompts, places: Places, backend: str) -> WorkerSetup:
+    """What all rollout workers are built from."""
+    config = setup.config
+    return WorkerSetup(
+        config=config.model_dump(mode="json"), path=setup.path, prompt_width=prompts.width,
+        max_model_len=setup.max_model_len, rows=_rows(config), backend=backend,
+        device=places.plan.kind, dtype=str(setup.dtype).removeprefix("torch."),
+        tensor_parallel_size=config.inference_model.tensor_parallel_size)
+
+
+def _make_worker(
+    setup: Setup, prompts: Prompts, places: Places, backend: str
+) -> Callable[[int], Any]:
+    """Starts the worker of a number."""
+    import ray
+
+    actor_class = ray.remote(max_concurrency=1, concurrency_groups=_THREADS)(_grouped())
+    worker = worker_setup(setup, prompts, places, backend)
+    train = ray.put(prompts.train)
+    return lambda number: actor_class.options(**places.engine(number)).remote(
+        worker, number, train)
+
+
+def _grouped() -> type:
+    """A :class:`RolloutWorker` whose methods name their threads."""
+    import ray
+
+    members = {name: ray.method(concurrency_group=_GROUPS.get(name, "control"))(method)
+               for name, method in vars(RolloutWorker).items()
+               if callable(method) and not name.startswith("_")}
+    return type("RolloutWorker", (RolloutWorker,), members)

@@ -1,0 +1,297 @@
+"""Rollouts from workers that generate all the time, with a bound on their staleness."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from grpo import data
+from grpo.collectors.schedule import Finished, RolloutSchedule
+from grpo.engines.handle import EngineError
+from grpo.engines.ray_engine import Call, WorkerPool, WorkersLost
+from grpo.policies.base import Policy
+
+# Seconds: of a worker's wait for a finished group; of a look for what nobody reports.
+_POLL, _LOOK = 0.5, 0.1
+
+
+class RolloutsFailed(RuntimeError):
+    """No rollouts will come; the weights are as they were after the last update."""
+
+
+class RayCollector:
+    """Batches of groups from rollout workers.
+
+    A thread hands out groups as the schedule admits them and takes finished ones, also while the
+    trainer trains. At ``staleness=0`` batches are those of
+    :class:`~grpo.collectors.sync.SyncCollector`: the same prompts, random numbers and order.
+
+    Args:
+        pool: of started workers.
+        schedule: which group when.
+        policy: what the trainer itself generates with; a checkpoint counts its calls.
+        heal: replaces dead workers, with the present weights; called by :meth:`collect`.
+        groups_each: groups that a worker has in hand at a time.
+        timeout: seconds without a finished group after which :meth:`collect` gives up.
+        reference: pool of one :class:`~grpo.collectors.reference_worker.ReferenceWorker`, which
+            scores groups as they come; None: the trainer does, if anybody.
+
+    Attributes:
+        seconds: ``"wait"``: what the last batch was waited for.
+        metrics: staleness, fill of the buffer, rates and idle shares of the workers.
+
+    Raises:
+        RolloutsFailed: from :meth:`collect`.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, schedule: RolloutSchedule, policy: Policy, *,
+        heal: Callable[[], None], groups_each: int, timeout: float = 1800.0,
+        reference: WorkerPool | None = None,
+    ) -> None:
+        if groups_each < 1:
+            raise ValueError(f"groups_each={groups_each} must be at least 1")
+        self.pool, self.schedule, self.policy = pool, schedule, policy
+        self.heal, self.groups_each, self.timeout = heal, groups_each, timeout
+        self.reference = reference
+        self._unscored: dict[int, TensorDictBase] = {}  # by lease
+        self._waiting: dict[int, TensorDictBase] = {}  # being scored, by lease
+        self._scoring: dict[Call, int] = {}
+        self.seconds = {"wait": 0.0}
+        self.metrics: dict[str, float] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        self._error: str | None = None
+        self._late: dict[int, int] = {}  # life -> groups it was late with, since its last good one
+        self._latest: dict[int, Any] = {}  # worker -> its last report
+        self._before: dict[int, Any] = {}  # worker -> that of the last batch
+
+    @property
+    def env(self) -> RayCollector:
+        """What a checkpoint saves: the schedule, with what is finished and in flight."""
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._changed:
+            state = self.schedule.state_dict()
+        state["ready"] = [[*ticket, group.to_dict()] for *ticket, group in state["ready"]]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        ready = [[*ticket, TensorDict(group, batch_size=[len(group["group_id"])])]
+                 for *ticket, group in state["ready"]]
+        with self._changed:
+            self.schedule.load_state_dict({**state, "ready": ready})
+
+    def published(self, version: int) -> None:
+        """The workers have new weights: hand out what that admits."""
+        with self._changed:
+            self.schedule.publish(version)
+            self._hand_out()
+
+    def collect(self) -> TensorDictBase:
+        """One batch of whole groups, flat and dense."""
+        start = time.perf_counter()
+        self._start()
+        finished, patience = -1, 0.0
+        while (batch := self._taken()) is None:
+            self._raise_failure()
+            self._heal()
+            if finished != self.schedule.counts["finished"]:
+                finished, patience = (self.schedule.counts["finished"],
+                                      time.monotonic() + self.timeout)
+            if time.monotonic() > patience:
+                raise RolloutsFailed(
+                    f"no group was finished within {self.timeout:g} s; {self.schedule.running} are "
+                    f"being generated, {self.schedule.ready} are ready. Raise "
+                    "train.rollout_timeout, or lower inference_model.max_tokens")
+        self.seconds = {"wait": time.perf_counter() - start}
+        self._measure(batch)
+        return torch.cat([done.group for done in batch])
+
+    def close(self) -> None:
+        """End the thread; the workers belong to the policy."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=10.0)
+
+    # -- the trainer's side --------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="rollouts")
+            self._thread.start()
+
+    def _taken(self) -> list[Finished] | None:
+        with self._changed:
+            batch = self.schedule.take()
+            if batch is None:
+                self._changed.wait(_LOOK)
+                batch = self.schedule.take()
+            if batch is not None:
+                self._hand_out()
+            return batch
+
+    def _heal(self) -> None:
+        try:
+            if self.pool.dead or self.pool.outdated:
+                self.heal()
+            if self.reference is not None and self.reference.dead:
+                self.reference.revive()  # its weights never change
+        except WorkersLost as error:
+            raise RolloutsFailed(str(error)) from error
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise RolloutsFailed(self._error)
+        if not self._thread.is_alive() and not self._stopped:
+            raise RolloutsFailed("the thread that hands out groups has ended")
+
+    # -- the thread's side ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pending: list[Call] = []
+        try:
+            while not self._stopped:
+                self._ask_for_groups(pending)
+                self._receive(pending)
+                with self._changed:
+                    self._receive_scores()
+                    self._end_late()
+                    self._hand_out()
+        except Exception as error:  # raised where the trainer waits
+            if not self._stopped:
+                with self._changed:
+                    self._error = f"the thread that hands out groups failed: {error!r}"
+                    self._changed.notify_all()
+
+    def _ask_for_groups(self, pending: list[Call]) -> None:
+        asked = {call.life for call in pending}
+        for number, life in enumerate(self.pool.lives):
+            if number not in self.pool.dead and life not in asked:
+                pending.append(self.pool.send(number, "finished", _POLL))
+
+    def _receive(self, pending: list[Call]) -> None:
+        if not pending:  # all are dead; the trainer replaces them
+            time.sleep(_LOOK)
+            return
+        for call in self.pool.wait(pending, timeout=_LOOK):
+            pending.remove(call)
+            try:
+                report = self.pool.result(call, timeout=60.0)
+            except EngineError as error:
+                self.pool.bury(call, str(error))
+                with self._changed:
+                    self.schedule.lose(call.life)
+                    self._changed.notify_all()
+                continue
+            with self._changed:
+                self._latest[call.number] = report
+                if report.groups:
+                    self._late.pop(call.life, None)
+                for group in report.groups:
+                    self._take_back(call.number, *group)
+                self._changed.notify_all()
+
+    def _take_back(self, number: int, lease: int, group: TensorDictBase | None,
+                   error: str | None) -> None:
+        if error is not None:
+            dropped = self.schedule.counts["dropped"]
+            self.schedule.fail(lease)
+            if self.schedule.counts["dropped"] > dropped:
+                self._error = (f"a group failed {self.schedule.max_attempts} times, at last in "
+                               f"{self.pool.name(number)}: {error}")
+            return
+        if self.reference is None:
+            self._finish(lease, group)
+        else:
+            self._unscored[lease] = group
+
+    def _finish(self, lease: int, group: TensorDictBase) -> None:
+        # A worker may have weights that are still on their way to others.
+        version = min(int(group[data.POLICY_VERSION].min()), self.schedule.version)
+        self.schedule.finish(lease, group, version=version)
+
+    def _receive_scores(self) -> None:
+        """Let the reference model score what has come, while the trainer trains."""
+        if self.reference is None:
+            return
+        for call, lease in list(self._scoring.items()):
+            if call.life != self.reference.lives[0]:  # it died
+                self._unscored[lease] = self._waiting.pop(lease)
+                del self._scoring[call]
+        answered = self.reference.wait(list(self._scoring), timeout=0) if self._scoring else []
+        for call in answered:
+            lease = self._scoring[call]
+            try:
+                log_probs = self.reference.result(call, timeout=60.0)
+            except EngineError as error:
+                self.reference.bury(call, str(error))
+                return
+            del self._scoring[call]
+            group = self._waiting.pop(lease)
+            group[data.REF_LOG_PROBS] = log_probs
+            self._finish(lease, group)
+            self._changed.notify_all()
+        if 0 not in self.reference.dead:
+            for lease in list(self._unscored):
+                group = self._waiting[lease] = self._unscored.pop(lease)
+                self._scoring[self.reference.send(0, "score", group)] = lease
+
+    def _end_late(self) -> None:
+        numbers = {life: number for number, life in enumerate(self.pool.lives)}
+        late: dict[int, list[int]] = {}
+        for lease in self.schedule.expire(time.monotonic()):
+            late.setdefault(lease.worker, []).append(lease.id)
+        for life, leases in late.items():
+            self._late[life] = self._late.get(life, 0) + len(leases)
+            if life in numbers and numbers[life] not in self.pool.dead:
+                self.pool.send(numbers[life], "cancel", leases)
+
+    def _hand_out(self) -> None:
+        """Give groups to the workers with the fewest, but last to those that were late."""
+        if self._thread is None or self._stopped:
+            return
+        room = {number: self.groups_each - self.schedule.held_by(self.pool.lives[number])
+                for number in self.pool.usable}
+        given: dict[int, list[tuple[int, int]]] = {}
+        while room := {number: left for number, left in room.items() if left > 0}:
+            number = max(room, key=lambda n: (-self._late.get(self.pool.lives[n], 0), room[n]))
+            lease = self.schedule.lease(worker=self.pool.lives[number], now=time.monotonic())
+            if lease is None:
+                break
+            room[number] -= 1
+            given.setdefault(number, []).append((lease.id, lease.ticket.index))
+        for number, leases in given.items():
+            self.pool.send(number, "submit", leases)
+
+    # -- numbers -------------------------------------------------------------------------------
+
+    def _measure(self, batch: list[Finished]) -> None:
+        with self._changed:
+            metrics, latest = self.schedule.metrics(), dict(self._latest)
+            version = self.schedule.version
+        for age in range(self.schedule.staleness + 1):
+            share = sum(version - done.version == age for done in batch) / len(batch)
+            metrics[f"async/age_{age}"] = share
+        for number, report in latest.items():
+            before = self._before.get(number)
+            if before is None or report.seconds < before.seconds:  # replaced in between
+                busy, tokens, seconds = report.busy, report.tokens, report.seconds
+            else:
+                busy, tokens, seconds = (getattr(report, name) - getattr(before, name)
+                                         for name in ("busy", "tokens", "seconds"))
+            if seconds > 0:
+                metrics[f"async/worker_{number}_idle"] = max(0.0, 1.0 - busy / seconds)
+                metrics[f"async/worker_{number}_tokens_per_second"] = tokens / seconds
+        metrics["async/restarts"] = float(self.pool.restarts)
+        self._before, self.metrics = latest, metrics
+

@@ -1,0 +1,48 @@
+"""The reference model on a device of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from grpo import data
+from grpo.policies.scoring import ReferenceScorer
+
+
+class ReferenceWorker:
+    """Score groups with the frozen reference, while others generate and train.
+
+    Args:
+        config: a :class:`grpo.config_async.AsyncConfig` as plain values.
+        path: folder or hub id of the reference.
+        device: ``cuda`` or ``cpu``.
+        dtype: of the weights, without ``torch.``.
+    """
+
+    def __init__(self, config: dict[str, Any], path: str, device: str, dtype: str) -> None:
+        from grpo import build
+        from grpo.build_model import load_model
+        from grpo.build_objective import scoring_budget
+        from grpo.config import load_config
+        from grpo.config_async import AsyncConfig
+
+        build.quiet_libraries()
+        checked = load_config(config, AsyncConfig)
+        model = load_model(path, checked, device=torch.device(device),
+                           dtype=getattr(torch, dtype))
+        self.scorer = ReferenceScorer(
+            model, temperature=checked.inference_model.temperature,
+            max_tokens=scoring_budget(checked))
+        self.path = path
+
+    def describe(self) -> dict[str, Any]:
+        """Who and where this is; an answer proves that it has started."""
+        return {"pid": os.getpid(), "host": os.uname().nodename, "model": self.path}
+
+    def score(self, group: TensorDictBase) -> Tensor:
+        """Its log-probs of a group's tokens, float32 ``[B, T]``."""
+        return self.scorer(group.clone())[data.REF_LOG_PROBS]

@@ -1,0 +1,294 @@
+"""What generates in an asynchronous run: engine, environment and rewards in one process.
+
+A :class:`RolloutWorker` is a plain object; :mod:`grpo.engines.ray_engine` runs it as a Ray actor.
+Groups come in by number and go out finished and scored. Its engine belongs to one thread
+(:class:`~grpo.engines.driver.EngineDriver`), in which weights arrive, too; rewards have threads of
+their own, so that no request waits for a score.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from grpo import data
+from grpo.collectors.sync import DROPPED
+from grpo.engines.driver import EngineDriver, Job, TransformersSampler, VLLMSampler
+from grpo.engines.handle import EngineError, InProcessEngine, PauseMode
+from grpo.envs import Prompt, VerifiableEnv
+from grpo.policies import Policy, Sampling, TransformersPolicy, VLLMPolicy
+from grpo.policies.base import Completions
+
+# Groups whose rewards are computed at a time.
+_SCORING_THREADS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSetup:
+    """What a worker is built from; everything in it can be sent to another host.
+
+    Attributes:
+        config: a :class:`grpo.config.Config` as plain values.
+        path: folder or hub id of the weights that the run starts from.
+        prompt_width: ``P``.
+        max_model_len: prompt plus response, in tokens.
+        rows: rows that the engine generates at a time.
+        backend: ``vllm`` or ``transformers``.
+        device: ``cuda`` or ``cpu``.
+        dtype: of the weights, without ``torch.``.
+        tensor_parallel_size: devices of the engine.
+    """
+
+    config: dict[str, Any]
+    path: str
+    prompt_width: int
+    max_model_len: int
+    rows: int
+    backend: str
+    device: str
+    dtype: str
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker has to say.
+
+    Attributes:
+        groups: ``(lease, group, error)`` of each finished group: its rows, or None and the reason.
+        busy: seconds that the engine has been at work since the worker started.
+        tokens: sampled since then.
+        seconds: since then.
+    """
+
+    groups: list[tuple[int, TensorDictBase | None, str | None]]
+    busy: float
+    tokens: int
+    seconds: float
+
+
+class RolloutWorker:
+    """Generate groups by their numbers.
+
+    Args:
+        setup: what all workers are built from.
+        number: of this worker; engines that are not seeded by row draw by it.
+        prompts: to train on, the same in every worker.
+    """
+
+    def __init__(self, setup: WorkerSetup, number: int, prompts: list[Prompt]) -> None:
+        from grpo import build
+        from grpo.build_model import eos_token_ids
+        from grpo.config import load_config
+        from grpo.config_async import AsyncConfig
+
+        build.quiet_libraries()
+        self.setup, config = setup, load_config(setup.config, AsyncConfig)
+        tokenizer = build.load_tokenizer(setup.path)
+        sampling = Sampling(max_tokens=config.max_tokens, seed=config.train.seed,
+                            temperature=config.inference_model.temperature)
+        options = {"pad_token_id": tokenizer.pad_token_id,
+                   "eos_token_ids": eos_token_ids(setup.path, tokenizer),
+                   "ignore_eos": config.inference_model.ignore_eos}
+        self.policy, self.engine, sampler = _start_engine(setup, config, sampling, options, number)
+        score = build.reward_function(config, build.build_task(config))
+        self._envs: queue.SimpleQueue[VerifiableEnv] = queue.SimpleQueue()
+        for _ in range(_SCORING_THREADS + 1):
+            self._envs.put(VerifiableEnv(
+                prompts, score, tokenizer, num_prompts=1, group_size=config.env.repeats,
+                max_prompt_tokens=setup.prompt_width, max_response_tokens=sampling.max_tokens,
+                eos_token_ids=options["eos_token_ids"], seed=config.train.seed))
+        self._groups_a_call, self._group_rows = config.env.num_envs, config.env.repeats
+        self.driver = EngineDriver(sampler)
+        self._jobs: dict[int, Job] = {}
+        self._finished: queue.SimpleQueue[tuple[int, Any, str | None]] = queue.SimpleQueue()
+        self._scoring = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix="rewards")
+        self._started = time.monotonic()
+
+    def describe(self) -> dict[str, Any]:
+        """Who and where this is; an answer proves that it has started."""
+        return {"pid": os.getpid(), "host": os.uname().nodename, "device": self.setup.device,
+                "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
+
+    # -- rollouts ------------------------------------------------------------------------------
+
+    def submit(self, leases: list[tuple[int, int]]) -> None:
+        """Start groups.
+
+        Args:
+            leases: ``(lease, number of the group)`` of each.
+        """
+        for lease, number in leases:
+            try:
+                self._start(lease, number)
+            except Exception as error:  # nobody waits for this call
+                self._finished.put((lease, None, f"{type(error).__name__}: {error}"))
+
+    def _start(self, lease: int, number: int) -> None:
+        batch = self._with_env(number, lambda env, batch: batch)
+        call, place = divmod(number, self._groups_a_call)
+        job = Job(self._prompts(batch), self.policy.sampling, call=call,
+                  first=place * self._group_rows, of=self._groups_a_call * self._group_rows)
+        self._jobs[lease] = job
+        self.driver.submit(job).add_done_callback(
+            lambda future: self._sampled(lease, number, future))
+
+    def cancel(self, leases: list[int]) -> None:
+        """Give up on groups; those that are finished already are reported all the same."""
+        for lease in leases:
+            job = self._jobs.pop(lease, None)
+            if job is not None:
+                self.driver.cancel(job)
+
+    def finished(self, timeout: float) -> Report:
+        """The groups finished since the last call; waits at most ``timeout`` seconds for one.
+
+        Raises:
+            EngineError: if the engine has failed.
+        """
+        if not self.driver.alive():
+            self.driver.call(lambda: None, timeout=timeout)  # raises with the reason
+        groups = []
+        try:
+            groups.append(self._finished.get(timeout=timeout))
+            while True:
+                groups.append(self._finished.get_nowait())
+        except queue.Empty:
+            pass
+        return Report(groups, self.driver.busy, self.driver.sampler.tokens,
+                      time.monotonic() - self._started)
+
+    def _sampled(self, lease: int, number: int, future: Future) -> None:
+        self._jobs.pop(lease, None)
+        if not future.cancelled():
+            self._scoring.submit(self._score, lease, number, future)
+
+    def _score(self, lease: int, number: int, future: Future) -> None:
+        try:
+            completions = future.result()
+            group = self._with_env(number, lambda env, batch: env.step(
+                self.policy.write(batch, completions)).exclude(*DROPPED).flatten())
+        except Exception as error:  # one group's; the trainer decides what becomes of it
+            self._finished.put((lease, None, f"{type(error).__name__}: {error}"))
+        else:
+            self._finished.put((lease, group, None))
+
+    def _with_env(self, number: int, use: Callable[[VerifiableEnv, TensorDictBase], Any]) -> Any:
+        """Use an environment, which is set to a group; each is used by one thread at a time."""
+        env = self._envs.get()
+        try:
+            env.seek(number)
+            return use(env, env.reset())
+        finally:
+            self._envs.put(env)
+
+    @staticmethod
+    def _prompts(batch: TensorDictBase) -> list[list[int]]:
+        return [row[mask].tolist() for row, mask in
+                zip(batch[data.PROMPT_TOKENS], batch[data.PROMPT_MASK], strict=True)]
+
+    def generate(self, job: Job, timeout: float) -> Completions:
+        """Sample rows for the trainer, such as an evaluation's; they join what is running.
+
+        Raises:
+            EngineError: if that takes longer than ``timeout`` seconds.
+        """
+        try:
+            return self.driver.submit(job).result(timeout)
+        except TimeoutError:
+            self.driver.cancel(job)
+            raise EngineError(f"the engine did not finish {len(job.prompts)} rows within "
+                              f"{timeout:g} s") from None
+
+    # -- weights: the methods of an EngineHandle -----------------------------------------------
+
+    def collective_rpc(self, method: str, args: tuple, timeout: float) -> list[Any]:
+        """See :class:`~grpo.engines.handle.EngineHandle`; runs between two steps."""
+        if self.engine is None:
+            raise EngineError(f"{method} is for vLLM; weights of a transformers worker are given "
+                              "by load_state")
+        return self.driver.call(lambda: self.engine.collective_rpc(method, *args, timeout=timeout),
+                                timeout=timeout, what=method)
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        """Stop sampling: keep what runs, wait for it, or abort it."""
+        if mode == "wait":
+            self.driver.drain(timeout=timeout)
+        elif mode == "abort":
+            self.driver.abort(timeout=timeout)
+        self.driver.pause(timeout=timeout)
+        if self.engine is not None:
+            self._between_steps(lambda: self.engine.pause("keep", timeout=timeout), timeout)
+
+    def resume(self, timeout: float) -> None:
+        if self.engine is not None:
+            self._between_steps(lambda: self.engine.resume(timeout=timeout), timeout)
+        self.driver.resume(timeout=timeout)
+
+    def reset_prefix_cache(self, timeout: float) -> bool:
+        return self._between_steps(
+            lambda: self.engine.reset_prefix_cache(timeout=timeout), timeout)
+
+    def set_version(self, version: int) -> None:
+        self._between_steps(lambda: self.driver.sampler.set_version(version), 60.0)
+
+    def load_state(self, state: dict[str, torch.Tensor], version: int, timeout: float) -> None:
+        """New weights for a Transformers model, between two jobs."""
+        def load() -> None:
+            with torch.no_grad():
+                for name, param in self.policy.model.named_parameters():
+                    param.copy_(state[name])
+            self.driver.sampler.set_version(version)
+
+        self._between_steps(load, timeout)
+
+    def fingerprints(self, timeout: float) -> dict[str, list]:
+        """Of a Transformers model's parameters, to compare with the trainer's."""
+        from grpo.weights.fingerprint import fingerprint
+
+        return self._between_steps(lambda: {
+            name: fingerprint(param) for name, param in self.policy.model.named_parameters()},
+            timeout)
+
+    def _between_steps(self, function: Callable[[], Any], timeout: float) -> Any:
+        return self.driver.call(function, timeout=timeout, what="a change of the weights")
+
+    def close(self) -> None:
+        """End engine and threads."""
+        self._scoring.shutdown(wait=False, cancel_futures=True)
+        self.driver.close()
+
+
+def _start_engine(setup: WorkerSetup, config: Any, sampling: Sampling, options: dict[str, Any],
+                  number: int) -> tuple[Policy, InProcessEngine | None, Any]:
+    """Policy, handle of its engine, and what its driver drives."""
+    device, dtype = torch.device(setup.device), getattr(torch, setup.dtype)
+    inference = config.inference_model
+    if setup.backend == "transformers":
+        from grpo.build_model import load_model
+
+        model = load_model(setup.path, config, device=device, dtype=dtype).eval()
+        policy = TransformersPolicy(model.requires_grad_(False), sampling,
+                                    max_model_len=setup.max_model_len, **options)
+        return policy, None, TransformersSampler(policy)
+    from grpo.engines.inprocess import start_engine
+
+    parallel = {} if setup.tensor_parallel_size == 1 else {
+        "separate_process": True, "tensor_parallel_size": setup.tensor_parallel_size}
+    llm = start_engine(
+        setup.path, device=device, dtype=dtype, max_model_len=setup.max_model_len,
+        max_num_seqs=setup.rows, seed=config.train.seed + number,
+        enforce_eager=inference.enforce_eager,
+        gpu_memory_utilization=inference.gpu_memory_utilization,
+        kv_cache_memory_bytes=inference.kv_cache_memory_bytes, **parallel)
+    policy = VLLMPolicy(llm, sampling, **options)
+    # Seeds make a run repeatable where its arithmetic is; on a GPU they only cost time.
+    return policy, InProcessEngine(llm), VLLMSampler(policy, seeded=setup.device == "cpu")

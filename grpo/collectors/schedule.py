@@ -1,0 +1,266 @@
+"""Which group is generated when, by whom, and whether it may still be trained on.
+
+A pure state machine: no clock, no thread, no Ray. :class:`~grpo.collectors.ray.RayCollector` drives
+it. Groups are numbered over the whole run; their number fixes prompt and random numbers, so a group
+that has to be generated again is the same task, whoever gets it.
+
+The bound on staleness is that of AReaL (arXiv:2505.24298, sec. 5.1): at version ``v`` at most
+``(v + 1 + staleness) * batch_groups`` groups have been started. Groups finish out of order, so the
+bound on what is *started* is not enough: what is taken is checked as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+COUNTS = ("finished", "too_old", "expired", "failed", "lost", "dropped", "late")
+
+
+@dataclass(frozen=True, order=True)
+class Ticket:
+    """A group to generate.
+
+    Attributes:
+        index: number of the group in the run.
+        attempt: how often it was given up on before, for its own fault: it took too long.
+    """
+
+    index: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A ticket in the hands of a worker."""
+
+    id: int
+    ticket: Ticket
+    worker: int
+    since: float
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A group that waits to be trained on.
+
+    Attributes:
+        ticket: what it is.
+        version: number of weight updates before its oldest token.
+        group: the rows, of any type.
+    """
+
+    ticket: Ticket
+    version: int
+    group: Any = field(repr=False)
+
+
+class RolloutSchedule:
+    """Hand out groups, take them back finished, put batches together.
+
+    Args:
+        batch_groups: groups of a batch.
+        staleness: weight updates that may lie between the oldest token of a group and its
+            training; 0 generates each batch with the weights that it trains.
+        group_deadline: seconds a worker may take for a group; None: any time.
+        oversample: share of groups started beyond those a batch needs, so that it need not wait
+            for its slowest ones. What is left over serves the next batch if it is fresh enough,
+            and is generated again if not.
+        max_attempts: a group that expired or got too old so often is dropped.
+
+    Attributes:
+        version: weight updates so far; :meth:`publish` sets it.
+        counts: groups ``finished``; ``too_old`` when a batch was to be taken; ``expired`` at their
+            deadline; ``failed`` in a worker; ``lost`` with a worker; ``dropped`` for good; and
+            answers that came ``late``, after their lease had ended.
+
+    Raises:
+        ValueError: for an option out of range.
+
+    Examples:
+        >>> schedule = RolloutSchedule(batch_groups=2, staleness=0)
+        >>> first, second = schedule.lease(worker=0, now=0.0), schedule.lease(worker=1, now=0.0)
+        >>> schedule.lease(worker=0, now=0.0) is None    # would belong to the next weights
+        True
+        >>> schedule.finish(second.id, "b", version=0), schedule.finish(first.id, "a", version=0)
+        (True, True)
+        >>> [done.group for done in schedule.take()]
+        ['a', 'b']
+        >>> schedule.publish(1)
+        >>> schedule.lease(worker=0, now=0.0).ticket
+        Ticket(index=2, attempt=0)
+    """
+
+    def __init__(
+        self, batch_groups: int, *, staleness: int, group_deadline: float | None = None,
+        oversample: float = 0.0, max_attempts: int = 3,
+    ) -> None:
+        for name, value, least in (("batch_groups", batch_groups, 1), ("staleness", staleness, 0),
+                                   ("oversample", oversample, 0),
+                                   ("max_attempts", max_attempts, 1)):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        if group_deadline is not None and group_deadline <= 0:
+            raise ValueError(f"group_deadline={group_deadline} must be positive seconds")
+        self.batch_groups, self.staleness = batch_groups, staleness
+        self.group_deadline, self.max_attempts = group_deadline, max_attempts
+        self.extra = round(oversample * batch_groups)
+        self.version = 0
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self._taken = 0  # groups handed to the trainer
+        self._next = 0  # first group that has no ticket yet
+        self._again: list[Ticket] = []  # given back; before new ones
+        self._leases: dict[int, Lease] = {}
+        self._ready: list[Finished] = []
+        self._lease_ids = 0
+
+    # -- handing out ---------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Groups in the hands of workers."""
+        return len(self._leases)
+
+    @property
+    def ready(self) -> int:
+        """Groups that wait to be trained on."""
+        return len(self._ready)
+
+    def held_by(self, worker: int) -> int:
+        """Groups in the hands of one worker."""
+        return sum(lease.worker == worker for lease in self._leases.values())
+
+    def admits(self) -> bool:
+        """Whether one more group may be started and still be fresh when its turn comes."""
+        wanted = (self.version + 1 + self.staleness) * self.batch_groups - self._taken
+        return wanted > 0 and self.running + self.ready < wanted + self.extra
+
+    def lease(self, *, worker: int, now: float) -> Lease | None:
+        """Give a worker the next group; None while no group may be started."""
+        if not self.admits():
+            return None
+        if self._again:
+            self._again.sort()
+            ticket = self._again.pop(0)
+        else:
+            ticket, self._next = Ticket(self._next), self._next + 1
+        lease = Lease(self._lease_ids, ticket, worker, now)
+        self._lease_ids += 1
+        self._leases[lease.id] = lease
+        return lease
+
+    # -- taking back ---------------------------------------------------------------------------
+
+    def finish(self, lease_id: int, group: Any, *, version: int) -> bool:
+        """A worker has finished a group; False if its lease had ended, and the group is ignored.
+
+        Raises:
+            ValueError: for a version that does not exist yet.
+        """
+        if version > self.version:
+            raise ValueError(f"version={version} of a group is newer than the weights, which are "
+                             f"at {self.version}")
+        lease = self._leases.pop(lease_id, None)
+        if lease is None:
+            self.counts["late"] += 1
+            return False
+        self.counts["finished"] += 1
+        self._ready.append(Finished(lease.ticket, version, group))
+        return True
+
+    def fail(self, lease_id: int) -> None:
+        """A worker could not generate a group: it is tried again, but not for ever."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is not None:
+            self.counts["failed"] += 1
+            self._retry(lease.ticket)
+
+    def lose(self, worker: int) -> list[Lease]:
+        """A worker is gone: what it held is somebody else's, for no fault of the groups."""
+        gone = [lease for lease in self._leases.values() if lease.worker == worker]
+        for lease in gone:
+            del self._leases[lease.id]
+            self._again.append(lease.ticket)
+        self.counts["lost"] += len(gone)
+        return gone
+
+    def expire(self, now: float) -> list[Lease]:
+        """End the leases past their deadline; the workers need not go on with these groups."""
+        if self.group_deadline is None:
+            return []
+        late = [lease for lease in self._leases.values()
+                if now - lease.since > self.group_deadline]
+        for lease in late:
+            del self._leases[lease.id]
+            self._retry(lease.ticket)
+        self.counts["expired"] += len(late)
+        return late
+
+    def take(self) -> list[Finished] | None:
+        """A batch in the order of its numbers, or None while too few fresh groups are finished.
+
+        Those that would soon be too old go first.
+        """
+        self._refuse_old()
+        if len(self._ready) < self.batch_groups:
+            return None
+        self._ready.sort(key=lambda done: (done.version, done.ticket.index))
+        batch, self._ready = (self._ready[: self.batch_groups], self._ready[self.batch_groups :])
+        self._taken += self.batch_groups
+        return sorted(batch, key=lambda done: done.ticket.index)
+
+    def publish(self, version: int) -> None:
+        """There are new weights.
+
+        Raises:
+            ValueError: if versions go back.
+        """
+        if version < self.version:
+            raise ValueError(f"version={version} is older than {self.version}")
+        self.version = version
+        self._refuse_old()
+
+    def _refuse_old(self) -> None:
+        oldest = self.version - self.staleness
+        old = [done for done in self._ready if done.version < oldest]
+        self._ready = [done for done in self._ready if done.version >= oldest]
+        self.counts["too_old"] += len(old)
+        for done in old:
+            self._retry(done.ticket)
+
+    def _retry(self, ticket: Ticket) -> None:
+        if ticket.attempt + 1 < self.max_attempts:
+            self._again.append(Ticket(ticket.index, ticket.attempt + 1))
+        else:
+            self.counts["dropped"] += 1
+
+    # -- what others see -----------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Fill of the buffer and the counts, under the names of ``metrics.jsonl``."""
+        capacity = (1 + self.staleness) * self.batch_groups + self.extra
+        return {"async/buffer_fill": self.ready / capacity, "async/groups_ready": self.ready,
+                "async/groups_running": self.running,
+                **{f"async/groups_{name}": float(value) for name, value in self.counts.items()}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: finished groups as they are, unfinished ones as tickets."""
+        unfinished = sorted([*self._again, *(lease.ticket for lease in self._leases.values())])
+        return {"version": self.version, "taken": self._taken, "next": self._next,
+                "unfinished": [[ticket.index, ticket.attempt] for ticket in unfinished],
+                "ready": [[done.ticket.index, done.ticket.attempt, done.version, done.group]
+                          for done in self._ready],
+                "counts": dict(self.counts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint; what was in flight is handed out again, first of all.
+
+        The batch size may have changed in between; what has been taken counts as whole batches.
+        """
+        self.version, self._next = state["version"], state["next"]
+        self._taken = self.version * self.batch_groups
+        self._again = [Ticket(*ticket) for ticket in state["unfinished"]]
+        self._ready = [Finished(Ticket(index, attempt), version, group)
+                       for index, attempt, version, group in state["ready"]]
+        self.counts = dict.fromkeys(COUNTS, 0) | state["counts"]
+        self._leases = {}

@@ -1,0 +1,185 @@
+"""Weights for all workers of an asynchronous run, also for those that had to be replaced.
+
+Both classes are a :class:`~grpo.weights.shared.WeightSync`, and can do two things more:
+``heal()`` replaces dead workers and gives them the present weights, and ``on_publish`` is called
+with each new version as soon as the workers have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from grpo.engines.handle import EngineError
+from grpo.engines.ray_engine import EngineDied, EngineFleet, RayEngine, WorkerPool
+from grpo.weights.channel import TransferError
+from grpo.weights.fingerprint import fingerprint
+from grpo.weights.gather import TrainerRanks
+from grpo.weights.transfer import Backend, WeightTransfer
+
+
+class FleetSync:
+    """What both ways have in common.
+
+    Args:
+        pool: whose workers get the weights.
+
+    Raises:
+        WorkersLost: from :meth:`publish` and :meth:`heal`, when workers die again and again.
+    """
+
+    version: int
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self.pool = pool
+        self.on_publish: Callable[[int], None] = lambda version: None
+        #: Tells the other ranks of a sharded trainer to take part in what follows.
+        self.tell: Callable[..., None] = lambda what, *details: None
+
+    def publish(self) -> int:
+        """Give all workers the trainer's weights as a new version."""
+        self.pool.revive()
+        self._until_sent(self._publish)
+        self.on_publish(self.version)
+        return self.version
+
+    def heal(self) -> None:
+        """Replace dead workers and give them the present weights.
+
+        The trainer's weights must not have changed since they were published.
+        """
+        self.pool.revive()
+        if self.pool.outdated:
+            self._until_sent(self._refresh)
+
+    def unshared(self) -> list[str]:
+        """Nothing is shared, and nothing has to be: :meth:`publish` copies every parameter."""
+        return []
+
+    def _until_sent(self, send: Callable[[], None]) -> None:
+        """Try again with new workers while any die meanwhile; the pool limits how often."""
+        while True:
+            try:
+                send()
+            except (EngineError, TransferError):
+                self._find_dead()
+                if not self.pool.dead:
+                    raise
+            if not self.pool.dead:
+                self.pool.outdated.clear()
+                return
+            self.pool.revive()
+
+    def _find_dead(self) -> None:
+        for number in range(self.pool.count):
+            if number not in self.pool.dead:
+                try:
+                    self.pool.ask(number, "describe", timeout=30.0)
+                except EngineDied:
+                    continue  # noted by the pool
+
+    def _publish(self) -> None:
+        raise NotImplementedError
+
+    def _refresh(self) -> None:
+        raise NotImplementedError
+
+
+class ObjectStoreSync(FleetSync):
+    """For workers that generate with Transformers: a state dict through Ray's object store.
+
+    Args:
+        model: the trainer's.
+        pool: of the workers.
+        timeout: seconds for one update; a worker takes it up between two groups.
+    """
+
+    def __init__(self, model: nn.Module, pool: WorkerPool, *, timeout: float = 600.0) -> None:
+        super().__init__(pool)
+        self.model, self.timeout, self.version = model, timeout, 0
+
+    def _publish(self) -> None:
+        self._send(self.version + 1, range(self.pool.count))
+        self.version += 1
+
+    def _refresh(self) -> None:
+        self._send(self.version, sorted(self.pool.outdated))
+
+    @torch.no_grad()
+    def _send(self, version: int, numbers: Iterable[int]) -> None:
+        state = self.pool.put({name: param.to("cpu", copy=True)
+                               for name, param in self._whole()})
+        calls = [self.pool.send(number, "load_state", state, version, self.timeout)
+                 for number in numbers]
+        for call in calls:
+            self.pool.result(call, timeout=self.timeout + 10.0)
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        self.tell("gather")
+        return TrainerRanks(self.model).whole(self.model.named_parameters())
+
+    def differing(self) -> list[str]:
+        """Names of parameters that differ in any worker, by fingerprint."""
+        ours = {name: fingerprint(param)[0] for name, param in self._whole()}
+        different = set()
+        for number in self.pool.usable:
+            theirs = self.pool.ask(number, "fingerprints", self.timeout, timeout=self.timeout)
+            different |= {name for name in ours if theirs[name][0] != ours[name]}
+        return [name for name in ours if name in different]
+
+
+class FleetTransfer(FleetSync):
+    """For vLLM engines: one broadcast reaches all workers of all engines.
+
+    Running requests are kept and go on with the new weights.
+
+    Args:
+        model: the trainer's, sharded or not; see :class:`~grpo.weights.transfer.WeightTransfer`.
+        pool: of the workers.
+        tensor_parallel_size: devices of an engine.
+        backend: ``nccl`` between GPUs, ``gloo`` for engines on a CPU.
+        host: address of the trainer that the workers can reach.
+        timeout: seconds for one update.
+    """
+
+    def __init__(self, model: nn.Module, pool: WorkerPool, *, tensor_parallel_size: int = 1,
+                 backend: Backend = "nccl", host: str = "127.0.0.1", timeout: float = 300.0
+                 ) -> None:
+        super().__init__(pool)
+        self.fleet = EngineFleet([RayEngine(pool, number) for number in range(pool.count)],
+                                 tensor_parallel_size=tensor_parallel_size)
+        self.transfer = WeightTransfer(model, self.fleet, backend=backend, host=host,
+                                       timeout=timeout)
+
+    @property
+    def version(self) -> int:
+        return self.transfer.version
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self.transfer.version = value
+
+    def _publish(self) -> None:
+        if self.pool.outdated:
+            self.transfer.close()  # newcomers are not in its group
+        self._send()
+
+    def _refresh(self) -> None:
+        self.transfer.close()
+        self.transfer.version -= 1
+        try:
+            self._send()
+        except (EngineError, TransferError):
+            self.transfer.version += 1
+            raise
+
+    def _send(self) -> None:
+        self.tell("publish", self.version)
+        self.transfer.publish()
+
+    def differing(self) -> list[str]:
+        """See :meth:`WeightTransfer.differing`."""
+        self.tell("differing")
+        return self.transfer.differing()

@@ -1,0 +1,126 @@
+"""Tiny asynchronous runs for the tests, with workers on Ray or as objects of this process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import ExitStack
+from pathlib import Path
+
+from grpo import build_async
+from grpo.collectors.rollout_worker import RolloutWorker
+from grpo.config import Config, load_config
+from grpo.config_async import AsyncConfig
+from grpo.engines.handle import EngineError
+from grpo.engines.ray_engine import Call, EngineDied, WorkerPool
+from grpo.weights.channel import in_background
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def _values(folder, **sections) -> dict:
+    values = {
+        "device": "cpu", "model": {"name": str(folder)},
+        "env": {"dataset": "arithmetic", "task": {"max_operand": 9, "num_train": 20, "num_test": 4},
+                "num_envs": 4, "repeats": 4, "reward": "negative_length"},
+        "train": {"total_dialog_turns": 6 * 16, "eval_frequency": 2, "checkpoint_frequency": 0},
+        "inference_model": {"backend": "transformers", "max_tokens": 5},
+        "optimizer": {"lr": 0.01}}
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return values
+
+
+def sync_config(folder) -> Config:
+    return load_config(_values(folder))
+
+
+def async_config(folder, *, inference_model: dict | None = None, **sections) -> AsyncConfig:
+    values = _values(folder, **sections)
+    values["inference_model"] |= {"num_devices": 2} | (inference_model or {})
+    return load_config(values, AsyncConfig)
+
+
+def script():
+    """``grpo-async.py`` as a module."""
+    path = REPO / "sota-implementations" / "grpo" / "grpo-async.py"
+    spec = importlib.util.spec_from_file_location("grpo_async_script", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_async_trainer(config: AsyncConfig, run_dir: Path, at_end: ExitStack, checkpoint=None):
+    """The script's trainer."""
+    return script().build_trainer(config, run_dir, checkpoint, at_end)
+
+
+def rows_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+class LocalPool(WorkerPool):
+    """Workers that are objects of this process; each call runs in a thread of its own.
+
+    Attributes:
+        killed: objects that answer no more.
+        intercept: replaces a method of all workers by name.
+    """
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.killed: list = []
+        self.intercept: dict = {}
+
+    def kill(self, number: int) -> None:
+        self.killed.append(self.actors[number])
+
+    def send(self, number, method, *args):
+        actor = self.actors[number]
+
+        def run():
+            if actor in self.killed:
+                raise EngineDied(f"{self.name(number)} died during {method}: killed")
+            result = self.intercept.get(method, getattr(actor, method))(*args)
+            if actor in self.killed:
+                raise EngineDied(f"{self.name(number)} died during {method}: killed")
+            return result
+
+        return Call(number, self.lives[number], method, in_background(run))
+
+    def wait(self, calls, *, timeout):
+        done, _ = wait([call.ref for call in calls], timeout, FIRST_COMPLETED)
+        return [call for call in calls if call.ref in done]
+
+    def result(self, call, *, timeout):
+        try:
+            return call.ref.result(timeout)
+        except EngineDied as error:
+            self.bury(call, str(error))
+            raise
+        except Exception as error:
+            raise EngineError(f"{self.name(call.number)}: {call.method} failed: {error!r}") from (
+                error)
+
+    def put(self, value):
+        return value
+
+    def _end(self, actor) -> None:
+        self.killed.append(actor)
+        if isinstance(actor, RolloutWorker):
+            actor.close()
+
+
+class LocalRay:
+    """Lets :mod:`grpo.build_async` build runs whose workers are objects of this process."""
+
+    def __init__(self, monkeypatch) -> None:
+        monkeypatch.setattr(build_async, "WorkerPool", LocalPool)
+        monkeypatch.setattr(build_async, "_start_ray", lambda **options: lambda: None)
+        monkeypatch.setattr(build_async, "_make_worker", self._make_worker)
+
+    @staticmethod
+    def _make_worker(setup, prompts, places, backend):
+        worker = build_async.worker_setup(setup, prompts, places, backend)
+        return lambda number: RolloutWorker(worker, number, prompts.train)

@@ -1,0 +1,150 @@
+"""Asynchronous training with workers in this process: age, deaths, deadlines, resumption."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from contextlib import ExitStack
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from grpo import data
+from grpo.collectors.ray import RolloutsFailed
+from grpo.collectors.reference_worker import ReferenceWorker
+from grpo.engines.ray_engine import WorkersLost
+
+from ..training.runs import save_tiny
+from .asynchronous import LocalPool, LocalRay, async_config, make_async_trainer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer):
+    return save_tiny(tmp_path_factory.mktemp("model"), tokenizer, seed=0)
+
+
+@pytest.fixture
+def start(folder, tmp_path, monkeypatch):
+    """Builds a run by options; ends it after the test."""
+    LocalRay(monkeypatch)
+    with ExitStack() as at_end:
+        runs = itertools.count()
+        yield lambda checkpoint=None, **options: make_async_trainer(
+            async_config(folder, **options),
+            checkpoint.run_dir if checkpoint else tmp_path / str(next(runs)), at_end, checkpoint)
+
+
+def test_rollouts_run_ahead_but_not_too_far(start):
+    trainer = start(train={"staleness": 2, "oversample": 0.5})
+    ages = []
+    for _ in range(6):
+        metrics = trainer.iterate()
+        ages.append(metrics["policy/age_max"])
+        shares = [metrics[f"async/age_{age}"] for age in range(3)]
+        assert sum(shares) == pytest.approx(1.0)
+        assert metrics["canary/max_abs_diff"] < 1e-4
+    assert 0 < max(ages) <= 2
+
+
+def test_a_dead_worker_is_replaced_by_one_with_the_present_weights(start):
+    trainer = start(train={"staleness": 1})
+    for step in range(5):
+        if step == 2:
+            trainer.collector.pool.kill(0)
+        assert trainer.iterate()["canary/max_abs_diff"] < 1e-4
+    assert trainer.collector.pool.restarts == 1
+    assert trainer.weights.differing() == []
+    with torch.no_grad():
+        next(trainer.model.parameters()).add_(1.0)
+    assert trainer.weights.differing() != []
+
+
+def test_the_only_worker_dies_while_the_trainer_waits_for_it(start):
+    trainer = start(train={"staleness": 0}, inference_model={"num_devices": 1})
+    trainer.iterate()
+    trainer.collector.pool.kill(0)
+    trainer.iterate()
+    assert trainer.collector.pool.restarts == 1
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_run_with_the_reason(start):
+    trainer = start(ray={"max_restarts": 1}, inference_model={"num_devices": 1},
+                    train={"staleness": 0})
+    trainer.iterate()
+    trainer.collector.pool.intercept["load_state"] = (
+        lambda *args: trainer.collector.pool.kill(0))
+    with pytest.raises((RolloutsFailed, WorkersLost), match="killed; 1 workers were replaced.*"
+                                                           "ray.max_restarts=1"):
+        for _ in range(3):
+            trainer.iterate()
+
+
+def test_a_resumed_run_keeps_finished_groups_and_generates_the_others_again(start):
+    trainer = start(train={"staleness": 2})
+    trainer.iterate()
+    trainer.iterate()
+    deadline = time.monotonic() + 30
+    while trainer.collector.schedule.ready < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    checkpoint = trainer.save()
+    saved = checkpoint.state()["env"]
+    assert len(saved["ready"]) >= 4
+
+    resumed = start(checkpoint, train={"staleness": 2})
+    schedule = resumed.collector.schedule
+    assert schedule.version == resumed.weights.version == 2 == resumed.step
+    assert schedule.ready == len(saved["ready"])
+    batch = resumed.collector.collect()
+    assert {row[0] for row in saved["ready"]} >= set(batch[data.GROUP_ID].tolist())
+    assert resumed.iterate()["policy/age_max"] <= 2
+
+
+def test_a_group_that_nobody_can_generate_ends_the_run_with_the_error(start):
+    trainer = start()
+    for worker in trainer.collector.pool.actors:
+        worker.policy.write = lambda *args: 1 / 0
+    with pytest.raises(RolloutsFailed, match="failed 3 times.*ZeroDivisionError"):
+        trainer.collector.collect()
+
+
+def test_a_worker_without_an_answer_is_noticed(start):
+    trainer = start(train={"rollout_timeout": 0.5})
+    trainer.collector.pool.intercept["submit"] = lambda leases: None
+    with pytest.raises(RolloutsFailed, match="no group was finished within 0.5 s; . are being"):
+        trainer.collector.collect()
+
+
+def test_a_group_past_its_deadline_is_given_to_another(start):
+    trainer = start(train={"staleness": 0, "group_deadline": 0.5, "rollout_timeout": 30})
+    pool, ignored = trainer.collector.pool, []
+    stuck = pool.actors[0]
+    stuck.submit, stuck.cancel = ignored.append, ignored.append
+    batch = trainer.collector.collect()
+    assert isinstance(batch, TensorDict) and len(batch[data.GROUP_ID].unique()) == 4
+    assert trainer.collector.schedule.counts["expired"] > 0
+    cancelled = [entry for entry in ignored if entry and isinstance(entry[0], int)]
+    assert cancelled, "the worker was not told"
+
+
+def test_the_reference_scores_groups_as_they_come_and_is_replaced_when_it_dies(start, folder):
+    options = {"train": {"staleness": 0, "kl_to_ref_coeff": 0.1}}
+    trainer = start(**options)
+    here = trainer.frozen["reference"]
+    config = async_config(folder, **options).model_dump(mode="json")
+    pool = LocalPool(lambda number: ReferenceWorker(config, str(folder), "cpu", "float32"),
+                     count=1, kind="reference worker")
+    pool.start()
+    trainer.collector.reference, trainer.frozen["reference"] = pool, None
+    for step in range(3):
+        if step == 1:
+            pool.kill(0)
+        batch = trainer.collector.collect()
+        scored = batch[data.REF_LOG_PROBS].clone()
+        assert torch.allclose(scored, here(batch)[data.REF_LOG_PROBS], atol=1e-6)
+        assert scored.min() < 0
+        trainer.collector.published(step + 1)
+        trainer.collector.pool.actors[0].set_version(step + 1)
+        trainer.collector.pool.actors[1].set_version(step + 1)
+    assert pool.restarts == 1

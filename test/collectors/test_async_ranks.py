@@ -1,0 +1,46 @@
+"""Two ranks train, one worker generates: the metrics are those of one process that does both."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from ..training.runs import make_trainer, save_tiny
+from .asynchronous import async_config, make_async_trainer, rows_of, sync_config
+from .test_ray import comparable
+
+pytest.importorskip("ray")
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_updates_of_one_process_and_their_checkpoint_fits_one(
+        tmp_path, tokenizer):
+    folder = save_tiny(tmp_path / "model", tokenizer, seed=0)
+    make_trainer(sync_config(folder), tmp_path / "sync").fit()
+    expected = comparable(tmp_path / "sync")
+    options = {"train": {"staleness": 0}, "inference_model": {"num_devices": 1}}
+    with ExitStack() as at_end:
+        trainer = make_async_trainer(
+            async_config(folder, train_model={"num_devices": 2}, **options), tmp_path / "async",
+            at_end)
+        trainer._first_look()
+        for _ in range(3):
+            trainer.iterate()
+        assert trainer.weights.differing() == []
+        checkpoint = trainer.save()
+    with ExitStack() as at_end:
+        alone = make_async_trainer(async_config(folder, **options), tmp_path / "async", at_end,
+                                   checkpoint)
+        alone.iterate()
+        checkpoint = alone.save()
+    with ExitStack() as at_end:
+        trainer = make_async_trainer(
+            async_config(folder, train_model={"num_devices": 2}, **options), tmp_path / "async",
+            at_end, checkpoint)
+        trainer.fit()
+    found = comparable(tmp_path / "async")
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    assert rows_of(tmp_path / "async")[-1]["canary/max_abs_diff"] < 1e-4

@@ -1,0 +1,63 @@
+"""An asynchronous run on Ray with two workers: its metrics, deaths of workers, resumption."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import ExitStack
+
+import pytest
+
+from grpo.collectors.ray import RolloutsFailed
+
+from ..training.runs import make_trainer, save_tiny, timeless
+from .asynchronous import async_config, make_async_trainer, rows_of, sync_config
+
+ray = pytest.importorskip("ray")
+
+
+def kill(pool, number: int) -> None:
+    os.kill(pool.about[number]["pid"], signal.SIGKILL)
+
+
+def test_deaths_and_a_resumption_leave_the_metrics_of_a_synchronous_run(tmp_path, tokenizer):
+    """One of two workers is killed and replaced, then both are, which is one too many."""
+    folder = save_tiny(tmp_path / "model", tokenizer, seed=0)
+    make_trainer(sync_config(folder), tmp_path / "sync").fit()
+    expected = comparable(tmp_path / "sync")
+    assert len({row["reward/mean"] for row in expected[1:]}) > 1
+
+    with ExitStack() as at_end:
+        trainer = make_async_trainer(
+            async_config(folder, train={"staleness": 0}, ray={"max_restarts": 1}),
+            tmp_path / "async", at_end)
+        pool = trainer.collector.pool
+        trainer._first_look()
+        trainer.iterate()
+        kill(pool, 0)
+        trainer.iterate()
+        trainer.iterate()
+        assert pool.restarts == 1
+        for number in range(2):
+            kill(pool, number)
+        with pytest.raises(RolloutsFailed, match="rollout worker . died.*ray.max_restarts=1"):
+            while True:
+                trainer.iterate()
+        checkpoint = trainer.save()
+    assert 3 <= checkpoint.step < 6
+    assert not ray.is_initialized()
+
+    with ExitStack() as at_end:
+        resumed = make_async_trainer(async_config(folder, train={"staleness": 0}),
+                                     tmp_path / "async", at_end, checkpoint)
+        resumed.fit()
+    found = comparable(tmp_path / "async")
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def comparable(run_dir) -> list[dict]:
+    """Metrics that depend neither on the clock nor on the workers' own proofs."""
+    return [{key: value for key, value in row.items()
+             if not key.startswith(("canary/", "async/"))} for row in timeless(rows_of(run_dir))]

@@ -1,0 +1,236 @@
+"""What the schedule promises, for any order in which workers finish, fail and die."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from grpo.collectors.schedule import RolloutSchedule, Ticket
+
+WORKERS = 3
+
+
+class Run(RuleBasedStateMachine):
+    """Workers, a trainer and a clock that do anything in any order."""
+
+    @initialize(groups=st.integers(1, 4), staleness=st.integers(0, 3),
+                deadline=st.none() | st.integers(1, 5), oversample=st.sampled_from([0.0, 0.5, 1.0]))
+    def start(self, groups, staleness, deadline, oversample) -> None:
+        self.options = {"staleness": staleness, "group_deadline": deadline,
+                        "oversample": oversample}
+        self.groups = groups
+        self.schedule = RolloutSchedule(groups, **self.options)
+        self.now, self.batches = 0.0, 0
+        self.leases: dict[int, tuple] = {}  # id -> (lease, version at its start)
+        self.trained: list[int] = []
+        self.seen: set[int] = set()
+
+    @rule(worker=st.integers(0, WORKERS - 1))
+    def lease(self, worker) -> None:
+        lease = self.schedule.lease(worker=worker, now=self.now)
+        if lease is not None:
+            assert lease.ticket.index not in self.trained
+            assert lease.ticket.index not in {held.ticket.index for held, _ in
+                                              self.leases.values()}
+            self.leases[lease.id] = lease, self.schedule.version
+            self.seen.add(lease.ticket.index)
+
+    @rule(data=st.data())
+    def finish(self, data) -> None:
+        if self.leases:
+            id = data.draw(st.sampled_from(sorted(self.leases)))
+            lease, version = self.leases.pop(id)
+            # Weights may have changed before the worker began, at the latest now.
+            begun = data.draw(st.integers(version, self.schedule.version))
+            assert self.schedule.finish(id, lease.ticket.index, version=begun)
+
+    @rule(data=st.data())
+    def fail(self, data) -> None:
+        if self.leases:
+            id = data.draw(st.sampled_from(sorted(self.leases)))
+            del self.leases[id]
+            self.schedule.fail(id)
+
+    @rule(worker=st.integers(0, WORKERS - 1))
+    def die(self, worker) -> None:
+        gone = {lease.id for lease in self.schedule.lose(worker)}
+        assert gone == {id for id, (lease, _) in self.leases.items() if lease.worker == worker}
+        self.leases = {id: held for id, held in self.leases.items() if id not in gone}
+        assert not any(self.schedule.finish(id, None, version=0) for id in gone)
+
+    @rule(seconds=st.integers(1, 3))
+    def wait(self, seconds) -> None:
+        self.now += seconds
+        for lease in self.schedule.expire(self.now):
+            assert self.now - lease.since > self.options["group_deadline"]
+            del self.leases[lease.id]
+
+    @rule()
+    def train(self) -> None:
+        batch = self.schedule.take()
+        if batch is None:
+            return
+        assert len(batch) == self.groups
+        ages = [self.schedule.version - done.version for done in batch]
+        assert 0 <= min(ages) and max(ages) <= self.options["staleness"]
+        indices = [done.group for done in batch]
+        assert indices == sorted(set(indices))
+        assert not set(indices) & set(self.trained)
+        self.trained += indices
+        self.batches += 1
+        self.schedule.publish(self.schedule.version + 1)
+
+    @rule()
+    def resume(self) -> None:
+        """From a checkpoint in another process."""
+        state = self.schedule.state_dict()
+        self.schedule = RolloutSchedule(self.groups, **self.options)
+        self.schedule.load_state_dict(state)
+        self.leases = {}
+
+    @invariant()
+    def no_more_is_started_than_can_be_fresh(self) -> None:
+        if not hasattr(self, "schedule"):
+            return
+        live = self.schedule.running + self.schedule.ready
+        bound = (self.schedule.version + 1 + self.options["staleness"]) * self.groups
+        assert len(self.trained) + live <= bound + self.schedule.extra
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        """Each group that was ever started is trained, waiting, running, queued or counted."""
+        if not hasattr(self, "schedule"):
+            return
+        state = self.schedule.state_dict()
+        waiting = {index for index, *_ in state["unfinished"] + state["ready"]}
+        missing = self.seen - waiting - set(self.trained)
+        assert len(missing) == self.schedule.counts["dropped"]
+        assert state["next"] == len(self.seen)
+
+
+TestAnyRun = Run.TestCase
+
+
+def drive(schedule: RolloutSchedule, batches: int) -> list[list[int]]:
+    """A trainer and one perfect worker."""
+    out = []
+    while len(out) < batches:
+        while (lease := schedule.lease(worker=0, now=0.0)) is not None:
+            schedule.finish(lease.id, lease.ticket.index, version=schedule.version)
+        batch = schedule.take()
+        assert batch is not None, "no batch and nothing to start: stuck"
+        out.append([done.group for done in batch])
+        schedule.publish(schedule.version + 1)
+    return out
+
+
+class TestOrder:
+    @given(groups=st.integers(1, 5), order=st.randoms(use_true_random=False))
+    def test_without_staleness_batches_are_those_of_a_synchronous_run(self, groups, order):
+        schedule = RolloutSchedule(groups, staleness=0)
+        for batch in range(3):
+            leases = []
+            while (lease := schedule.lease(worker=0, now=0.0)) is not None:
+                leases.append(lease)
+            order.shuffle(leases)
+            for lease in leases:
+                assert schedule.take() is None
+                schedule.finish(lease.id, lease.ticket.index, version=batch)
+            taken = [done.group for done in schedule.take()]
+            assert taken == list(range(batch * groups, (batch + 1) * groups))
+            assert schedule.lease(worker=0, now=0.0) is None, "started with outdated weights"
+            schedule.publish(batch + 1)
+
+    def test_groups_are_trained_in_their_order_when_workers_keep_it(self):
+        assert drive(RolloutSchedule(2, staleness=2), 3) == [[0, 1], [2, 3], [4, 5]]
+
+    def test_a_group_given_back_goes_before_new_ones(self):
+        schedule = RolloutSchedule(4, staleness=0)
+        first = schedule.lease(worker=0, now=0.0)
+        schedule.lease(worker=1, now=0.0)
+        schedule.lose(0)
+        assert schedule.lease(worker=1, now=0.0).ticket == first.ticket
+
+
+class TestAge:
+    def test_a_straggler_too_old_to_train_on_is_counted_and_generated_again(self):
+        schedule = RolloutSchedule(1, staleness=1)
+        slow, fast = (schedule.lease(worker=w, now=0.0) for w in range(2))
+        for version in range(2):
+            schedule.finish(fast.id, "fast", version=version)
+            assert len(schedule.take()) == 1
+            schedule.publish(version + 1)
+            fast = schedule.lease(worker=1, now=0.0)
+        schedule.finish(slow.id, "slow", version=0)
+        assert schedule.take() is None and schedule.counts["too_old"] == 1
+        assert schedule.lease(worker=0, now=0.0).ticket == Ticket(slow.ticket.index, attempt=1)
+
+    def test_the_oldest_go_first(self):
+        schedule = RolloutSchedule(1, staleness=1)
+        old, new = (schedule.lease(worker=0, now=0.0) for _ in range(2))
+        schedule.finish(new.id, "new", version=0)
+        schedule.take()
+        schedule.publish(1)
+        newest = schedule.lease(worker=0, now=0.0)
+        schedule.finish(newest.id, "newest", version=1)
+        schedule.finish(old.id, "old", version=0)
+        assert [done.group for done in schedule.take()] == ["old"]
+
+
+class TestLongTail:
+    def test_a_batch_does_not_wait_for_a_group_started_beyond_its_need(self):
+        schedule = RolloutSchedule(2, staleness=0, oversample=0.5)
+        leases = [schedule.lease(worker=0, now=0.0) for _ in range(3)]
+        assert schedule.lease(worker=0, now=0.0) is None
+        for lease in leases[1:]:
+            schedule.finish(lease.id, lease.ticket.index, version=0)
+        assert [done.group for done in schedule.take()] == [1, 2]
+        assert schedule.lease(worker=0, now=0.0) is None, "nobody could use it"
+
+    def test_a_group_that_always_takes_too_long_is_dropped_and_another_takes_its_place(self):
+        schedule = RolloutSchedule(1, staleness=0, group_deadline=10.0, max_attempts=2)
+        for now in (0.0, 20.0):
+            assert schedule.lease(worker=0, now=now).ticket.index == 0
+            assert len(schedule.expire(now + 10.0)) == 0
+            assert len(schedule.expire(now + 10.1)) == 1
+        assert schedule.counts["expired"] == 2 and schedule.counts["dropped"] == 1
+        assert schedule.lease(worker=0, now=40.0).ticket.index == 1
+
+    def test_the_answer_of_an_expired_lease_is_ignored_and_counted(self):
+        schedule = RolloutSchedule(1, staleness=0, group_deadline=1.0)
+        lease = schedule.lease(worker=0, now=0.0)
+        schedule.expire(2.0)
+        assert not schedule.finish(lease.id, "late", version=0)
+        assert schedule.counts["late"] == 1 and schedule.take() is None
+
+
+class TestResume:
+    def test_running_groups_are_handed_out_again_and_finished_ones_kept(self):
+        schedule = RolloutSchedule(2, staleness=1)
+        leases = [schedule.lease(worker=0, now=0.0) for _ in range(4)]
+        schedule.finish(leases[2].id, "kept", version=0)
+        resumed = RolloutSchedule(2, staleness=1)
+        resumed.load_state_dict(schedule.state_dict())
+        again = [resumed.lease(worker=0, now=0.0) for _ in range(3)]
+        assert [lease.ticket.index for lease in again] == [0, 1, 3]
+        assert resumed.lease(worker=0, now=0.0) is None
+        resumed.finish(again[0].id, "new", version=0)
+        assert [done.group for done in resumed.take()] == ["new", "kept"]
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"staleness": -1}, "staleness=-1"), ({"staleness": 0, "oversample": -0.1}, "oversample=-0.1"),
+    ({"staleness": 0, "group_deadline": 0.0}, "group_deadline=0.0"),
+    ({"staleness": 0, "max_attempts": 0}, "max_attempts=0")])
+def test_options_out_of_range_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutSchedule(1, **options)
+
+
+def test_a_version_from_the_future_is_refused():
+    schedule = RolloutSchedule(1, staleness=0)
+    lease = schedule.lease(worker=0, now=0.0)
+    with pytest.raises(ValueError, match="newer than the weights"):
+        schedule.finish(lease.id, None, version=1)

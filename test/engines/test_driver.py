@@ -1,0 +1,182 @@
+"""One thread owns an engine: requests, calls and versions between its steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from grpo.engines.driver import EngineDriver, Job, VLLMSampler
+from grpo.engines.handle import EngineError
+from grpo.policies import Completions, Sampling
+
+
+class CountingEngine:
+    """Like vLLM's ``LLMEngine``: one token a step for each request, token ``n`` is ``n``."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, list] = {}
+        self.output_processor = SimpleNamespace(request_states={})
+        self.log: list[str] = []
+
+    def add_request(self, id, prompt, params, lora_request=None):
+        if not prompt["prompt_token_ids"]:
+            raise ValueError("the prompt is empty")
+        self.requests[id] = [[], params]
+        self.output_processor.request_states[id] = SimpleNamespace(
+            request_id=id, detokenizer=SimpleNamespace(
+                num_output_tokens=lambda: len(self.requests[id][0])))
+
+    def abort_request(self, ids):
+        for id in ids:
+            del self.requests[id], self.output_processor.request_states[id]
+
+    def step(self):
+        outputs = []
+        for id, (tokens, params) in list(self.requests.items()):
+            tokens.append(len(tokens))
+            if len(tokens) == params.max_tokens:
+                part = SimpleNamespace(token_ids=tokens, finish_reason="length",
+                                       logprobs=SimpleNamespace(logprobs=[-0.5] * len(tokens)))
+                outputs.append(SimpleNamespace(request_id=id, finished=True, outputs=[part]))
+                self.abort_request([id])
+        return outputs
+
+
+class FakePolicy:
+    lora_request = None
+
+    def __init__(self) -> None:
+        self.engine, self.closed = SimpleNamespace(llm_engine=CountingEngine()), False
+
+    def sampling_params(self, sampling, *, seed, final_only):
+        assert final_only
+        return SimpleNamespace(max_tokens=sampling.max_tokens, seed=seed)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def sampler():
+    return VLLMSampler(FakePolicy(), seeded=True)
+
+
+@pytest.fixture
+def driver(sampler):
+    driver = EngineDriver(sampler)
+    yield driver
+    driver.close()
+    assert sampler.policy.closed
+
+
+def job(rows: int = 2, tokens: int = 4, **place) -> Job:
+    return Job([[7, 8]] * rows, Sampling(max_tokens=tokens, seed=3), **place)
+
+
+class TestVersions:
+    def test_tokens_are_dated_by_the_weights_that_sampled_them(self, sampler):
+        sampler.add(job(rows=1, tokens=5))
+        sampler.step()
+        sampler.step()
+        sampler.set_version(4)
+        sampler.step()
+        sampler.add(job(rows=1, tokens=2))
+        sampler.set_version(6)
+        done = sampler.step() + sampler.step()
+        assert [completions.versions for _, completions in done] == [
+            [[(0, 2), (4, 1), (6, 2)]], [[(6, 2)]]]
+
+    def test_an_update_without_tokens_in_between_leaves_no_trace(self, sampler):
+        sampler.add(job(rows=1, tokens=1))
+        sampler.set_version(1)
+        sampler.set_version(2)
+        (_, completions), = sampler.step()
+        assert completions.versions == [[(2, 1)]]
+
+
+class TestSeeds:
+    def test_rows_of_a_divided_call_have_the_seeds_of_the_whole(self, sampler):
+        def seeds() -> list[int]:
+            return [params.seed for _, params in sampler.engine.requests.values()]
+
+        sampler.add(job(rows=4, call=5))
+        whole = seeds()
+        sampler.engine.requests.clear()
+        sampler.add(job(rows=2, call=5, first=0, of=4))
+        sampler.add(job(rows=2, call=5, first=2, of=4))
+        assert seeds() == whole and len(set(whole)) == 4
+        sampler.engine.requests.clear()
+        sampler.add(job(rows=4, call=6))
+        assert not set(seeds()) & set(whole)
+
+
+class TestDriver:
+    def test_a_job_is_answered_whole_and_in_its_order(self, driver):
+        answer = driver.submit(job(rows=3, tokens=4)).result(timeout=5)
+        assert isinstance(answer, Completions)
+        assert answer.tokens == [[0, 1, 2, 3]] * 3 and answer.truncated == [True] * 3
+        assert driver.sampler.tokens == 12
+
+    def test_a_refused_request_is_its_own_error(self, driver):
+        refused = driver.submit(Job([[]], Sampling(max_tokens=1)))
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            refused.result(timeout=5)
+        assert driver.submit(job()).result(timeout=5)
+
+    def test_calls_run_in_the_engines_thread_and_errors_come_back(self, driver):
+        names = {driver.call(lambda: threading.current_thread().name, timeout=5) for _ in range(3)}
+        assert names == {"engine-driver"}
+        with pytest.raises(ZeroDivisionError):
+            driver.call(lambda: 1 / 0, timeout=5)
+
+    def test_nothing_is_sampled_while_paused(self, driver):
+        driver.pause(timeout=5)
+        future = driver.submit(job())
+        time.sleep(0.05)
+        assert not future.done() and driver.sampler.tokens == 0
+        driver.resume(timeout=5)
+        assert future.result(timeout=5)
+
+    def test_a_cancelled_job_leaves_the_engine(self, driver):
+        driver.pause(timeout=5)
+        doomed = job(tokens=10**9)
+        future = driver.submit(doomed)
+        driver.cancel(doomed)
+        driver.resume(timeout=5)
+        assert driver.submit(job()).result(timeout=5)
+        assert future.cancelled() and driver.sampler.idle
+
+    def test_abort_ends_all_jobs(self, driver):
+        futures = [driver.submit(job(tokens=10**9)) for _ in range(2)]
+        driver.abort(timeout=5)
+        assert all(future.cancelled() for future in futures) and driver.sampler.idle
+
+    def test_drain_waits_for_what_runs_but_not_for_ever(self, driver):
+        future = driver.submit(job(tokens=50))
+        driver.drain(timeout=5)
+        assert future.done()
+        driver.submit(job(tokens=10**9))
+        with pytest.raises(EngineError, match="did not finish its requests within 0.1 s"):
+            driver.drain(timeout=0.1)
+        driver.abort(timeout=5)
+
+    def test_a_call_that_the_engine_does_not_get_to_has_a_deadline(self, driver):
+        release = threading.Event()
+        driver.sampler.step = lambda: release.wait(5) and []
+        driver.submit(job())
+        time.sleep(0.05)
+        with pytest.raises(EngineError, match="did not get to pause within 0.1 s"):
+            driver.pause(timeout=0.1)
+        release.set()
+        driver.abort(timeout=5)
+
+    def test_a_step_that_fails_is_the_error_of_everything_after(self, driver):
+        driver.sampler.step = lambda: 1 / 0
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            driver.submit(job()).result(timeout=5)
+        assert not driver.alive()
+        with pytest.raises(EngineError, match="the engine is dead"):
+            driver.submit(job())

@@ -1,0 +1,85 @@
+"""The configuration of grpo-async.py: its files, its defaults, and that every key is read."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpo import build_async
+from grpo.config import ConfigError, load_config
+from grpo.config_async import AsyncConfig
+
+from .configs import FOLDER, composed, small
+
+RUNS = sorted(path.stem for path in FOLDER.glob("*async*.yaml"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_run_composes_is_valid_and_survives_being_sent(name):
+    values = composed(name)
+    config = load_config(values, AsyncConfig)
+    assert config.train.exp_name == values.train.exp_name
+    assert load_config(config.model_dump(mode="json"), AsyncConfig) == config
+    with pytest.raises(ConfigError, match="unknown key"):  # by grpo.py
+        load_config(values)
+
+
+def test_there_are_runs_to_compose():
+    assert {"grpo_async", "grpo_async_gsm8k"} <= set(RUNS)
+
+
+def test_the_defaults_of_yaml_and_schema_are_the_same():
+    defaults = AsyncConfig()
+    sections = {"ray": OmegaConf.load(FOLDER / "ray" / "default.yaml"),
+                **OmegaConf.load(FOLDER / "async" / "default.yaml")}
+    assert set(sections["ray"]) == set(type(defaults.ray).model_fields)
+    for name, keys in sections.items():
+        for key, value in keys.items():
+            assert getattr(getattr(defaults, name), key) == value, f"{name}.{key}"
+
+
+class Pool:
+    """As much of a pool as a collector is built around."""
+
+    count, outdated, dead = 2, (), ()
+
+
+@pytest.mark.parametrize("key, value, read", [
+    ("staleness", 3, lambda c: c.schedule.staleness),
+    ("group_deadline", 7.0, lambda c: c.schedule.group_deadline),
+    ("oversample", 0.5, lambda c: c.schedule.extra / c.schedule.batch_groups),
+    ("rollout_timeout", 9.0, lambda c: c.timeout)])
+def test_keys_of_the_schedule_are_read(key, value, read):
+    from types import SimpleNamespace
+
+    config = load_config(small(train={"total_dialog_turns": 40, key: value}), AsyncConfig)
+    actor = SimpleNamespace(pool=Pool(), policy=None,
+                            weights=SimpleNamespace(heal=None, on_publish=None))
+    collector = build_async.build_collector(config, actor)
+    assert read(collector) == value
+    assert actor.weights.on_publish == collector.published
+
+
+@pytest.mark.parametrize("key, value, read", [
+    ("max_restarts", 7, lambda pool: pool.max_restarts),
+    ("start_timeout", 8.0, lambda pool: pool.start_timeout)])
+def test_keys_of_ray_are_read(key, value, read, monkeypatch):
+    class Stop(Exception):
+        pass
+
+    class Built(build_async.WorkerPool):
+        def start(self):
+            assert read(self) == value
+            raise Stop
+
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(build_async, "WorkerPool", Built)
+    monkeypatch.setattr(build_async, "_make_worker", lambda *args: None)
+    config = load_config(small(ray={key: value}), AsyncConfig)
+    places = SimpleNamespace(plan=SimpleNamespace(engines=((1,),)))
+    with pytest.raises(Stop), ExitStack() as at_end:
+        build_async.build_actor(SimpleNamespace(config=config), None, places,
+                                backend="transformers", at_end=at_end)

@@ -1,0 +1,113 @@
+"""Who gets which device; every conflict is an error that says what was asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo.config import ConfigError, load_config
+from grpo.config_async import AsyncConfig
+from grpo.placement import plan_devices, visible
+
+KL = {"train": {"kl_to_ref_coeff": 0.1}}
+
+
+def plan(available: int | None = 4, kind: str = "cuda", **sections):
+    return plan_devices(load_config(sections, AsyncConfig), kind=kind, available=available)
+
+
+@pytest.mark.parametrize("sections, train, reference, engines", [
+    ({}, (0,), (), ((1,),)),
+    ({"train_model": {"num_devices": 2}, "inference_model": {"num_devices": 2}},
+     (0, 1), (), ((2,), (3,))),
+    ({"train_model": {"num_devices": 2}, "ref_model": {"num_devices": 1}, **KL},
+     (0, 1), (2,), ((3,),)),
+    ({"inference_model": {"tensor_parallel_size": 2}}, (0,), (), ((1, 2),)),
+    ({"inference_model": {"devices": [0, 1]}, "train_model": {"num_devices": 2}},
+     (2, 3), (), ((0,), (1,))),
+    ({"train_model": {"devices": [3]}, "inference_model": {"devices": [1, 2],
+                                                           "tensor_parallel_size": 2}},
+     (3,), (), ((1, 2),)),
+])
+def test_each_role_gets_devices_of_its_own(sections, train, reference, engines):
+    made = plan(**sections)
+    assert (made.train, made.reference, made.engines) == (train, reference, engines)
+    used = [*train, *reference, *(device for engine in engines for device in engine)]
+    assert len(set(used)) == len(used)
+
+
+@pytest.mark.parametrize("sections, message", [
+    ({"inference_model": {"num_devices": 4}},
+     "train_model wants 1 GPU; inference_model wants 4 GPUs: 5 GPUs in all, but there are 4"),
+    ({"train_model": {"devices": [0]}, "inference_model": {"devices": [0]}},
+     "inference_model.devices=.0.: GPU 0 is train_model's already"),
+    ({"inference_model": {"devices": [4]}}, "there is no GPU 4, the 4 of this machine are 0 to 3"),
+    ({"inference_model": {"devices": [1, 2], "num_devices": 1}}, "contradict each other"),
+    ({"inference_model": {"num_devices": 3, "tensor_parallel_size": 2}},
+     "3 devices, which cannot be divided into engines of .*tensor_parallel_size=2"),
+    ({"train_model": {"devices": [1, 1]}}, "GPU 1 is train_model's already"),
+    ({"ray": {"address": "auto"}, "train_model": {"devices": [0]}},
+     "ray.address=auto is a cluster"),
+    ({"ref_model": {"num_devices": 1}}, "not read because train.kl_to_ref_coeff"),
+    ({"inference_model": {"engine": "server"}}, "inference_model.engine=server is not read"),
+    ({"train": {"max_sampling_rounds": 2}}, "train.max_sampling_rounds=2 is not read"),
+    ({"train_model": {"lora": {"enabled": True}}}, "train_model.lora.enabled=true"),
+])
+def test_what_cannot_be_is_an_error_with_the_request(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(**sections)
+
+
+def test_on_a_cpu_devices_are_processes():
+    made = plan(available=None, kind="cpu", inference_model={"num_devices": 3})
+    assert len(made.engines) == 3
+    assert made.table()[0] == "train      process 0"
+
+
+@pytest.mark.parametrize("sections, message", [
+    ({"inference_model": {"devices": [1]}}, "numbers GPUs, but this run is on a CPU"),
+    ({"inference_model": {"tensor_parallel_size": 2}}, "tensor_parallel_size=2 needs GPUs")])
+def test_a_cpu_has_no_numbers_and_no_parallel_engines(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(available=None, kind="cpu", **sections)
+
+
+def test_visible_devices_are_those_that_this_process_sees(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    assert visible((0, 2)) == "4,7"
+
+
+@pytest.mark.slow
+def test_ray_puts_actors_where_the_plan_says_and_a_cluster_reserves_them():
+    """Ray counts GPUs that it is told of, so no real one is needed."""
+    ray = pytest.importorskip("ray")
+    from grpo.placement import DevicePlan, Places
+
+    class Seeing:
+        def devices(self):
+            import os
+
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    def seen(options: dict) -> str:
+        actor = ray.remote(Seeing).options(**options).remote()
+        try:
+            return ray.get(actor.devices.remote(), timeout=60)
+        finally:
+            ray.kill(actor)
+
+    ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False,
+             logging_level="ERROR")
+    try:
+        made = DevicePlan("cuda", (0, 1), (2,), ((3,),), 4)
+        here = Places(made, cluster=False)
+        assert [seen(here.engine(0)), seen(here.reference()), seen(here.rank(1))] == ["3", "2", "1"]
+        cluster = Places(made, cluster=True, timeout=60)
+        places = [seen(cluster.engine(0)), seen(cluster.reference()), *map(str, cluster.trainer)]
+        assert sorted(places) == ["0", "1", "2", "3"]
+        assert seen(cluster.rank(1)) == str(cluster.trainer[1])
+        cluster.release()
+        too_much = DevicePlan("cuda", (0, 1), (), ((2,), (3,), (4,)), 4)
+        with pytest.raises(ConfigError, match="could not reserve(.|\n)*engine 2   GPU 4"):
+            Places(too_much, cluster=True, timeout=1)
+    finally:
+        ray.shutdown()

@@ -1,0 +1,100 @@
+"""The scripts of examples/slurm, with a stand-in for Python that serves and trains nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+LOCAL = REPO / "examples" / "slurm" / "local.sh"
+
+STAND_IN = f"""#!{sys.executable}
+import http.server, os, sys
+arguments, where = sys.argv[1:], os.environ["LOG_DIR"]
+if "grpo.engines.server" in arguments:
+    open(where + "/server.pid", "w").write(str(os.getpid()))
+    print("server", *arguments, "GPU", os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+    if os.environ.get("BROKEN"):
+        sys.exit("no such model")
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+    port = int(arguments[arguments.index("--port") + 1])
+    http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
+elif arguments and arguments[0].endswith("grpo.py"):
+    print("trainer", *arguments, "GPU", os.environ["CUDA_VISIBLE_DEVICES"],
+          "token", bool(os.environ["GRPO_SERVER_TOKEN"]))
+    sys.exit(int(os.environ.get("CODE", 0)))
+else:
+    os.execv({sys.executable!r}, [{sys.executable!r}, *arguments])
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run local.sh with variables; its result, and what server and trainer wrote."""
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+
+    def start(*arguments: str, **variables: str):
+        done = subprocess.run(
+            [str(LOCAL), *arguments], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+            env=os.environ | {"PYTHON": str(python), "LOG_DIR": str(tmp_path), "VLLM_MODEL": "m",
+                              "VLLM_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": "4,5,6",
+                              **variables})
+        logs = [(tmp_path / f"{name}.log") for name in ("server", "trainer")]
+        return done, *(log.read_text() if log.exists() else "" for log in logs)
+
+    yield start
+    pid = tmp_path / "server.pid"
+    if pid.exists():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)
+
+
+def test_server_and_trainer_get_gpus_options_and_logs_of_their_own(run):
+    done, server, trainer = run("env.dataset=gsm8k", VLLM_TP_SIZE="2", VLLM_MAX_LEN="512",
+                                VLLM_MEM_UTIL="0.8")
+    assert done.returncode == 0, done.stderr
+    assert "--tensor-parallel-size 2 --gpu-memory-utilization 0.8 --max-model-len 512" in server
+    assert server.splitlines()[0].endswith("GPU 5,6")
+    assert "model.name=m" in trainer and "env.dataset=gsm8k GPU 4 token True" in trainer
+
+
+def test_the_trainers_exit_code_is_that_of_the_script(run):
+    assert run(CODE="7")[0].returncode == 7
+
+
+def test_a_server_that_ends_is_an_error_with_its_last_lines(run):
+    done, _, trainer = run(BROKEN="1")
+    assert done.returncode == 1 and not trainer
+    assert "the server ended" in done.stderr and "no such model" in done.stderr
+
+
+def test_too_few_gpus_are_refused(run):
+    done, *_ = run(CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 2 and "ask for 2" in done.stderr
+
+
+def test_a_model_must_be_named(run):
+    done, *_ = run(VLLM_MODEL="")
+    assert done.returncode != 0 and "set VLLM_MODEL" in done.stderr
+
+
+def test_the_sbatch_file_says_where_it_must_be_submitted(tmp_path):
+    done = subprocess.run([str(LOCAL.with_name("train.sbatch"))], capture_output=True, text=True,
+                          env=os.environ | {"SLURM_SUBMIT_DIR": str(tmp_path)})
+    assert done.returncode == 2 and "submit from there" in done.stderr
