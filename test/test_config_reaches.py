@@ -219,10 +219,6 @@ REACHES = {
                        "adafactor", ("adafactor", "Adafactor")),
     "optimizer.scale_parameter": (ADAMW, lambda x: x["scale_parameter"], ADAFACTOR, True, True),
     "optimizer.relative_step": (LEARNER, lambda x: x.optimizer.lr, ADAFACTOR, True, 0.01),
-    "train_model.layer_indices": (
-        LEARNER, lambda x: sorted({name.split(".")[2] for name, param in
-                                   x.loss.actor_network.named_parameters()
-                                   if param.requires_grad and ".layers." in name}), {}, [1], ["1"]),
     "optimizer.lr": (LEARNER, lambda x: x.optimizer.lr, {}, 0.5, 0.5),
     "optimizer.betas": (ADAMW, lambda x: x["betas"], {}, [0.5, 0.6], (0.5, 0.6)),
     "optimizer.eps": (ADAMW, lambda x: x["eps"], {}, 0.5, 0.5),
