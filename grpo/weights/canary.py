@@ -32,8 +32,8 @@ TOLERANCE = {
 #: Attention kernels of GPUs multiply float32 in reduced precision.
 CUDA_FLOAT32_TOLERANCE = (1e-3, 2e-2)
 
-# Prompts of so many tokens may be cut to one length.
-_ENOUGH_TOKENS = 16
+# Share of the longest prompt's length that the shortest must have for all to be cut to its length.
+_NEARLY = 0.75
 
 
 def canary_tolerance(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
@@ -68,7 +68,7 @@ class Canary:
         scorer: what the loss scores tokens with.
         weights: names the parameters that differ when the check fails.
         prompts: token ids of a few prompts, at most as long as the policy's own; cut from the left
-            to the length of the shortest, unless that is very short.
+            to the length of the shortest if they are nearly of one length.
         max_tokens: tokens generated for each prompt. Two check prefill and decoding; each more
             costs another pass of the engine.
         tolerance: ``(mean, max)`` in nats; by default chosen by the weights' dtype.
@@ -95,10 +95,11 @@ class Canary:
         dtype = next(scorer.model.parameters()).dtype
         self.tolerance = tolerance or canary_tolerance(
             dtype, next(scorer.model.parameters()).device)
-        # Of one length, so that no attention mask has to be made for the scorer; but very short
-        # prompts would leave attention nothing to do.
-        if (shortest := min(map(len, prompts))) >= _ENOUGH_TOKENS:
-            prompts = [prompt[-shortest:] for prompt in prompts]
+        # Of one length if they nearly are, so that no attention mask has to be made for the scorer.
+        # Long prompts stay long: the engine's prefix cache knows whole blocks of tokens only.
+        sizes = [*map(len, prompts)]
+        if min(sizes) >= _NEARLY * max(sizes):
+            prompts = [prompt[-min(sizes):] for prompt in prompts]
         self.prompts = policy.pad_prompts(prompts)
         self.failures = 0
 

@@ -83,7 +83,7 @@ def test_every_option_of_the_engine_can_be_asked_for(driven, tokenizer):
     first, again, top, stop, refused = (*ask(
         driver, client, seeded, seeded, {**prompt, "logprobs": 3, "top_p": 0.9},
         {**prompt, "stop": [tokenizer.decode([token]) for token in range(34, 120)],
-         "max_tokens": 40}), None)
+         "max_tokens": 40, "allowed_token_ids": list(range(10, 120))}), None)
     assert refused is None
     assert first["token_ids"] == again["token_ids"]
     assert first["token_ids"][0] != first["token_ids"][1]

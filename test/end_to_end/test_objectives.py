@@ -38,7 +38,7 @@ def fit(script, model_folder, tmp_path, monkeypatch):
         assert [row["step"] for row in rows] == [0, 1, 2, 3]
         for row in rows[1:]:
             assert {"reward/mean", "loss/objective", "policy/entropy", "policy/ratio_p50",
-                    "policy/ess", "canary/max_abs_diff", "train/grad_norm"} <= row.keys()
+                    "policy/ess", "canary/max_abs_diff", "train/grad_norm", *ALWAYS} <= row.keys()
             assert all(math.isfinite(value) for value in row.values())
         assert rows[1]["train/grad_norm"] > 0
         return rows[1:]
@@ -47,12 +47,13 @@ def fit(script, model_folder, tmp_path, monkeypatch):
 
 
 def names(rows: list[dict], *prefixes: str) -> set[str]:
-    """Metrics with one of the prefixes, the same in each iteration."""
+    """Metrics with one of the prefixes, the same in each iteration, beside those of every run."""
     found = [{name for name in row if name.startswith(prefixes)} for row in rows]
     assert all(one == found[0] for one in found)
-    return found[0]
+    return found[0] - ALWAYS
 
 
+ALWAYS = {"loss/total", "advantage/positive_rows", "advantage/negative_rows"}
 RARE = ("control/", "sampling/", "advantage/", "reward/shaped", "reward/rows", "policy/mismatch",
         "policy/kl_to_ref", "loss/")
 

@@ -50,7 +50,9 @@ class Run:
     def share(self, model, **options) -> None:
         self.model = model
         self.weights = SharedCopy(model, self.engine, **options)
-        self.canary = Canary(self.policy, TokenScorer(model), self.weights, prompts=PROMPTS)
+        # The longest alone: it cuts all to the length of the shortest, which fills no block of a
+        # cache.
+        self.canary = Canary(self.policy, TokenScorer(model), self.weights, prompts=PROMPTS[-1:])
 
     def train(self, optimizer) -> None:
         assert train_once(self.model, self.policy, optimizer) > 1e-4
@@ -119,7 +121,7 @@ def test_a_rebound_parameter_is_named(run):
 def test_a_forgotten_prefix_cache_is_noticed(run):
     run.canary.check()
     run.train(MasterAdamW(run.model.parameters(), lr=1e-2))
-    with pytest.raises(StaleWeightsError, match="all parameters are equal.*caches"):
+    with pytest.raises(StaleWeightsError, match="a stale prefix cache"):
         run.canary.check()
     run.weights.publish()
     run.canary.check()

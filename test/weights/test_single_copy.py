@@ -31,7 +31,8 @@ def shared(model_folder, engine):
 
 
 def canary(model, weights, policy, **options) -> Canary:
-    return Canary(policy, TokenScorer(model), weights, prompts=PROMPTS, **options)
+    # The longest alone: it cuts all to the length of the shortest, which fills no block of a cache.
+    return Canary(policy, TokenScorer(model), weights, prompts=PROMPTS[-1:], **options)
 
 
 def test_every_parameter_lies_in_the_engines_memory(shared):
