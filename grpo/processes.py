@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 # Seconds between asking a group to end and ending it.
@@ -99,10 +100,7 @@ class Child:
             os.kill(self.pid, signal.SIGTERM)
             self.wait(timeout=timeout)
         # The leader has not been waited for, so that the id of its group cannot be another's yet.
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # all of it has ended
+        end_group(self.pid)
         self._process.wait()
         self._process.stdin.close()
         self._stopped = True
@@ -110,6 +108,45 @@ class Child:
     def _ended(self) -> os.waitid_result | None:
         # WNOWAIT leaves the dead process's id reserved, so that stop() cannot hit another's.
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def end_group(group: int, *, timeout: float = 5.0) -> None:
+    """Kill all processes of a group, Python's resource tracker last.
+
+    The tracker ends by itself when the others have, after it removed the shared memory and the
+    semaphores that they could not; killed with them it would leave those until the next boot.
+
+    Args:
+        group: whose leader this process has started and not waited for.
+        timeout: seconds until the tracker is killed too.
+    """
+    deadline = time.monotonic() + timeout
+    while (members := _members(group)) and time.monotonic() < deadline:
+        for pid, command in members.items():
+            if "multiprocessing.resource_tracker" not in command:
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    if members:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def _members(group: int) -> dict[int, str]:
+    """Running processes of a group and their command lines."""
+    members = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            # The command name, in parentheses, may itself contain spaces and parentheses.
+            state, _, process_group, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(process_group) == group and state not in "ZX":
+                members[int(folder.name)] = (folder / "cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+    return members
+
 
 
 def last_lines(path: Path, count: int = 30) -> list[str]:

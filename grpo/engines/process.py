@@ -11,12 +11,12 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from grpo.engines.child import GRACE, TOKEN_VARIABLE, bind
 from grpo.engines.client import EngineClient
+from grpo.processes import end_group
 
 
 class EngineStartError(RuntimeError):
@@ -214,41 +214,3 @@ class EngineProcess:
         lines = self.last_lines()
         text = "\n".join(f"  | {line}" for line in lines) if lines else "  (nothing was written)"
         return f"; the end of {self.log_path}:\n{text}"
-
-
-def end_group(group: int, *, timeout: float = 5.0) -> None:
-    """Kill all processes of a group, Python's resource tracker last.
-
-    The tracker ends by itself when the others have, after it removed the shared memory and the
-    semaphores that they could not; killed with them it would leave those until the next boot.
-
-    Args:
-        group: whose leader this process has started and not waited for.
-        timeout: seconds until the tracker is killed too.
-    """
-    deadline = time.monotonic() + timeout
-    while (members := _members(group)) and time.monotonic() < deadline:
-        for pid, command in members.items():
-            if "multiprocessing.resource_tracker" not in command:
-                with suppress(ProcessLookupError):  # it has just ended
-                    os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-    if members:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-
-
-def _members(group: int) -> dict[int, str]:
-    """Running processes of a group and their command lines."""
-    members = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            # The command name, in parentheses, may itself contain spaces and parentheses.
-            state, _, process_group, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(process_group) == group and state not in "ZX":
-                members[int(folder.name)] = (folder / "cmdline").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
-    return members
