@@ -7,6 +7,8 @@ import socket
 import time
 from urllib.parse import urlsplit
 
+import orjson
+
 
 def split_url(url: str) -> tuple[str, int]:
     """Host and port of a server's address.
@@ -58,7 +60,14 @@ def http_request(
         sock = connection.sock
         sock.settimeout(max(deadline - time.monotonic(), 1e-3))
         response = connection.getresponse()
-        return response.status, _read(sock, response, deadline)
+        try:
+            return response.status, _read(sock, response, deadline)
+        except (ConnectionError, http.client.HTTPException):
+            if response.status < 400:
+                raise
+            # It closed on a body that was still being sent, which may take the reasons with it.
+            return response.status, orjson.dumps({"error": {"message": (
+                f"{response.reason}; the server closed before it had read the request")}})
     except TimeoutError:
         raise
     except (OSError, http.client.HTTPException) as error:
