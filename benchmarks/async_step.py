@@ -21,7 +21,14 @@ import tempfile
 from pathlib import Path
 
 from machine import describe_machine, write_result
-from step_time import REPO, SHAPES, make_model, make_problems, overrides
+from step_time import (
+    REPO,
+    add_work_options,
+    describe_work,
+    make_model,
+    make_problems,
+    overrides,
+)
 
 SKIPPED = 4  # iterations that still compile, capture, connect and fill the buffer
 SCRIPTS = REPO / "sota-implementations" / "grpo"
@@ -75,8 +82,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict:
         result["ratio"] = result["async"]["seconds"] / result["sync"]["seconds"]
     return {
         "benchmark": "async_step",
-        "work": f"{args.prompts} prompts x {args.group} completions x ({args.prompt_tokens} + "
-                f"{args.response_tokens}) tokens",
+        "work": describe_work(args),
         "layout": args.layout, "staleness": args.staleness, "parameters": parameters, **result,
         "command": " ".join(["python benchmarks/async_step.py", *sys.argv[1:]]),
         **describe_machine(),
@@ -88,11 +94,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", default="1+1", help="train+generate[+reference] devices")
     parser.add_argument("--staleness", type=int, default=1)
-    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--response-tokens", type=int, default=256)
+    add_work_options(parser)
     parser.add_argument("--iterations", type=int, default=14)
     parser.add_argument("--only-async", action="store_true", help="leave the synchronous run out")
     parser.add_argument("--async", dest="asynchronous", nargs="*", default=[], metavar="OVERRIDE",

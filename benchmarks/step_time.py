@@ -90,8 +90,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict:
     phases = sorted(key for key in steady[0] if key.startswith("time/"))
     return {
         "benchmark": "step_time",
-        "work": f"{args.prompts} prompts x {args.group} completions x ({args.prompt_tokens} + "
-                f"{args.response_tokens}) tokens",
+        "work": describe_work(args),
         "parameters": parameters,
         "seconds": {key.removeprefix("time/"): statistics.median(row[key] for row in steady)
                     for key in phases},
@@ -107,14 +106,25 @@ def measure(args: argparse.Namespace, work: Path) -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_work_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the model and the batch."""
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--response-tokens", type=int, default=256)
+
+
+def describe_work(args: argparse.Namespace) -> str:
+    """The batch in words."""
+    return (f"{args.prompts} prompts x {args.group} completions x ({args.prompt_tokens} + "
+            f"{args.response_tokens}) tokens")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_work_options(parser)
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--timeout", type=float, default=540.0, help="seconds")
     parser.add_argument("--out", type=Path, help="where the JSON result is written")

@@ -9,14 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo.engines.child import GRACE, TOKEN_VARIABLE, bind
 from grpo.engines.client import EngineClient
-from grpo.processes import end_group
+from grpo.processes import end_group, last_lines, log_tail
 
 
 class EngineStartError(RuntimeError):
@@ -152,11 +151,11 @@ class EngineProcess:
         while not client.alive():
             if not self.alive():
                 raise EngineStartError(f"the server ended with {self._ending()} before it was "
-                                       f"ready{self._log_tail()}")
+                                       f"ready{log_tail(self.log_path)}")
             if time.monotonic() > self._deadline:
                 raise EngineStartError(
                     f"waited {self.start_timeout:g} s for {self.url}/health; if the model is large "
-                    f"raise start_timeout, else see what it was doing{self._log_tail()}")
+                    f"raise start_timeout, else see what it was doing{log_tail(self.log_path)}")
             time.sleep(0.1)
 
     def alive(self) -> bool:
@@ -172,12 +171,11 @@ class EngineProcess:
             RuntimeError: with the last lines of its log.
         """
         if not self.alive():
-            raise RuntimeError(f"the server ended with {self._ending()}{self._log_tail()}")
+            raise RuntimeError(f"the server ended with {self._ending()}{log_tail(self.log_path)}")
 
     def last_lines(self, count: int = 30) -> list[str]:
         """The end of the child's output."""
-        with self.log_path.open(encoding="utf-8", errors="replace") as log:
-            return [line.rstrip("\n") for line in deque(log, maxlen=count)]
+        return last_lines(self.log_path, count)
 
     def stop(self, *, timeout: float = GRACE) -> None:
         """End the child and its process group: ask it, wait ``timeout`` seconds, then kill.
@@ -209,8 +207,3 @@ class EngineProcess:
         if ending.si_code == os.CLD_EXITED:
             return f"exit code {ending.si_status}"
         return f"signal {signal.Signals(ending.si_status).name}"
-
-    def _log_tail(self) -> str:
-        lines = self.last_lines()
-        text = "\n".join(f"  | {line}" for line in lines) if lines else "  (nothing was written)"
-        return f"; the end of {self.log_path}:\n{text}"

@@ -7,6 +7,7 @@ with each new version as soon as the workers have it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -20,7 +21,7 @@ from grpo.weights.gather import TrainerRanks
 from grpo.weights.transfer import Backend, WeightTransfer
 
 
-class FleetSync:
+class FleetSync(ABC):
     """What both ways have in common.
 
     Args:
@@ -80,11 +81,13 @@ class FleetSync:
                 except EngineDied:
                     continue  # noted by the pool
 
+    @abstractmethod
     def _publish(self) -> None:
-        raise NotImplementedError
+        """Send the trainer's weights as a new version."""
 
+    @abstractmethod
     def _refresh(self) -> None:
-        raise NotImplementedError
+        """Send them again, as the present version, to workers that have been replaced."""
 
 
 class ObjectStoreSync(FleetSync):

@@ -12,7 +12,6 @@ chosen mode would ignore are errors. ``resume=auto`` goes on where a run was sto
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -38,15 +37,11 @@ from grpo.evaluation import Evaluator  # noqa: E402
 from grpo.ledger import check_fits  # noqa: E402
 from grpo.presets import describe_preset  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
-from grpo.training.checkpoint import (  # noqa: E402
-    Checkpoint,
-    changed_keys,
-    find_checkpoint,
-    identity_changes,
-)
+from grpo.training.checkpoint import Checkpoint  # noqa: E402
 from grpo.training.console import Console  # noqa: E402
 from grpo.training.loggers import make_loggers  # noqa: E402
 from grpo.training.reporter import Reporter  # noqa: E402
+from grpo.training.resume import open_run  # noqa: E402
 from grpo.weights import Canary  # noqa: E402
 
 
@@ -131,28 +126,6 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
     return trainer
 
 
-def open_run(config: Config) -> tuple[Path, Checkpoint | None]:
-    """Folder of the run, and the checkpoint it goes on from."""
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
-    if config.resume is None:
-        return run_dir, None
-    settings = config.model_dump(mode="json")
-    checkpoint = find_checkpoint(
-        config.resume, root=[Path("outputs"), Path("multirun"), run_dir],
-        exp_name=config.train.exp_name, config=settings)
-    if checkpoint is None:
-        print(f"resume=auto: no checkpoint of {config.train.exp_name!r} with this model, task and "
-              "seed yet, starting a new run")
-        return run_dir, None
-    if other := identity_changes(checkpoint.info()["config"], settings):
-        raise ValueError(f"resume={config.resume}: {checkpoint.folder} belongs to another run "
-                         f"({'; '.join(other)}); set these back, or start a new run")
-    for change in changed_keys(checkpoint.info()["config"], settings):
-        if not change.startswith("resume:"):
-            logging.getLogger("grpo").warning("changed since the checkpoint: %s", change)
-    return checkpoint.run_dir, checkpoint
-
-
 @hydra.main(version_base=None, config_path="../../config", config_name="grpo")
 def main(cfg: DictConfig) -> None:
     try:
@@ -160,7 +133,7 @@ def main(cfg: DictConfig) -> None:
         preset = HydraConfig.get().runtime.choices.get("preset", "none")
         if preset != "none":
             print("preset", describe_preset(preset, cfg, config_folder=CONFIG))
-        run_dir, checkpoint = open_run(config)
+        run_dir, checkpoint = open_run(config, Path(HydraConfig.get().runtime.output_dir))
         trainer = build_trainer(config, run_dir, checkpoint)
     except (ValueError, OSError, ImportError) as error:  # nearly always bad input
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
