@@ -7,8 +7,10 @@ weights, which the first update replaces. Measured in turn:
 
 * NCCL alone: the same tensors broadcast between two bare processes, one by one, grouped, and as one
   buffer of the same size: what the hardware gives;
-* ``WeightTransfer(loader="direct")`` with several bucket sizes: a whole update, and of it the send
-  as the engine's worker sees it; the rest is pausing, control messages and resetting the cache;
+* ``WeightTransfer(loader="direct")`` with several sizes of buckets, and of the tensors that travel
+  packed: a whole update, and of it the send as the engine's worker sees it; the rest is pausing,
+  control messages and resetting the cache;
+* ``WeightTransfer(backend="ipc")``: the worker copies out of the trainer's memory over NVLink;
 * ``WeightTransfer(loader="vllm")``: vLLM's own receiver and loader;
 * generating with the engine, for the ratio of an update to a rollout.
 
@@ -18,6 +20,7 @@ After the timing, fingerprints prove that the engine holds the trainer's weights
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
@@ -82,6 +85,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--buckets-mib", nargs="+", type=int, default=[64, 512, 4096])
+    parser.add_argument("--small-mib", nargs="+", type=int, default=[16],
+                        help="tensors below this travel packed")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--bare-nccl", nargs=3, metavar=("RANK", "SIZE", "FILE"),
                         help=argparse.SUPPRESS)
@@ -105,15 +110,20 @@ def main() -> None:
 
 def measure(size: str, args: argparse.Namespace) -> dict:
     from grpo.engines.inprocess import stop_engine
+    from grpo.weights import paths
     from grpo.weights.transfer import WeightTransfer
 
     with tempfile.TemporaryDirectory() as folder:
         model, llm, engine = start(size, folder)
         measured = {"parameters": len(list(model.parameters())), "gigabytes": gigabytes(model)}
-        for mib in args.buckets_mib:
+        for mib, small in itertools.product(args.buckets_mib, args.small_mib):
+            paths.SMALL_BYTES = small << 20
             weights = WeightTransfer(model, engine, backend="nccl", bucket_bytes=mib << 20,
                                      timeout=TIMEOUT)
-            measured[f"direct_{mib}_mib"] = time_updates(weights, model, engine, args.repeats)
+            measured[f"direct_{mib}_mib_small_{small}"] = time_updates(
+                weights, model, engine, args.repeats)
+        weights = WeightTransfer(model, engine, backend="ipc", timeout=TIMEOUT)
+        measured["ipc"] = time_updates(weights, model, engine, args.repeats)
         weights = WeightTransfer(model, engine, backend="nccl", loader="vllm", timeout=TIMEOUT)
         measured["vllm_loader"] = time_updates(weights, model, engine, args.repeats)
         measured["generate"] = time_generate(llm, args.repeats)
@@ -146,7 +156,8 @@ def start(size: str, folder: str):
     torch.set_default_dtype(torch.float32)
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     # Read by the engine's process; this one has initialised CUDA.
-    os.environ["CUDA_VISIBLE_DEVICES"] = before.split(",")[1] if before else "1"
+    # It takes its first GPU; it sees the trainer's as well, to map its memory.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(reversed((before or "0,1").split(",")[:2]))
     llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
               max_model_len=PROMPT + RESPONSE, max_num_seqs=ROWS, gpu_memory_utilization=0.6,
               distributed_executor_backend="mp", disable_log_stats=True,

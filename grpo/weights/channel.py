@@ -9,10 +9,12 @@ comes from the network is unpickled.
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
@@ -25,6 +27,7 @@ Transport: TypeAlias = Literal["nccl", "gloo"]
 #: NCCL's watchdog ends the whole process when its own timeout passes; ours has to come first.
 _WATCHDOG_SECONDS = 24 * 3600
 _POLL_SECONDS = 2e-4
+_TURN_SECONDS = 5e-5
 
 #: Tensors of fewer bytes travel packed together: NCCL needs about 30 us a message, in which it
 #: moves some 10 MB.
@@ -156,7 +159,7 @@ class Channel:
         if grouped:
             self.group._start_coalescing()
         # As bytes: Gloo does not know every dtype.
-        works = [self.group.broadcast(tensor.view(-1).view(torch.uint8), 0) for tensor in tensors]
+        works = [self.group.broadcast(as_bytes(tensor), 0) for tensor in tensors]
         if grouped:
             works = [self.group._end_coalescing()]
         self._works = [work for work in self._works if not work.is_completed()] + works
@@ -210,24 +213,46 @@ class Packing:
     Examples:
         >>> one, two = torch.tensor([1.0]), torch.tensor([[2, 3]])
         >>> packing = Packing([4, 16], device=torch.device("cpu"))
-        >>> for view, tensor in zip(packing.views([one, two]), [one, two]):
-        ...     _ = view.copy_(tensor)
+        >>> for part, tensor in zip(packing.parts(), [one, two]):
+        ...     _ = part.copy_(as_bytes(tensor))
         >>> len(packing.message), packing.views([one, two])[1].tolist()
         (32, [[2, 3]])
     """
 
     def __init__(self, sizes: Iterable[int], *, device: torch.device) -> None:
-        self.sizes = list(sizes)
-        self.starts, end = [], 0
-        for size in self.sizes:
-            self.starts.append(end)
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self.message = torch.empty(end, dtype=torch.uint8, device=device)
+        self._lengths: list[int] = []  # of a tensor, of the gap behind it, and so on
+        for size in sizes:
+            self._lengths += [size, -size % _ALIGNMENT]
+        self.message = torch.empty(sum(self._lengths), dtype=torch.uint8, device=device)
+
+    def parts(self) -> list[Tensor]:
+        """The bytes of each tensor."""
+        return list(self.message.split(self._lengths)[::2])
 
     def views(self, like: Iterable[Tensor]) -> list[Tensor]:
         """The message's parts with the shapes and types of other tensors."""
-        return [self.message[start:start + size].view(tensor.dtype).view(tensor.shape)
-                for start, size, tensor in zip(self.starts, self.sizes, like, strict=True)]
+        return [part.view(tensor.dtype).view(tensor.shape)
+                for part, tensor in zip(self.parts(), like, strict=True)]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, one element a byte."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+@contextmanager
+def prompt_threads() -> Iterator[None]:
+    """Let Python's threads take turns often.
+
+    vLLM's front end spins while it waits for its workers. It keeps Python's lock for 5 ms, the
+    default, each time that the sending thread gave it up: longer than a bucket needs on its way.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def buckets(sizes: Iterable[int], limit: int) -> Iterator[int]:

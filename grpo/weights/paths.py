@@ -21,8 +21,10 @@ from grpo.weights.channel import (
     Deadline,
     Packing,
     TransferError,
+    as_bytes,
     buckets,
     in_background,
+    prompt_threads,
 )
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.handover import (
@@ -57,6 +59,7 @@ class DirectPath:
                                  f"{host}:{config['port']}")
         self.channel: Channel = deadline.result(opening, "the trainer's end of the connection")
 
+    @prompt_threads()
     def send(self, tensors: Iterator[Tensor], deadline: Deadline) -> None:
         left = deadline.left("the first bucket")
         # The workers give up first, so that their engine still answers afterwards.
@@ -68,7 +71,7 @@ class DirectPath:
             messages = [tensor for tensor in bucket if tensor.nbytes >= self.small_bytes]
             if small := [tensor for tensor in bucket if tensor.nbytes < self.small_bytes]:
                 packing = Packing((tensor.nbytes for tensor in small), device=self.device)
-                torch._foreach_copy_(packing.views(small), small)
+                torch._foreach_copy_(packing.parts(), [as_bytes(tensor) for tensor in small])
                 messages.append(packing.message)
             works = self.channel.broadcast(messages)
             if flying:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo.weights.channel import Channel, Deadline, Packing, buckets
+from grpo.weights.channel import Channel, Deadline, Packing, as_bytes, buckets
 from grpo.weights.fingerprint import fingerprint
 from grpo.weights.layout import base_parameters
 
@@ -117,13 +117,14 @@ class _Arrival:
     parts: list[tuple[Tensor, Piece]]
 
 
-def _store(arrivals: list[_Arrival], arrived: Iterable[Tensor]) -> None:
-    """Bring what arrived elsewhere into the engine's memory."""
-    targets, sources = [], []
-    for arrival, whole in zip(arrivals, arrived, strict=True):
-        for target, piece in arrival.parts:
-            targets.append(target)
-            sources.append(part_of(whole, piece))
+def _copy_parts(arrived: Iterable[tuple[_Arrival, Tensor]]) -> None:
+    """Bring what a worker holds of whole parameters into the engine's memory."""
+    pairs = [(target, part_of(whole, piece))
+             for arrival, whole in arrived for target, piece in arrival.parts]
+    _copy([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:
         torch._foreach_copy_(targets, sources)
 
@@ -182,10 +183,12 @@ class _Receiving:
                deadline: Deadline) -> None:
         self.channel.wait(works, deadline, f"bucket {number + 1} of {len(self.buckets)}")
         (large, small), (landings, packing) = self.buckets[number], arrived
-        elsewhere = [(arrival, landing) for arrival, landing in zip(large, landings, strict=True)
-                     if arrival.landing is None]
-        _store([arrival for arrival, _ in elsewhere], [landing for _, landing in elsewhere])
-        _store(small, packing.views(arrival.whole for arrival in small))
+        _copy_parts((arrival, whole) for arrival, whole in zip(large, landings, strict=True)
+                    if arrival.landing is None)
+        if all(arrival.landing is not None for arrival in small):
+            _copy([as_bytes(arrival.landing) for arrival in small], packing.parts())
+        else:
+            _copy_parts(zip(small, packing.views(arrival.whole for arrival in small), strict=True))
 
 
 def engine_tensors(model: nn.Module) -> dict[str, Tensor]:
