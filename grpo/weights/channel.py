@@ -9,12 +9,10 @@ comes from the network is unpickled.
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
@@ -27,7 +25,6 @@ Transport: TypeAlias = Literal["nccl", "gloo"]
 #: NCCL's watchdog ends the whole process when its own timeout passes; ours has to come first.
 _WATCHDOG_SECONDS = 24 * 3600
 _POLL_SECONDS = 2e-4
-_TURN_SECONDS = 5e-5
 
 #: Tensors of fewer bytes travel packed together: NCCL needs about 30 us a message, in which it
 #: moves some 10 MB.
@@ -238,21 +235,6 @@ class Packing:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, one element a byte."""
     return tensor.view(-1).view(torch.uint8)
-
-
-@contextmanager
-def prompt_threads() -> Iterator[None]:
-    """Let Python's threads take turns often.
-
-    vLLM's front end spins while it waits for its workers. It keeps Python's lock for 5 ms, the
-    default, each time that the sending thread gave it up: longer than a bucket needs on its way.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_TURN_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def buckets(sizes: Iterable[int], limit: int) -> Iterator[int]:

@@ -24,7 +24,6 @@ from grpo.weights.channel import (
     as_bytes,
     buckets,
     in_background,
-    prompt_threads,
 )
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.handover import (
@@ -59,7 +58,6 @@ class DirectPath:
                                  f"{host}:{config['port']}")
         self.channel: Channel = deadline.result(opening, "the trainer's end of the connection")
 
-    @prompt_threads()
     def send(self, tensors: Iterator[Tensor], deadline: Deadline) -> None:
         left = deadline.left("the first bucket")
         # The workers give up first, so that their engine still answers afterwards.
