@@ -138,9 +138,7 @@ def measure(size: str, args: argparse.Namespace) -> dict:
 
 def start(size: str, folder: str):
     """The trainer's model on GPU 0 and an engine on GPU 1, from a configuration alone."""
-    # A process of its own: vLLM's front end spins in Python while it waits for worker processes,
-    # and would share the interpreter with the sender.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from vllm import LLM
@@ -162,7 +160,7 @@ def start(size: str, folder: str):
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(reversed((before or "0,1").split(",")[:2]))
     llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
               max_model_len=PROMPT + RESPONSE, max_num_seqs=ROWS, gpu_memory_utilization=0.6,
-              disable_log_stats=True,
+              distributed_executor_backend="mp", disable_log_stats=True,
               worker_extension_cls="grpo.engines.worker.WeightWorker",
               weight_transfer_config=WeightTransferConfig(backend="nccl"))
     if before is None:

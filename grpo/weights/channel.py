@@ -156,7 +156,7 @@ class Channel:
         if grouped:
             self.group._start_coalescing()
         # As bytes: Gloo does not know every dtype.
-        works = [self.group.broadcast(as_bytes(tensor), 0) for tensor in tensors]
+        works = [self.group.broadcast(tensor.view(-1).view(torch.uint8), 0) for tensor in tensors]
         if grouped:
             works = [self.group._end_coalescing()]
         self._works = [work for work in self._works if not work.is_completed()] + works
@@ -210,8 +210,7 @@ class Packing:
     Examples:
         >>> one, two = torch.tensor([1.0]), torch.tensor([[2, 3]])
         >>> packing = Packing([4, 16], device=torch.device("cpu"))
-        >>> for part, tensor in zip(packing.parts(), [one, two]):
-        ...     _ = part.copy_(as_bytes(tensor))
+        >>> packing.fill(as_words([one, two]))
         >>> len(packing.message), packing.views([one, two])[1].tolist()
         (32, [[2, 3]])
     """
@@ -222,19 +221,29 @@ class Packing:
             self._lengths += [size, -size % _ALIGNMENT]
         self.message = torch.empty(sum(self._lengths), dtype=torch.uint8, device=device)
 
-    def parts(self) -> list[Tensor]:
-        """The bytes of each tensor."""
-        return list(self.message.split(self._lengths)[::2])
+    def fill(self, words: list[Tensor]) -> None:
+        """Copy tensors, as from :func:`as_words`, into the message."""
+        torch._foreach_copy_(self._parts(words[0].dtype), words)
+
+    def unpack(self, words: list[Tensor]) -> None:
+        """Copy the message into tensors, as from :func:`as_words`."""
+        torch._foreach_copy_(words, self._parts(words[0].dtype))
 
     def views(self, like: Iterable[Tensor]) -> list[Tensor]:
         """The message's parts with the shapes and types of other tensors."""
         return [part.view(tensor.dtype).view(tensor.shape)
-                for part, tensor in zip(self.parts(), like, strict=True)]
+                for part, tensor in zip(self._parts(torch.uint8), like, strict=True)]
+
+    def _parts(self, dtype: torch.dtype) -> list[Tensor]:
+        lengths = [length // dtype.itemsize for length in self._lengths]
+        return list(self.message.view(dtype).split(lengths)[::2])
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, one element a byte."""
-    return tensor.view(-1).view(torch.uint8)
+def as_words(tensors: list[Tensor]) -> list[Tensor]:
+    """The memory of contiguous tensors: eight bytes an element where that fits all, else one."""
+    whole = all(tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0
+                for tensor in tensors)
+    return [tensor.view(-1).view(torch.int64 if whole else torch.uint8) for tensor in tensors]
 
 
 def buckets(sizes: Iterable[int], limit: int) -> Iterator[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from grpo.weights.channel import (
     SMALL_BYTES,
@@ -21,7 +22,7 @@ from grpo.weights.channel import (
     Deadline,
     Packing,
     TransferError,
-    as_bytes,
+    as_words,
     buckets,
     in_background,
 )
@@ -40,12 +41,31 @@ if TYPE_CHECKING:
 
 
 class DirectPath:
-    """Broadcast into the engine's memory."""
+    """Broadcast into the engine's memory.
 
-    def __init__(self, engine: EngineHandle, plan: list[dict], *, transport: str,
-                 device: torch.device, host: str, workers: int, bucket_bytes: int,
+    Args:
+        model: the trainer's.
+        engine: whose workers join.
+        plan: from :func:`~grpo.weights.transfer.make_plan`.
+        transport: ``nccl`` or ``gloo``.
+        host: interface of the trainer that the workers connect to.
+        workers: their number.
+        bucket_bytes: parameters in flight at a time.
+        deadline: of the whole update.
+    """
+
+    def __init__(self, model: nn.Module, engine: EngineHandle, plan: list[dict], *,
+                 transport: str, host: str, workers: int, bucket_bytes: int,
                  deadline: Deadline) -> None:
-        self.engine, self.device = engine, device
+        self.engine, self.params = engine, list(model.parameters())
+        self.device = self.params[0].device
+        # Parameters that are sent as they lie there: nothing to gather, to convert, to copy.
+        self.as_they_are = all(
+            not isinstance(param, DTensor) and param.is_contiguous()
+            and str(param.dtype) == f"torch.{item['dtype']}"
+            for param, item in zip(self.params, plan, strict=True))
+        self._addresses: list[int] = []
+        self._prepared: list[_Outgoing] = []
         self.counts = list(buckets((plan_bytes(item) for item in plan), bucket_bytes))
         patience = deadline.left("the connection")
         config, store = Channel.host(transport, 1 + workers, host=host, seconds=patience)
@@ -53,24 +73,20 @@ class DirectPath:
         self.small_bytes = SMALL_BYTES
         joining = in_background(engine.collective_rpc, "transfer_connect", config, plan,
                                 timeout=patience)
-        opening = in_background(Channel, config, rank=0, device=device, store=store)
+        opening = in_background(Channel, config, rank=0, device=self.device, store=store)
         deadline.result(joining, f"the engine's {workers} workers to join through "
                                  f"{host}:{config['port']}")
         self.channel: Channel = deadline.result(opening, "the trainer's end of the connection")
 
     def send(self, tensors: Iterator[Tensor], deadline: Deadline) -> None:
+        outgoing = self._as_they_are() if self.as_they_are else self._arranged(tensors)
         left = deadline.left("the first bucket")
         # The workers give up first, so that their engine still answers afterwards.
         receiving = in_background(self.engine.collective_rpc, "transfer_receive", 0.9 * left,
                                   timeout=left)
         flying: tuple[int, list, list] | None = None
-        for number, count in enumerate(self.counts):
-            bucket = list(islice(tensors, count))
-            messages = [tensor for tensor in bucket if tensor.nbytes >= self.small_bytes]
-            if small := [tensor for tensor in bucket if tensor.nbytes < self.small_bytes]:
-                packing = Packing((tensor.nbytes for tensor in small), device=self.device)
-                torch._foreach_copy_(packing.parts(), [as_bytes(tensor) for tensor in small])
-                messages.append(packing.message)
+        for number, bucket in enumerate(outgoing):
+            messages = bucket.messages(self.device)
             works = self.channel.broadcast(messages)
             if flying:
                 self._land(flying, deadline, receiving)
@@ -79,6 +95,22 @@ class DirectPath:
             self._land(flying, deadline, receiving)
         deadline.result(receiving, "the engine's workers to store the weights")
 
+    def _as_they_are(self) -> list[_Outgoing]:
+        """Arranged once, as long as the parameters stay where they are.
+
+        The thread that waits for the engine may spin in Python; then every call into torch costs
+        this one its turn.
+        """
+        addresses = [param.data_ptr() for param in self.params]
+        if addresses != self._addresses:
+            self._prepared = list(self._arranged(param.data for param in self.params))
+            self._addresses = addresses
+        return self._prepared
+
+    def _arranged(self, tensors: Iterator[Tensor]) -> Iterator[_Outgoing]:
+        for count in self.counts:
+            yield _Outgoing(list(islice(tensors, count)), self.small_bytes)
+
     def _land(self, flying: tuple[int, list, list], deadline: Deadline, receiving: Any) -> None:
         number, works, _ = flying
         self.channel.wait(works, deadline, f"bucket {number + 1} of {len(self.counts)} to be sent",
@@ -86,6 +118,23 @@ class DirectPath:
 
     def close(self) -> None:
         self.channel.close()
+        self._prepared, self._addresses = [], []
+
+
+class _Outgoing:
+    """Parameters that travel together: the large ones by themselves, the small ones packed."""
+
+    def __init__(self, tensors: list[Tensor], small_bytes: int) -> None:
+        self.large = [tensor for tensor in tensors if tensor.nbytes >= small_bytes]
+        self.small = as_words([tensor for tensor in tensors if tensor.nbytes < small_bytes])
+        self.packed_sizes = [tensor.nbytes for tensor in self.small]
+
+    def messages(self, device: torch.device) -> list[Tensor]:
+        if not self.small:
+            return self.large
+        packing = Packing(self.packed_sizes, device=device)
+        packing.fill(self.small)
+        return [*self.large, packing.message]
 
 
 class MappedPath:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo.weights.channel import Channel, Deadline, Packing, as_bytes, buckets
+from grpo.weights.channel import Channel, Deadline, Packing, as_words, buckets
 from grpo.weights.fingerprint import fingerprint
 from grpo.weights.layout import base_parameters
 
@@ -117,15 +117,27 @@ class _Arrival:
     parts: list[tuple[Tensor, Piece]]
 
 
+class _Bucket:
+    """Parameters that travel together: the large ones by themselves, the small ones packed.
+
+    Attributes:
+        words: the engine's memory of all small ones, if it holds each of them whole.
+    """
+
+    def __init__(self, arrivals: list[_Arrival], small_bytes: int) -> None:
+        self.large = [arrival for arrival in arrivals if arrival.whole.nbytes >= small_bytes]
+        self.small = [arrival for arrival in arrivals if arrival.whole.nbytes < small_bytes]
+        self.packed_sizes = [arrival.whole.nbytes for arrival in self.small]
+        landings = [arrival.landing for arrival in self.small if arrival.landing is not None]
+        self.words = as_words(landings) if len(landings) == len(self.small) else []
+
+
 def _copy_parts(arrived: Iterable[tuple[_Arrival, Tensor]]) -> None:
     """Bring what a worker holds of whole parameters into the engine's memory."""
     pairs = [(target, part_of(whole, piece))
              for arrival, whole in arrived for target, piece in arrival.parts]
-    _copy([target for target, _ in pairs], [source for _, source in pairs])
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
         torch._foreach_copy_(targets, sources)
 
 
@@ -138,13 +150,9 @@ class _Receiving:
         arrivals = iter([self._arrival(item, tensors.get(item["tensor"]),
                                        pieces_of(described.get(item["tensor"]), item))
                          for item in plan])
-        # For each bucket, the large parameters and those that come packed, see Channel.
-        self.buckets: list[tuple[list[_Arrival], list[_Arrival]]] = []
-        for count in buckets((plan_bytes(item) for item in plan), config["bucket_bytes"]):
-            bucket = [next(arrivals) for _ in range(count)]
-            small_bytes = config["small_bytes"]
-            self.buckets.append(([a for a in bucket if a.whole.nbytes >= small_bytes],
-                                 [a for a in bucket if a.whole.nbytes < small_bytes]))
+        self.buckets = [
+            _Bucket([next(arrivals) for _ in range(count)], config["small_bytes"])
+            for count in buckets((plan_bytes(item) for item in plan), config["bucket_bytes"])]
         first = config.get("first_rank", 1)  # of this engine, where several join
         self.channel = Channel(config, rank=first + worker.rank, device=self.device)
 
@@ -153,15 +161,16 @@ class _Receiving:
         started = time.monotonic()
         deadline = Deadline(seconds, "receiving weights",
                             fix="look at the trainer, which stopped sending")
-        flying: tuple[int, list, Any] | None = None
-        for number, (large, small) in enumerate(self.buckets):
+        flying: tuple[int, list, list[Tensor], Packing] | None = None
+        for number, bucket in enumerate(self.buckets):
             landings = [arrival.landing if arrival.landing is not None else
-                        torch.empty_like(arrival.whole, device=self.device) for arrival in large]
-            packing = Packing((a.whole.nbytes for a in small), device=self.device)
-            works = self.channel.broadcast(landings + [packing.message] * bool(small))
+                        torch.empty_like(arrival.whole, device=self.device)
+                        for arrival in bucket.large]
+            packing = Packing(bucket.packed_sizes, device=self.device)
+            works = self.channel.broadcast(landings + [packing.message] * bool(bucket.small))
             if flying:  # the next bucket is on its way while this one is stored
                 self._store(*flying, deadline)
-            flying = (number, works, (landings, packing))
+            flying = (number, works, landings, packing)
         if flying:
             self._store(*flying, deadline)
         if self.device.type == "cuda":
@@ -179,16 +188,17 @@ class _Receiving:
                 return _Arrival(whole, target, parts)
         return _Arrival(whole, None, parts)
 
-    def _store(self, number: int, works: list[Any], arrived: tuple[list[Tensor], Packing],
+    def _store(self, number: int, works: list[Any], landings: list[Tensor], packing: Packing,
                deadline: Deadline) -> None:
         self.channel.wait(works, deadline, f"bucket {number + 1} of {len(self.buckets)}")
-        (large, small), (landings, packing) = self.buckets[number], arrived
-        _copy_parts((arrival, whole) for arrival, whole in zip(large, landings, strict=True)
+        bucket = self.buckets[number]
+        _copy_parts((arrival, whole) for arrival, whole in zip(bucket.large, landings, strict=True)
                     if arrival.landing is None)
-        if all(arrival.landing is not None for arrival in small):
-            _copy([as_bytes(arrival.landing) for arrival in small], packing.parts())
+        if bucket.words:
+            packing.unpack(bucket.words)
         else:
-            _copy_parts(zip(small, packing.views(arrival.whole for arrival in small), strict=True))
+            _copy_parts(zip(bucket.small, packing.views(a.whole for a in bucket.small),
+                            strict=True))
 
 
 def engine_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -218,16 +218,16 @@ class WeightTransfer:
     def _connect(self, deadline: Deadline) -> Any:
         if self.backend == "ipc":
             return MappedPath(self.model, self.engine, self.plan, workers=len(self.workers),
-                           deadline=deadline)
+                              deadline=deadline)
         if self.loader == "vllm":
             from grpo.weights.vllm_transfer import VLLMTransfer
 
             return VLLMTransfer(self.engine, self.plan, device=self.device, host=self.host,
                                 workers=len(self.workers), bucket_bytes=self.bucket_bytes,
                                 deadline=deadline)
-        return DirectPath(self.engine, self.plan, transport=self.backend, device=self.device,
-                       host=self.host, workers=len(self.workers), bucket_bytes=self.bucket_bytes,
-                       deadline=deadline)
+        return DirectPath(self.model, self.engine, self.plan, transport=self.backend,
+                          host=self.host, workers=len(self.workers),
+                          bucket_bytes=self.bucket_bytes, deadline=deadline)
 
     @torch.no_grad()
     def _gathered(self, plan: list[dict[str, Any]] | None = None) -> Iterator[Tensor]:
