@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--buckets-mib", nargs="+", type=int, default=[64, 512, 4096])
-    parser.add_argument("--small-mib", nargs="+", type=int, default=[16],
+    parser.add_argument("--small-mib", nargs="+", type=int, default=[16, 64],
                         help="tensors below this travel packed")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--bare-nccl", nargs=3, metavar=("RANK", "SIZE", "FILE"),

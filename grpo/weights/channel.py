@@ -28,7 +28,7 @@ _POLL_SECONDS = 2e-4
 
 #: Tensors of fewer bytes travel packed together: NCCL needs about 30 us a message, in which it
 #: moves some 10 MB.
-SMALL_BYTES = 16 << 20
+SMALL_BYTES = 64 << 20
 # Parts of a packed message begin at multiples of the largest dtype.
 _ALIGNMENT = 16
 
