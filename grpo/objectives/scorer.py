@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -142,11 +142,13 @@ class TokenScorer(nn.Module):
         else:
             inputs = {"input_ids": tokens_BT, "attention_mask": _padding_mask(attention_mask_BT)}
             source_N = index_N - 1
+        return Predictions(self.outputs(inputs).flatten(0, 1)[source_N], targets_N, index_N)
+
+    def outputs(self, inputs: dict[str, Any]) -> Tensor:
+        """Hidden states ``[B, T, D]``, or logits ``[B, T, V]`` where the head is ``"logits"``."""
         if self.chunked:
-            states = self.model.base_model(**{**inputs, "use_cache": False}).last_hidden_state
-        else:
-            states = self.model(**inputs).logits
-        return Predictions(states.flatten(0, 1)[source_N], targets_N, index_N)
+            return self.model.base_model(**{**inputs, "use_cache": False}).last_hidden_state
+        return self.model(**inputs).logits
 
     def score(
         self, predictions: Predictions, *, temperature: float | None = None

@@ -117,19 +117,35 @@ class Policy(TensorDictModuleBase):
         Raises:
             ValueError: if a prompt leaves no room for a response.
         """
-        prompt_BP, mask_BP = tensordict[data.PROMPT_TOKENS], tensordict[data.PROMPT_MASK]
-        prompts = _ragged(prompt_BP, mask_BP)
-        longest = max(map(len, prompts))
-        if longest >= self.max_model_len:
-            raise ValueError(f"a prompt has {longest} tokens but prompt and response share "
-                             f"max_model_len={self.max_model_len}; shorten or skip the prompt, or "
-                             "raise inference_model.max_model_len")
+        prompts = self._prompts(tensordict)
         # Own random numbers for each call: a resumed run draws what an uninterrupted one did, and
         # evaluation does not shift the numbers of training.
         with own_random_numbers(self.sampling.seed * 1_000_003 + self.calls):
             completions = self._generate(prompts)
         self.calls += 1
         return self.write(tensordict, completions)
+
+    def start(self, tensordict: TensorDictBase) -> Callable[[], TensorDictBase]:
+        """Call the policy in two steps; the second waits for the responses.
+
+        Engines elsewhere generate between the two. Here nothing happens before the second.
+
+        Args:
+            tensordict: as for a call.
+
+        Returns:
+            The second step, which returns what a call would.
+        """
+        return lambda: self(tensordict)
+
+    def _prompts(self, tensordict: TensorDictBase) -> list[list[int]]:
+        prompts = _ragged(tensordict[data.PROMPT_TOKENS], tensordict[data.PROMPT_MASK])
+        longest = max(map(len, prompts))
+        if longest >= self.max_model_len:
+            raise ValueError(f"a prompt has {longest} tokens but prompt and response share "
+                             f"max_model_len={self.max_model_len}; shorten or skip the prompt, or "
+                             "raise inference_model.max_model_len")
+        return prompts
 
     @abstractmethod
     def _generate(self, prompts: list[list[int]]) -> Completions:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tensordict import TensorDictBase
+
 from grpo.engines.driver import Job
 from grpo.engines.ray_engine import EngineDied, WorkerPool
 from grpo.policies.base import Completions, Policy, Sampling
@@ -36,22 +38,38 @@ class FleetPolicy(Policy):
     def close(self) -> None:
         self.pool.close()
 
-    def _generate(self, prompts: list[list[int]]) -> Completions:
-        while True:
-            self.heal()
-            try:
-                return self._divided(prompts)
-            except EngineDied:
-                continue  # the pool limits how often
+    def start(self, tensordict: TensorDictBase) -> Callable[[], TensorDictBase]:
+        """See :meth:`grpo.policies.base.Policy.start`; the workers begin at once."""
+        prompts, number = self._prompts(tensordict), self.calls
+        self.calls += 1
+        self.heal()
+        calls = self._send(prompts, number)
+        return lambda: self.write(tensordict, self._result(calls, prompts, number))
 
-    def _divided(self, prompts: list[list[int]]) -> Completions:
+    def _generate(self, prompts: list[list[int]]) -> Completions:
+        self.heal()
+        return self._result(self._send(prompts, self.calls), prompts, self.calls)
+
+    def _result(self, calls: list[Any], prompts: list[list[int]], number: int) -> Completions:
+        """What the workers return; asked anew where one has died meanwhile."""
+        while True:
+            try:
+                return self._joined(calls)
+            except EngineDied:
+                self.heal()  # the pool limits how often
+                calls = self._send(prompts, number)
+
+    def _send(self, prompts: list[list[int]], number: int) -> list[Any]:
         numbers = self.pool.usable
         each = -(-len(prompts) // len(numbers))
         calls = []
-        for number, first in zip(numbers, range(0, len(prompts), each), strict=False):
-            job = Job(prompts[first:first + each], self.sampling, call=self.calls, first=first,
+        for worker, first in zip(numbers, range(0, len(prompts), each), strict=False):
+            job = Job(prompts[first:first + each], self.sampling, call=number, first=first,
                       of=len(prompts))
-            calls.append(self.pool.send(number, "generate", job, self.timeout))
+            calls.append(self.pool.send(worker, "generate", job, self.timeout))
+        return calls
+
+    def _joined(self, calls: list[Any]) -> Completions:
         parts = [self.pool.result(call, timeout=self.timeout + 10.0) for call in calls]
         return Completions(*([row for part in parts for row in getattr(part, name)]
                              for name in ("tokens", "log_probs", "truncated", "versions")))

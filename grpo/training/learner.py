@@ -143,12 +143,13 @@ class Learner:
         lr = self.optimizer.lr
         if self.before_step is not None:
             self.before_step()
+        stepping = time.perf_counter()
         # Without a single valid token there is no gradient, and momentum must not move the weights.
         grad_norm = self.optimizer.step() if normalizer.count > 0 else self.optimizer.skip()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds["train"] += trained - start
-        self.seconds["optimizer"] += time.perf_counter() - trained
+        self.seconds["optimizer"] += time.perf_counter() - stepping
         named = {_metric_name(key): value for key, value in values.items()}
         total = sum(value for name, value in named.items() if name.startswith("loss/"))
         return named | {"loss/total": total, "train/grad_norm": grad_norm, "train/lr": lr}

@@ -95,6 +95,7 @@ class LedLearner:
         self.learner, self.leader = learner, leader
         self.loss, self.optimizer = learner.loss, _LedOptimizer(learner.optimizer, leader)
         self.scorer = LedScorer(learner.loss, leader)
+        self.before_step: Callable[[], object] | None = None
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -102,6 +103,8 @@ class LedLearner:
 
     def update(self, rollout: TensorDictBase, *, iteration: int) -> dict[str, float]:
         """See :meth:`grpo.training.learner.Learner.update`."""
+        if self.before_step is not None:
+            self.before_step()  # which may need the other ranks, as they are not busy yet
         self.leader.tell("update", iteration)
         return self.learner.update(self.leader.ranks.share(rollout), iteration=iteration)
 

@@ -43,6 +43,8 @@ class Trainer:
         learner: advantages to weights.
         weights: weights to the engine.
         canary: the proof after each update.
+        overlap_canary: let the engines answer the canary while the next rollout is trained on, and
+            compare before the next optimizer step; for engines beside the trainer.
         evaluator: held-out accuracy; None: nothing is held out here, as where environments
             evaluate themselves.
         reporter: screen, files and loggers.
@@ -79,6 +81,7 @@ class Trainer:
         reference: Callable[[TensorDictBase], TensorDictBase] | None = None,
         teacher: Callable[[TensorDictBase], TensorDictBase] | None = None,
         adaptations: Sequence[Adaptation] = (),
+        overlap_canary: bool = False,
     ) -> None:
         self.collector, self.advantage, self.learner = collector, advantage, learner
         self.weights, self.canary, self.evaluator = weights, canary, evaluator
@@ -92,6 +95,11 @@ class Trainer:
         self.step = 0
         self.first_accuracy = self.last_accuracy = float("nan")
         self._seconds: dict[str, float] = {}
+        self._report: CanaryReport | None = None
+        self._unproven = False
+        self.overlap_canary = overlap_canary
+        if overlap_canary:
+            learner.before_step = self._finish_proof
 
     @property
     def model(self) -> torch.nn.Module:
@@ -150,30 +158,41 @@ class Trainer:
         metrics |= self.learner.update(rollout, iteration=self.step)
         with self._timed("sync"):
             metrics["policy/version"] = self.weights.publish()
-        with self._timed("canary"):
-            report = self._prove()
-        metrics["canary/mean_abs_diff"] = report.mean_abs_diff
-        metrics["canary/max_abs_diff"] = report.max_abs_diff
+        self.step += 1
+        evaluate = self.evaluator is not None and self._due(self.eval_frequency)
+        save = self.checkpoint_frequency > 0 and self._due(self.checkpoint_frequency)
+        first = self._report is None
+        self._prove(now=not self.overlap_canary or evaluate or save or first)
+        metrics["canary/mean_abs_diff"] = self._report.mean_abs_diff
+        metrics["canary/max_abs_diff"] = self._report.max_abs_diff
         for adaptation in self.adaptations:
             metrics |= adaptation.update(metrics)
-        self.step += 1
         self._seconds |= self.collector.seconds | self.learner.seconds
         metrics["time/step"] = seconds = time.perf_counter() - start
         metrics["tokens/per_second"] = metrics.pop("tokens/total") / seconds
-        due = self._due(self.eval_frequency) or self.step == self.iterations
-        if due and self.evaluator is not None:
+        if evaluate:
             with self._timed("eval"):
                 metrics |= self._evaluate()
         metrics |= {f"time/{phase}": value for phase, value in self._seconds.items()}
         self.reporter.step(self.step, metrics)
-        last = self.checkpoint_frequency > 0 and self.step == self.iterations
-        if self._due(self.checkpoint_frequency) or last:
+        if save:
             self.save()
         return metrics
 
-    def _prove(self) -> CanaryReport:
-        with evaluating(self.model):  # engines have no dropout
-            return self.canary.check()
+    def _prove(self, *, now: bool = True) -> None:
+        """Let the canary check; ``now``, or before anything is changed or kept."""
+        with self._timed("canary"), evaluating(self.model):  # engines have no dropout
+            if now:
+                self._report = self.canary.check()
+            else:
+                self.canary.start()
+                self._unproven = True
+
+    def _finish_proof(self) -> None:
+        if self._unproven:
+            self._unproven = False
+            with self._timed("canary"), evaluating(self.model):
+                self._report = self.canary.finish()
 
     def save(self) -> Checkpoint:
         """Write a checkpoint of the whole run."""
@@ -229,7 +248,8 @@ class Trainer:
         return evaluation.metrics()
 
     def _due(self, frequency: int) -> bool:
-        return frequency > 0 and self.step % frequency == 0
+        """Whether the step is one of every ``frequency``, or the run's last one."""
+        return self.step == self.iterations or (frequency > 0 and self.step % frequency == 0)
 
     @contextmanager
     def _timed(self, phase: str):

@@ -8,15 +8,17 @@ a model that is computed differently. When it fails, :mod:`grpo.weights.diagnosi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from grpo import data
 from grpo.objectives.scorer import TokenScorer
 from grpo.policies.base import Policy
+from grpo.weights.replay import ReplayedScorer
 from grpo.weights.shared import WeightSync, some_names
 
 #: Greatest allowed mean and maximum difference of log-probs, in nats. Half precision rounds the
@@ -92,6 +94,7 @@ class Canary:
     ) -> None:
         self.policy = policy.with_sampling(max_tokens=max_tokens)
         self.scorer, self.weights = scorer, weights
+        self._fast = ReplayedScorer(scorer) if isinstance(scorer, TokenScorer) else scorer
         dtype = next(scorer.model.parameters()).dtype
         self.tolerance = tolerance or canary_tolerance(
             dtype, next(scorer.model.parameters()).device)
@@ -102,6 +105,7 @@ class Canary:
             prompts = [prompt[-min(sizes):] for prompt in prompts]
         self.prompts = policy.pad_prompts(prompts)
         self.failures = 0
+        self._sampled: Callable[[], TensorDictBase] | None = None
 
     def check(self) -> CanaryReport:
         """Generate, score, compare.
@@ -109,12 +113,30 @@ class Canary:
         Raises:
             StaleWeightsError: if the difference is past tolerance, or a parameter is not shared.
         """
+        self.start()
+        return self.finish()
+
+    def start(self) -> None:
+        """Begin a check; an engine elsewhere generates until :meth:`finish`.
+
+        Raises:
+            StaleWeightsError: if a parameter is not shared.
+        """
         if moved := self.weights.unshared():
             raise StaleWeightsError(
                 f"policy version {self.weights.version}: {some_names(moved)} no longer lies in the "
                 "engine's memory, so its updates do not reach the engine. Something replaced the "
                 "parameter's storage; write into parameters in place instead")
-        report = self.compare(self.prompts)
+        self._sampled = self.policy.start(self.prompts.clone())
+
+    def finish(self) -> CanaryReport:
+        """Score and compare; the trainer's weights must be those of :meth:`start`.
+
+        Raises:
+            StaleWeightsError: if the difference is past tolerance.
+        """
+        sampled, self._sampled = self._sampled, None
+        report = CanaryReport.of(self.differences(self._to_score(sampled()), scorer=self._fast))
         if not self.agrees(report):
             from grpo.weights.diagnosis import diagnose  # which knows this class
 
@@ -136,13 +158,23 @@ class Canary:
 
     def sample(self, prompts: TensorDict) -> TensorDict:
         """Let the policy continue prompts; what the scorer reads, on the scorer's device."""
-        batch = self.policy(prompts.clone()).select(
+        return self._to_score(self.policy(prompts.clone()))
+
+    def _to_score(self, sampled: TensorDictBase) -> TensorDictBase:
+        """What the scorer reads, on the scorer's device."""
+        batch = sampled.select(
             data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK, data.LOG_PROBS)
         return data.trim(batch).to(next(self.scorer.model.parameters()).device)
 
     @torch.no_grad()
-    def differences(self, batch: TensorDict) -> Tensor:
-        """Trainer's minus engine's log-prob of each sampled token, in nats, float32 ``[N]``."""
+    def differences(self, batch: TensorDictBase, *, scorer: TokenScorer | None = None) -> Tensor:
+        """Trainer's minus engine's log-prob of each sampled token, in nats, float32 ``[N]``.
+
+        Args:
+            batch: from :meth:`sample`.
+            scorer: None takes the trainer's own, which computes everything anew.
+        """
         mask_BT = batch[data.ASSISTANT_MASK]
-        log_probs_BT, _ = self.scorer(batch[data.TOKENS], batch[data.ATTENTION_MASK], mask_BT)
+        log_probs_BT, _ = (scorer or self.scorer)(
+            batch[data.TOKENS], batch[data.ATTENTION_MASK], mask_BT)
         return (log_probs_BT - batch[data.LOG_PROBS])[mask_BT]

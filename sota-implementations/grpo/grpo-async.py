@@ -111,6 +111,7 @@ def build_trainer(
         learner=actor.learner,
         weights=actor.weights,
         canary=canary,
+        overlap_canary=config.train.staleness > 0,
         evaluator=Evaluator(
             build.build_eval_env(config, task, prompts, tokenizer, actor.policy), actor.policy),
         reporter=Reporter(console, loggers, tokenizer, run_dir=run_dir,

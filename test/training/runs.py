@@ -62,7 +62,7 @@ def save_tiny(folder, tokenizer, *, seed: int):
     return folder
 
 
-def make_trainer(config, run_dir, checkpoint=None) -> Trainer:
+def make_trainer(config, run_dir, checkpoint=None, **options) -> Trainer:
     """The parts of a run, as the script builds them."""
     device, dtype = torch.device("cpu"), torch.float32
     base = config.model.name
@@ -102,7 +102,7 @@ def make_trainer(config, run_dir, checkpoint=None) -> Trainer:
         keep_checkpoints=config.train.keep_checkpoints or 3,
         reference=build_objective.build_reference(config, actor.model, lambda: base, load),
         teacher=build_objective.build_teacher(config, actor.model, load),
-        adaptations=build_objective.build_adaptations(config, loss, advantage))
+        adaptations=build_objective.build_adaptations(config, loss, advantage), **options)
     if checkpoint:
         trainer.restore(checkpoint)
     return trainer

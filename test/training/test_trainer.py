@@ -49,6 +49,36 @@ def test_an_iteration_reports_every_phase_and_trains_on_policy(make_config, tmp_
     assert (rollout[data.POLICY_VERSIONS][rollout[data.ASSISTANT_MASK]] == 1).all()
 
 
+def test_a_canary_that_overlaps_compares_before_the_weights_change_again(
+        make_config, tmp_path, monkeypatch):
+    plain = make_trainer(make_config(), tmp_path / "plain")
+    trainer = make_trainer(make_config(), tmp_path / "overlapping", overlap_canary=True)
+    happened = []
+
+    def noted(owner, name, what):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a: (happened.append(what), function(*a))[1])
+
+    noted(trainer.canary, "start", "start")
+    noted(trainer.canary, "finish", "finish")
+    noted(trainer.learner.optimizer, "step", "step")
+    for trained in (plain, trainer):
+        for _ in range(3):
+            metrics = trained.iterate()
+    assert happened == ["step", "start", "finish",  # at first, there is nothing to overlap with
+                        "step", "start", "finish", "step", "start"]
+    assert torch.equal(weights(plain), weights(trainer))
+    assert metrics["canary/max_abs_diff"] < 1e-4
+
+
+def test_nothing_unproven_is_evaluated_or_saved(make_config, tmp_path):
+    config = make_config(train={"checkpoint_frequency": 1})
+    trainer = make_trainer(config, tmp_path, overlap_canary=True)
+    trainer.iterate()
+    trainer.iterate()
+    assert not trainer._unproven
+
+
 def test_the_reference_and_the_kl_to_it_enter_the_metrics_and_start_at_zero(make_config, tmp_path):
     trainer = make_trainer(make_config(train={"kl_to_ref_coeff": 0.1}), tmp_path)
     first, second = trainer.iterate(), trainer.iterate()

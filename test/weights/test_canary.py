@@ -40,6 +40,22 @@ def test_trainer_and_policy_agree_before_and_after_an_update(byte_model, tempera
         train(byte_model)
 
 
+def test_a_check_may_be_started_and_finished_later(byte_model):
+    canary, in_one = (make_canary(byte_model, make_policy(byte_model)) for _ in range(2))
+    canary.start()
+    torch.rand(3)  # what happens meanwhile does not matter
+    assert canary.finish() == in_one.check()
+
+
+def test_a_check_that_is_finished_after_the_next_update_is_told_apart(byte_model):
+    policy = make_policy(copy.deepcopy(byte_model))
+    canary = make_canary(byte_model, policy)
+    canary.start()
+    train(byte_model)
+    with pytest.raises(StaleWeightsError, match="engine and trainer disagree"):
+        canary.finish()
+
+
 def test_a_policy_at_another_temperature_is_found_and_the_temperature_suspected(byte_model):
     canary = make_canary(byte_model, make_policy(byte_model, temperature=0.8))
     with pytest.raises(StaleWeightsError) as error:

@@ -1,0 +1,89 @@
+"""The trainer's side of a check in one launch: a CUDA graph of the model for one shape of batch.
+
+Scoring four short prompts keeps a GPU busy for a millisecond or two, and the processor for twenty:
+it launches each kernel of each layer. A graph is launched once.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo.objectives.scorer import TokenScorer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    graph: Any
+    tokens_BT: Tensor
+    states: Tensor
+    addresses: list[int]
+
+
+class ReplayedScorer(TokenScorer):
+    """A :class:`~grpo.objectives.TokenScorer` without gradient that replays its model.
+
+    The second batch of a shape is recorded, later ones are replayed: the first has done what is
+    only done once. A recording reads the memory of the parameters it was made with, so it is made
+    anew where one of them has moved. Batches with padding, packed batches, other devices than GPUs
+    and models that cannot be recorded are computed as ever.
+
+    Args:
+        scorer: whose model, temperature and head are taken.
+
+    Examples:
+        >>> scorer = ReplayedScorer(TokenScorer(model))                     # doctest: +SKIP
+        >>> with torch.no_grad():                                           # doctest: +SKIP
+        ...     log_probs, entropy = scorer(tokens, attention_mask, mask)
+    """
+
+    def __init__(self, scorer: TokenScorer) -> None:
+        super().__init__(scorer.model, temperature=scorer.temperature,
+                         head="chunked" if scorer.chunked else "logits",
+                         chunk_size=scorer.chunk_size, packing=scorer.packing)
+        self._recordings: dict[tuple[int, ...], _Recording | None] = {}
+        self._possible = not self.packing
+
+    def outputs(self, inputs: dict[str, Any]) -> Tensor:
+        tokens_BT = inputs["input_ids"]
+        if not (self._possible and tokens_BT.is_cuda and inputs["attention_mask"] is None):
+            return super().outputs(inputs)
+        shape = tuple(tokens_BT.shape)
+        if shape not in self._recordings:
+            self._recordings[shape] = None
+            return super().outputs(inputs)
+        recording, addresses = self._recordings[shape], self._addresses()
+        if recording is None or recording.addresses != addresses:
+            recording = self._recordings[shape] = self._record(inputs, addresses)
+            if recording is None:
+                return super().outputs(inputs)
+        recording.tokens_BT.copy_(tokens_BT)
+        recording.graph.replay()
+        return recording.states
+
+    def _record(self, inputs: dict[str, Any], addresses: list[int]) -> _Recording | None:
+        """The recording; None, once and for all, for a model that cannot be recorded."""
+        tokens_BT = inputs["input_ids"].clone()
+        inputs = {**inputs, "input_ids": tokens_BT}
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(tokens_BT.device)
+        try:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # libraries prepare themselves for each stream
+                super().outputs(inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                states = super().outputs(inputs)
+        except RuntimeError as error:  # of CUDA: an operation that waits for the GPU
+            logger.info("the canary's model is not recorded as a CUDA graph: %s", error)
+            self._possible = False
+            return None
+        return _Recording(graph, tokens_BT, states, addresses)
+
+    def _addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers())]
