@@ -17,6 +17,9 @@ from grpo.objectives.scorer import TokenScorer
 
 logger = logging.getLogger(__name__)
 
+#: Architectures whose forward pass never waits for the GPU; those that route tokens to experts do.
+RECORDED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+
 
 @dataclass(frozen=True)
 class _Recording:
@@ -32,7 +35,7 @@ class ReplayedScorer(TokenScorer):
     The second batch of a shape is recorded, later ones are replayed: the first has done what is
     only done once. A recording reads the memory of the parameters it was made with, so it is made
     anew where one of them has moved. Batches with padding, packed batches, other devices than GPUs
-    and models that cannot be recorded are computed as ever.
+    and architectures that are not :data:`RECORDED` are computed as ever.
 
     Args:
         scorer: whose model, temperature and head are taken.
@@ -48,7 +51,8 @@ class ReplayedScorer(TokenScorer):
                          head="chunked" if scorer.chunked else "logits",
                          chunk_size=scorer.chunk_size, packing=scorer.packing)
         self._recordings: dict[tuple[int, ...], _Recording | None] = {}
-        self._possible = not self.packing
+        architecture = getattr(getattr(self.model, "config", None), "model_type", None)
+        self._possible = not self.packing and architecture in RECORDED
 
     def outputs(self, inputs: dict[str, Any]) -> Tensor:
         tokens_BT = inputs["input_ids"]
@@ -72,6 +76,8 @@ class ReplayedScorer(TokenScorer):
         tokens_BT = inputs["input_ids"].clone()
         inputs = {**inputs, "input_ids": tokens_BT}
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(tokens_BT.device)
+        random = torch.cuda.default_generators[tokens_BT.device.index]
+        before = random.clone_state()
         try:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # libraries prepare themselves for each stream
@@ -82,6 +88,7 @@ class ReplayedScorer(TokenScorer):
         except RuntimeError as error:  # of CUDA: an operation that waits for the GPU
             logger.info("the canary's model is not recorded as a CUDA graph: %s", error)
             self._possible = False
+            random.graphsafe_set_state(before)  # it would go on believing that it is recorded
             return None
         return _Recording(graph, tokens_BT, states, addresses)
 

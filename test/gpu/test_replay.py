@@ -76,5 +76,10 @@ def test_a_model_that_waits_for_the_gpu_is_not_recorded(model):
     scorer = TokenScorer(model)
     replayed = ReplayedScorer(scorer)
     for number in range(4):
-        assert agree(scorer, replayed, batch(number))
+        assert agree(scorer, replayed, batch(number))  # draws random numbers on the GPU
     assert not replayed._possible
+
+
+def test_an_architecture_that_is_not_known_is_not_recorded(model):
+    model.config.model_type = "qwen2_moe"
+    assert not ReplayedScorer(TokenScorer(model))._possible
