@@ -126,6 +126,19 @@ def test_each_arrangement_has_its_engine_policy_and_way_of_the_weights(name, par
     assert "the weights beneath are one copy" in words["weights"] or not (lora and shared)
 
 
+def test_new_adapters_follow_from_the_seed_whatever_was_drawn_before(parts, setup_of):
+    def first(seed: int) -> torch.Tensor:
+        torch.rand(seed + len(parts.start_engine.made))  # as a warm start, where nothing is cached
+        config = load_config(small(train={"seed": seed}, train_model={"lora": LORA},
+                                   inference_model={"backend": "vllm"}))
+        actor = build_actor(setup_of(config), backend="vllm")
+        return torch.cat([p.detach().flatten() for n, p in actor.model.named_parameters()
+                          if ".lora_" in n])
+
+    assert torch.equal(first(3), first(3))
+    assert not torch.equal(first(3), first(4))
+
+
 def test_an_engine_of_the_run_is_started_with_the_keys_of_the_configuration(parts, setup_of):
     config = configured(lora=LORA, engine="process", max_num_seqs=3, enforce_eager=True,
                         kv_cache_memory_bytes=77)
