@@ -1,8 +1,9 @@
 """The end of an engine: everything it had goes, and nothing that others use.
 
-vLLM leaves two things to be desired. An engine that ends takes torch.distributed with it, which all
-in-process engines, and perhaps a trainer, use too. And a worker process that is killed leaves its
-shared memory in ``/dev/shm`` until the interpreter that started it ends.
+vLLM leaves three things to be desired. An engine that ends takes torch.distributed with it, which
+all in-process engines, and perhaps a trainer, use too. A worker process that is killed leaves its
+shared memory in ``/dev/shm`` until the interpreter that started it ends. And before 0.32 the front
+end could wait for ever for its own message queues, which were collected with their sockets open.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +33,8 @@ _in_process: weakref.WeakSet[LLM] = weakref.WeakSet()
 _distributed_is_theirs = False
 # Shared memory of the workers of engines with processes of their own.
 _shared_memory: weakref.WeakKeyDictionary[LLM, set[Path]] = weakref.WeakKeyDictionary()
+# What the front end uses to talk with them.
+_sockets: weakref.WeakKeyDictionary[LLM, list[Any]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -53,6 +56,7 @@ def remember(engine: LLM) -> None:
     if not workers:
         _in_process.add(engine)
     _shared_memory[engine] = set().union(*(shared_memory_of(worker.pid) for worker in workers))
+    _sockets[engine] = _sockets_to_workers(engine)
 
 
 def stop_engine(engine: LLM) -> None:
@@ -68,6 +72,8 @@ def stop_engine(engine: LLM) -> None:
     engine.llm_engine.engine_core.shutdown()
     for worker in workers:
         worker.join(_REAP)
+    for socket in _sockets.pop(engine, []):
+        socket.close(linger=0)
     gc.collect()  # vLLM removes what this process made when the last reference goes
     for path in left:
         _unlink(path, tracked=workers[0]._start_method == "spawn")
@@ -118,6 +124,18 @@ def _workers(engine: LLM) -> list:
     """The processes of an engine's workers; none if its model is in this process."""
     executor = getattr(engine.llm_engine, "model_executor", None)
     return [worker.proc for worker in getattr(executor, "workers", ())]
+
+
+def _sockets_to_workers(engine: LLM) -> list[Any]:
+    """ZeroMQ sockets of the queues between the front end and its workers."""
+    executor = getattr(engine.llm_engine, "model_executor", None)
+    queues = [getattr(executor, "rpc_broadcast_mq", None), *getattr(executor, "response_mqs", ())]
+    owners = [queue for queue in queues if queue is not None]
+    owners += [queue._spin_condition for queue in owners if queue._spin_condition is not None]
+    found = [getattr(owner, name, None) for owner in owners for name in (
+        "local_socket", "remote_socket", "local_notify_socket", "read_cancel_socket",
+        "write_cancel_socket")]
+    return [socket for socket in found if socket is not None]
 
 
 def _unlink(path: Path, *, tracked: bool) -> None:

@@ -21,7 +21,7 @@ from grpo.engines.lora_worker import LoRAMethods
 from grpo.engines.shared_loader import LOAD_FORMAT, register_shared_loader
 from grpo.weights.fingerprint import fingerprint
 from grpo.weights.handover import Kind, export_tensors
-from grpo.weights.layout import base_parameters
+from grpo.weights.layout import base_parameters, without_adapters
 from grpo.weights.receiver import TransferMethods
 
 if "vllm" in sys.modules:  # a vLLM worker imports this module; others only look at it
@@ -92,8 +92,9 @@ class WeightMethods:
             raise RuntimeError(f"the engine is quantised ({self.model_config.quantization}), so "
                                "its tensors do not have the checkpoint's form; restart it instead")
         addresses = {name: param.data_ptr() for name, param in self._weights().items()}
-        with torch.no_grad():
-            written = self.model_runner.get_model().load_weights(_tensors_of(files))
+        model = self.model_runner.get_model()
+        with torch.no_grad(), without_adapters(model):
+            written = model.load_weights(_tensors_of(files))
         self.synchronize()
         now = {name: param.data_ptr() for name, param in self._weights().items()}
         if moved := [name for name in addresses if now.get(name) != addresses[name]]:

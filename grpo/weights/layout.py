@@ -13,7 +13,8 @@ storage (vLLM transposes GPT-2's matrices and reorders the rows of Bloom's fused
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -226,3 +227,21 @@ def base_parameters(model: nn.Module) -> dict[str, Tensor]:
     """
     return {name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."): param
             for name, param in model.named_parameters() if ".lora_" not in name}
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Put the modules that an engine has wrapped for LoRA back in their places.
+
+    vLLM's loaders look for the names of a model without adapters, which the wrappers of its older
+    versions do not have.
+    """
+    wrapped = [(parent, name, child) for parent in model.modules()
+               for name, child in parent.named_children() if hasattr(child, "base_layer")]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
