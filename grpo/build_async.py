@@ -31,6 +31,7 @@ from grpo.training.learner import Learner
 from grpo.training.ranks import Ranks
 from grpo.training.team import Leader, LedLearner, LedScorer
 from grpo.weights.fleet import FleetSync, FleetTransfer, ObjectStoreSync
+from grpo.weights.transfer import Backend
 from grpo.weights.vllm_transfer import free_port
 
 # Threads of a worker: one reports groups, the others take them and bring weights, or sample for
@@ -128,12 +129,13 @@ def build_actor(
     model = load_model(setup.path, config, device=device, dtype=setup.dtype)
     prepare_model(model, config)
     loss = build_loss(config, model, setup.tokenizer)
-    transfers = backend == "vllm"
-    leader = None if alone else _gather_team(setup, places, transfers, at_end, checkpoint)
+    transfer: Backend | None = None
+    if backend == "vllm":
+        transfer = "nccl" if places.plan.kind == "cuda" else "gloo"
+    leader = None if alone else _gather_team(setup, places, transfer, at_end, checkpoint)
     learner = build_learner(config, loss, leader and leader.ranks)
-    weights: FleetSync = ObjectStoreSync(model, pool) if not transfers else FleetTransfer(
-        model, pool, host=_own_address(config),
-        backend="nccl" if places.plan.kind == "cuda" else "gloo",
+    weights: FleetSync = ObjectStoreSync(model, pool) if transfer is None else FleetTransfer(
+        model, pool, host=_own_address(config), backend=transfer,
         tensor_parallel_size=config.inference_model.tensor_parallel_size)
     scorer = loss.scorer
     if leader is not None:
@@ -148,7 +150,7 @@ def build_actor(
 
 
 def _gather_team(
-    setup: Setup, places: Places, transfers: bool, at_end: ExitStack,
+    setup: Setup, places: Places, transfer: Backend | None, at_end: ExitStack,
     checkpoint: Checkpoint | None,
 ) -> Leader:
     """Start the trainer's other ranks and meet them; this process leads."""
@@ -162,7 +164,7 @@ def _gather_team(
     values, dtype = config.model_dump(mode="json"), str(setup.dtype).removeprefix("torch.")
     known = checkpoint and (str(checkpoint.folder.absolute()), checkpoint.step)
     actors = [ray.remote(TrainerRank).options(**places.rank(rank)).remote(
-        values, setup.path, dtype, transfers=transfers, checkpoint=known,
+        values, setup.path, dtype, transfer=transfer, checkpoint=known, asynchronous=True,
         join={**join, "rank": rank, "device_index": 0}) for rank in range(1, count)]
     for actor in actors:
         at_end.callback(ray.kill, actor)

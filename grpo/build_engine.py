@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ from grpo.weights import SameModule, SharedCopy, SingleCopy, WeightSync
 from grpo.weights.lora import HTTPLoRASync, LoRASync
 from grpo.weights.reload import CheckpointReload, EngineRestart
 from grpo.weights.transfer import WeightTransfer
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 # Seconds until a server answers; large models are read from slow disks.
 _START_TIMEOUT = 900.0
@@ -129,17 +132,23 @@ def _one_module(setup: Setup) -> Actor:
     return Actor(model, policy, weights)
 
 
-def _with_engine(setup: Setup, on_failure: ExitStack) -> Actor:
-    """A vLLM engine that this process schedules; its model is here or in a process of its own."""
+def start_engine_of(setup: Setup) -> LLM:
+    """vLLM, scheduled by this process; its model is here or in a process of its own."""
     config, inference = setup.config, setup.config.inference_model
     lora = config.train_model.lora
-    llm = start_engine(
+    return start_engine(
         setup.path, device=setup.device, dtype=setup.dtype, max_model_len=setup.max_model_len,
         max_num_seqs=setup.rows, seed=config.train.seed, enforce_eager=inference.enforce_eager,
         gpu_memory_utilization=inference.gpu_memory_utilization,
         kv_cache_memory_bytes=inference.kv_cache_memory_bytes,
         separate_process=inference.engine == "process",
         max_lora_rank=lora.r if lora.enabled else None)
+
+
+def _with_engine(setup: Setup, on_failure: ExitStack) -> Actor:
+    """A vLLM engine that this process schedules."""
+    config = setup.config
+    llm = start_engine_of(setup)
     on_failure.callback(stop_engine, llm)
     engine = InProcessEngine(llm)
     share = partial(SharedCopy, engine=engine) if engine.workers else partial(
@@ -271,7 +280,7 @@ class RunServer:
         process = self._running = self._process.enter_context(EngineProcess(
             server_command(str(path), **self.options), port=self.port, token=self.token,
             log_path=self.log_path, start_timeout=_START_TIMEOUT,
-            env={**_child_environment(), **self.env}))
+            env={**child_environment(), **self.env}))
         self.port = process.port
         return process.client(timeout=_CALL_TIMEOUT)
 
@@ -346,7 +355,7 @@ def address_towards(host: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """This very package for the child, whatever lies in the folder that it is started in."""
     here = str(Path(grpo.__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")

@@ -210,7 +210,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _weights_can_reach_the_engine(self) -> Config:
-        resolve_sync(self.inference_model, self.train_model.lora)
+        _ = self.weight_sync  # which raises where they cannot
         return self
 
     @model_validator(mode="after")
@@ -257,7 +257,8 @@ class Config(Section):
     @property
     def weight_sync(self) -> Sync:
         """``inference_model.weight_sync``, resolved; for vLLM, which alone needs any."""
-        return resolve_sync(self.inference_model, self.train_model.lora)
+        return resolve_sync(self.inference_model, self.train_model.lora,
+                            ranks=self.train_model.ranks)
 
     @property
     def shares_weights(self) -> bool:

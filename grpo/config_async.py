@@ -3,15 +3,11 @@ rollouts may be, and Ray."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field, model_validator
 
 from grpo.config import Config, TrainConfig
-from grpo.config_model import InferenceModelConfig, RefModelConfig, Sync, TrainModelConfig
+from grpo.config_model import Device, InferenceModelConfig, RefModelConfig, Sync
 from grpo.config_objective import Section
-
-Device = Annotated[int, Field(ge=0)]
 
 
 class AsyncTrainConfig(TrainConfig):
@@ -26,15 +22,6 @@ class AsyncTrainConfig(TrainConfig):
     ones."""
     rollout_timeout: float = Field(1800.0, gt=0)
     """Seconds without a finished group after which the run ends, resumable."""
-
-
-class PlacedTrainModel(TrainModelConfig):
-    """How the trainer's model computes, and where."""
-
-    num_devices: int | None = Field(None, ge=1)
-    """Devices that train together; null: 1."""
-    devices: list[Device] | None = Field(None, min_length=1)
-    """Their numbers; null: the first that are free."""
 
 
 class PlacedInferenceModel(InferenceModelConfig):
@@ -70,7 +57,6 @@ class AsyncConfig(Config):
     """A whole asynchronous run; see :class:`~grpo.config.Config` for the rest."""
 
     train: AsyncTrainConfig = Field(default_factory=AsyncTrainConfig)
-    train_model: PlacedTrainModel = Field(default_factory=PlacedTrainModel)
     inference_model: PlacedInferenceModel = Field(default_factory=PlacedInferenceModel)
     ref_model: PlacedRefModel = Field(default_factory=PlacedRefModel)
     ray: RayConfig = Field(default_factory=RayConfig)

@@ -86,6 +86,10 @@ class AtroposConfig(Config):
         if self.ref_model.name is not None and not self.needs_reference:
             raise ValueError(f"ref_model.name={self.ref_model.name!r} is not read because "
                              "train.kl_to_ref_coeff is null; set that, or remove it")
+        for key in ("num_devices", "devices"):
+            if (value := getattr(self.train_model, key)) is not None:
+                raise ValueError(f"train_model.{key}={value} is not read with Atropos "
+                                 "environments, where one device trains; remove it")
         if self.turns_per_batch % self.rows_per_optimizer_step:
             raise ValueError(f"train.optim_batch_size={self.rows_per_optimizer_step} must divide "
                              f"the {self.turns_per_batch} sequences of a step")

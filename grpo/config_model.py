@@ -14,6 +14,7 @@ from grpo.config_objective import Section
 from grpo.objectives.scorer import HeadKind
 
 EngineKind = Literal["in_process", "process", "server"]
+Device = Annotated[int, Field(ge=0)]
 Sync = Literal["single_copy", "transfer", "lora", "reload", "restart"]
 
 #: Adapters an engine can hold at a time. A server takes up a new one while requests may still
@@ -72,7 +73,7 @@ class LoRAConfig(Section):
 
 
 class TrainModelConfig(Section):
-    """How the trainer's model computes."""
+    """How the trainer's model computes, and where."""
 
     torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """``auto``: bfloat16 on a GPU, float32 on a CPU. Masters are always float32."""
@@ -86,7 +87,28 @@ class TrainModelConfig(Section):
     """Tokens whose logits exist at a time; null: by device."""
     layer_indices: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
     """Decoder layers that are trained, everything else being frozen; null: all of the model."""
+    num_devices: int | None = Field(None, ge=1)
+    """Devices that train together, each with a part of the model; null: 1."""
+    devices: list[Device] | None = Field(None, min_length=1)
+    """Their numbers; null: the first that are free."""
     lora: LoRAConfig = Field(default_factory=LoRAConfig)
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train, one a device."""
+        return len(self.devices) if self.devices else self.num_devices or 1
+
+    @model_validator(mode="after")
+    def _devices_agree(self) -> TrainModelConfig:
+        if self.devices is None:
+            return self
+        if self.num_devices not in (None, len(self.devices)):
+            raise ValueError(f"train_model.num_devices={self.num_devices} and train_model.devices="
+                             f"{self.devices} contradict each other; remove one of them")
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError(f"train_model.devices={self.devices} names a GPU twice; give each "
+                             "rank its own")
+        return self
 
     @model_validator(mode="after")
     def _layers_are_the_models_or_the_adapters(self) -> TrainModelConfig:
@@ -106,7 +128,8 @@ class InferenceModelConfig(Section):
     url: str | None = None
     """``http://host:port`` of a server that runs already; null: the run starts its own."""
     weight_sync: Literal["auto"] | Sync = "auto"
-    """``auto``: adapters where those are trained, else one copy, else a transfer."""
+    """``auto``: adapters where those are trained, a transfer from several devices, else one copy,
+    else a transfer."""
     temperature: float = Field(1.0, gt=0)
     max_tokens: int | None = Field(None, ge=1)
     """Longest response; null: 1024, and 128 for the embedded model on problems it cannot solve."""
@@ -145,8 +168,13 @@ class InferenceModelConfig(Section):
             return host == "localhost"
 
 
-def resolve_sync(inference: InferenceModelConfig, lora: LoRAConfig) -> Sync:
+def resolve_sync(inference: InferenceModelConfig, lora: LoRAConfig, *, ranks: int = 1) -> Sync:
     """How weights reach a vLLM engine.
+
+    Args:
+        inference: what generates.
+        lora: what is trained.
+        ranks: processes that train.
 
     Raises:
         ValueError: for a ``weight_sync`` that the other keys rule out, with what to change.
@@ -161,6 +189,11 @@ def resolve_sync(inference: InferenceModelConfig, lora: LoRAConfig) -> Sync:
         'transfer'
     """
     chosen = inference.weight_sync
+    if ranks > 1:
+        if problem := _obstacle_for_ranks(inference, lora):
+            raise ValueError(f"{ranks} devices of train_model share a model: {problem}, or train "
+                             "on one device")
+        return "transfer"
     if chosen == "auto":
         if lora.enabled:
             return "lora"
@@ -190,6 +223,23 @@ def _obstacle(chosen: Sync, inference: InferenceModelConfig, lora: LoRAConfig) -
     if chosen == "single_copy" and not inference.on_this_host:
         return (f"shares memory, but the server at inference_model.url={inference.url} may be on "
                 "another host; use weight_sync=transfer, or the address 127.0.0.1 if it is not")
+    return None
+
+
+def _obstacle_for_ranks(inference: InferenceModelConfig, lora: LoRAConfig) -> str | None:
+    """What several training devices cannot work with and what to do; None if they can."""
+    if lora.enabled:
+        return ("train_model.lora.enabled=true trains adapters, which are small and stay on one; "
+                "set it to false")
+    if inference.backend == "transformers":
+        return ("inference_model.backend=transformers generates with the trainer's model, of which "
+                "each has a part only; use backend=vllm with inference_model.engine=process")
+    if inference.engine != "process":
+        return (f"inference_model.engine={inference.engine} takes no weights from several "
+                "processes; use engine=process")
+    if inference.weight_sync not in ("auto", "transfer"):
+        return (f"inference_model.weight_sync={inference.weight_sync} needs whole weights in one "
+                "place; use transfer, or auto")
     return None
 
 

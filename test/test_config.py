@@ -299,3 +299,48 @@ def test_sizes_left_at_null_suit_the_model(model, dataset, turns, tokens):
     config = load_config({"model": {"name": model},
                           "env": {"dataset": dataset, "num_envs": 2, "repeats": 2}})
     assert (config.total_turns, config.max_tokens) == (turns, tokens)
+
+
+# -- several training devices ---------------------------------------------------------------------
+
+SEVERAL = {"train_model": {"num_devices": 2},
+           "inference_model": {"backend": "vllm", "engine": "process", "max_tokens": 3}}
+
+
+@pytest.mark.parametrize("sync", ["auto", "transfer"])
+@pytest.mark.parametrize("keys", [{"num_devices": 2}, {"devices": [0, 1]}])
+def test_several_training_devices_hand_weights_over_by_a_transfer(keys, sync):
+    config = load_config(small(train_model=keys, inference_model={
+        **SEVERAL["inference_model"], "weight_sync": sync}))
+    assert config.weight_sync == "transfer" and not config.shares_weights
+    assert config.train_model.ranks == 2
+
+
+@pytest.mark.parametrize("keys", [{}, {"num_devices": 1}, {"devices": [3]}])
+def test_one_training_device_shares_its_weights_as_before(keys):
+    config = load_config(small(train_model=keys, inference_model={"backend": "vllm"}))
+    assert (config.weight_sync, config.train_model.ranks) == ("single_copy", 1)
+
+
+@pytest.mark.parametrize(("train_model", "inference", "parts"), [
+    ({"lora": {"enabled": True}}, {}, "train_model.lora.enabled=true trains adapters"),
+    ({}, {"backend": "transformers"}, "use backend=vllm with inference_model.engine=process"),
+    ({}, {"engine": "in_process"}, "inference_model.engine=in_process takes no weights"),
+    ({}, {"engine": "server"}, "use engine=process, or train on one device"),
+    ({}, {"weight_sync": "single_copy"}, "weight_sync=single_copy needs whole weights"),
+    ({}, {"weight_sync": "reload"}, "use transfer, or auto, or train on one device"),
+    ({"devices": [1]}, {}, "num_devices=2 and train_model.devices=[1] contradict each other"),
+    ({"devices": [1, 1]}, {}, "train_model.devices=[1, 1] names a GPU twice"),
+])
+def test_what_several_training_devices_cannot_work_with_is_named(train_model, inference, parts):
+    values = small(train_model={**SEVERAL["train_model"], **train_model},
+                   inference_model={**SEVERAL["inference_model"], **inference})
+    assert parts in message(values)
+
+
+def test_atropos_environments_refuse_several_training_devices():
+    from grpo.config_atropos import AtroposConfig
+
+    with pytest.raises(ConfigError, match="train_model.num_devices=2 is not read with Atropos"):
+        load_config({"train_model": {"num_devices": 2}, "inference_model": {"engine": "server"}},
+                    AtroposConfig)

@@ -297,7 +297,8 @@ def test_every_key_of_these_sections_is_covered():
     elsewhere = {"train.exp_name", "train.dialog_turns_per_batch", "train.eval_frequency",
                  "train.checkpoint_frequency", "train.keep_checkpoints",
                  "train.max_sampling_rounds", "inference_model.backend", "inference_model.engine",
-                 "inference_model.url", "inference_model.weight_sync"}
+                 "inference_model.url", "inference_model.weight_sync", "train_model.num_devices",
+                 "train_model.devices"}
     sections = ("train", "optimizer", "train_model", "inference_model", "kl_controller",
                 "entropy_controller", "maxent", "distill")
     keys = {key for section in sections for key in keys_of(SECTIONS[section], f"{section}.")}

@@ -1,32 +1,39 @@
-"""A trainer's rank other than the first, as a Ray actor."""
+"""A trainer's rank other than the first: a Ray actor, or a process of this machine
+(:mod:`grpo.training.local_ranks`)."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpo.training.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from grpo.weights.transfer import Backend
 
 
 class TrainerRank:
     """Hold a part of the model and follow the leader.
 
     Args:
-        config: a :class:`grpo.config_async.AsyncConfig` as plain values.
+        config: the run's, as plain values.
         path: folder or hub id of the weights that the run starts from.
         dtype: of the weights, without ``torch.``.
-        transfers: whether weights travel by a transfer in which all ranks take part.
+        transfer: the backend of the :class:`~grpo.weights.transfer.WeightTransfer` in which all
+            ranks take part; None: weights travel in another way.
         join: arguments of :meth:`grpo.training.ranks.Ranks.join`.
         checkpoint: folder and step of the one that the run goes on from.
+        asynchronous: whether the configuration is that of ``grpo-async.py``.
     """
 
-    def __init__(self, config: dict[str, Any], path: str, dtype: str, *, transfers: bool,
-                 join: dict[str, Any], checkpoint: tuple[str, int] | None) -> None:
+    def __init__(self, config: dict[str, Any], path: str, dtype: str, *, transfer: Backend | None,
+                 join: dict[str, Any], checkpoint: tuple[str, int] | None,
+                 asynchronous: bool) -> None:
         self.config, self.path, self.dtype = config, path, getattr(torch, dtype)
-        self.transfers, self.join = transfers, join
+        self.transfer, self.join, self.asynchronous = transfer, join, asynchronous
         self.checkpoint = checkpoint and Checkpoint(Path(checkpoint[0]), checkpoint[1])
 
     def describe(self) -> dict[str, Any]:
@@ -37,14 +44,14 @@ class TrainerRank:
         """Meet the others, then follow the leader to the end."""
         from grpo import build, build_objective
         from grpo.build_model import load_model, prepare_model
-        from grpo.config import load_config
+        from grpo.config import Config, load_config
         from grpo.config_async import AsyncConfig
         from grpo.training.ranks import Ranks
         from grpo.training.team import obey
         from grpo.weights.transfer import WeightTransfer
 
         build.quiet_libraries()
-        config = load_config(self.config, AsyncConfig)
+        config = load_config(self.config, AsyncConfig if self.asynchronous else Config)
         model = load_model(self.path, config, device=torch.device("cpu"), dtype=self.dtype)
         prepare_model(model, config)
         loss = build_objective.build_loss(config, model, build.load_tokenizer(self.path))
@@ -52,8 +59,6 @@ class TrainerRank:
         learner = build_objective.build_learner(config, loss, ranks)
         if self.checkpoint is not None:
             learner.optimizer.load_state_dict(self.checkpoint.state()["optimizer"])
-        weights = WeightTransfer(
-            model, None, backend="nccl" if ranks.device.type == "cuda" else "gloo"
-        ) if self.transfers else None
+        weights = self.transfer and WeightTransfer(model, None, backend=self.transfer)
         obey(learner, weights)
         ranks.leave()

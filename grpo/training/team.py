@@ -25,8 +25,12 @@ from grpo.training.checkpoint import save_model
 from grpo.training.parallel import ParallelLearner
 from grpo.training.ranks import Ranks
 from grpo.weights.gather import TrainerRanks
+from grpo.weights.transfer import WeightTransfer
 
 logger = logging.getLogger(__name__)
+
+# Coefficients of the loss that controllers set, on the leading rank.
+_CONTROLLED = ("kl_to_ref_coeff", "entropy_coeff")
 
 
 class Leader:
@@ -61,7 +65,10 @@ def obey(learner: ParallelLearner, weights: Any = None) -> None:
         if what == "stop":
             return
         if what == "update":
-            learner.update(ranks.share(None), iteration=details[0])
+            iteration, coefficients = details
+            for name, value in coefficients.items():
+                setattr(learner.loss.terms, name, value)
+            learner.update(ranks.share(None), iteration=iteration)
         elif what == "score":
             _score(learner.loss, ranks.share(None))
         elif what == "optimizer":
@@ -105,7 +112,8 @@ class LedLearner:
         """See :meth:`grpo.training.learner.Learner.update`."""
         if self.before_step is not None:
             self.before_step()  # which may need the other ranks, as they are not busy yet
-        self.leader.tell("update", iteration)
+        self.leader.tell("update", iteration,
+                         {name: getattr(self.loss.terms, name) for name in _CONTROLLED})
         return self.learner.update(self.leader.ranks.share(rollout), iteration=iteration)
 
     def before_saving(self) -> None:
@@ -123,6 +131,39 @@ class _LedOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Each rank reads the checkpoint itself and keeps its slices.
         self._optimizer.load_state_dict(state)
+
+
+class LedTransfer:
+    """A :class:`~grpo.weights.transfer.WeightTransfer` in which the other ranks take part.
+
+    Args:
+        transfer: of rank 0.
+        leader: tells the others.
+    """
+
+    def __init__(self, transfer: WeightTransfer, leader: Leader) -> None:
+        self.transfer, self.leader = transfer, leader
+
+    @property
+    def version(self) -> int:
+        return self.transfer.version
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self.transfer.version = value
+
+    def publish(self) -> int:
+        """See :meth:`grpo.weights.transfer.WeightTransfer.publish`."""
+        self.leader.tell("publish", self.version)
+        return self.transfer.publish()
+
+    def differing(self) -> list[str]:
+        """See :meth:`grpo.weights.transfer.WeightTransfer.differing`."""
+        self.leader.tell("differing")
+        return self.transfer.differing()
+
+    def unshared(self) -> list[str]:
+        return self.transfer.unshared()
 
 
 class LedScorer:

@@ -5,15 +5,17 @@
         model.name=Qwen/Qwen2.5-1.5B-Instruct                       # one GPU
 
 One process holds everything, unless told otherwise: a vLLM engine generates, a Hugging Face model
-trains, and both read the same memory, so a weight update costs no copy. Engines elsewhere and
-adapters are in ``docs/weights.md``. Every key is in ``config/``; unknown keys and keys that the
-chosen mode would ignore are errors. ``resume=auto`` goes on where a run was stopped.
+trains, and both read the same memory, so a weight update costs no copy. Engines elsewhere, adapters
+and training on several GPUs are in ``docs/weights.md``. Every key is in ``config/``; unknown keys
+and keys that the chosen mode would ignore are errors. ``resume=auto`` goes on where a run was
+stopped.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 # A script's own folder is on its path, where this very file would be found as the package `grpo`.
@@ -26,9 +28,9 @@ from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 from torch import nn  # noqa: E402
 
-from grpo import build  # noqa: E402
-from grpo import build_engine as engine  # noqa: E402
+from grpo import build, build_team  # noqa: E402
 from grpo import build_objective as objective  # noqa: E402
+from grpo.build_engine import Setup  # noqa: E402
 from grpo.build_model import load_model  # noqa: E402
 from grpo.collectors import SyncCollector  # noqa: E402
 from grpo.config import Config, load_config  # noqa: E402
@@ -39,21 +41,26 @@ from grpo.presets import describe_preset  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
 from grpo.training.checkpoint import Checkpoint  # noqa: E402
 from grpo.training.console import Console  # noqa: E402
+from grpo.training.local_ranks import RankDied  # noqa: E402
 from grpo.training.loggers import make_loggers  # noqa: E402
 from grpo.training.reporter import Reporter  # noqa: E402
 from grpo.training.resume import open_run  # noqa: E402
 from grpo.weights import Canary  # noqa: E402
+from grpo.weights.canary import canary_tolerance  # noqa: E402
 
 
-def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Trainer:
-    """Put the parts of a run together."""
+def build_trainer(
+    config: Config, run_dir: Path, checkpoint: Checkpoint | None, at_end: ExitStack
+) -> Trainer:
+    """Put the parts of a run together; ``at_end`` gets what ends them."""
     build.quiet_libraries()
     settings = config.model_dump(mode="json")
 
     # What is trained, on what, where
+    backend = build.resolve_backend(config)
+    devices = build_team.choose_devices(config, backend=backend)
     device = build.resolve_device(config)
     dtype = build.resolve_dtype(config, device)
-    backend = build.resolve_backend(config)
     task = build.build_task(config)
     build.check(config, task, device=device, backend=backend)
     start_model, adapter = build.start_of(config, task, checkpoint)
@@ -74,10 +81,10 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
         resume_step=checkpoint.step if checkpoint else None)
 
     # Trainer and engine, and how the weights travel between them
-    actor = engine.build_actor(engine.Setup(
+    actor = build_team.build_training_actor(Setup(
         config=config, path=start_model, tokenizer=tokenizer, device=device, dtype=dtype,
         max_model_len=prompts.max_model_len, folder=run_dir / "engine", adapter=adapter),
-        backend=backend)
+        devices, backend=backend, at_end=at_end, checkpoint=checkpoint)
     env = build.build_env(config, task, prompts, tokenizer, actor.policy)
     eval_env = build.build_eval_env(config, task, prompts, tokenizer, actor.policy)
 
@@ -85,10 +92,9 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
     collector = SyncCollector(env, actor.policy, turns_per_batch=config.turns_per_batch,
                               max_rounds=config.train.max_sampling_rounds)
     advantage = objective.build_advantage(config)
-    loss = objective.build_loss(config, actor.model, tokenizer)
-    learner = objective.build_learner(config, loss)
-    canary = Canary(actor.policy, loss.scorer, actor.weights,
-                    prompts=[prompt.tokens for prompt in prompts.test[:4]])
+    canary = Canary(actor.policy, actor.scorer, actor.weights,
+                    prompts=[prompt.tokens for prompt in prompts.test[:4]],
+                    tolerance=canary_tolerance(dtype, device))
 
     def frozen_model(path: str) -> nn.Module:
         return load_model(path, config, device=device, dtype=dtype)
@@ -105,8 +111,8 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
         advantage=advantage,
         reference=reference,
         teacher=objective.build_teacher(config, actor.model, frozen_model),
-        adaptations=objective.build_adaptations(config, loss, advantage),
-        learner=learner,
+        adaptations=objective.build_adaptations(config, actor.learner.loss, advantage),
+        learner=actor.learner,
         weights=actor.weights,
         canary=canary,
         evaluator=Evaluator(eval_env, actor.policy),
@@ -129,20 +135,25 @@ def build_trainer(config: Config, run_dir: Path, checkpoint: Checkpoint | None) 
 @hydra.main(version_base=None, config_path="../../config", config_name="grpo")
 def main(cfg: DictConfig) -> None:
     try:
+        with ExitStack() as at_end:  # a sweep starts the next run in this process
+            run(cfg, at_end)
+    except RankDied as error:
+        sys.exit(f"error: {error}\nthe run can go on from its newest checkpoint: resume=auto")
+
+
+def run(cfg: DictConfig, at_end: ExitStack) -> None:
+    try:
         config = load_config(cfg)
         preset = HydraConfig.get().runtime.choices.get("preset", "none")
         if preset != "none":
             print("preset", describe_preset(preset, cfg, config_folder=CONFIG))
         run_dir, checkpoint = open_run(config, Path(HydraConfig.get().runtime.output_dir))
-        trainer = build_trainer(config, run_dir, checkpoint)
+        trainer = build_trainer(config, run_dir, checkpoint, at_end)
     except (ValueError, OSError, ImportError) as error:  # nearly always bad input
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         sys.exit(f"error: {error}\n(set HYDRA_FULL_ERROR=1 to see where it was raised)")
-    try:
-        trainer.fit()
-    finally:
-        trainer.collector.policy.close()  # a sweep starts the next run in this process
+    trainer.fit()
 
 
 if __name__ == "__main__":

