@@ -8,11 +8,9 @@ first device; the others are started here and follow. They shard the model by FS
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -29,10 +27,6 @@ from grpo.training.learner import Learner
 from grpo.training.local_ranks import LocalRanks
 from grpo.training.team import Leader, LedLearner, LedScorer, LedTransfer
 from grpo.weights.transfer import WeightTransfer
-
-# Seconds that a rank waits for another. The others wait while this one generates, evaluates and
-# saves; one that has ended is noticed at once.
-_PATIENCE = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -117,37 +111,30 @@ def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
     policy = VLLMPolicy(llm, setup.sampling, version=lambda: weights.version,
                         **setup.policy_options())
     at_end.callback(policy.close)
-    local, join = _start_others(setup, devices, at_end, checkpoint)
+    others = at_end.enter_context(_others(setup, devices, checkpoint))
     # On its way to being sharded a model needs none of the GPU's own memory.
     model = load_model(setup.path, config, device=torch.device("cpu"), dtype=setup.dtype)
     prepare_model(model, config)
     loss = build_loss(config, model, setup.tokenizer)
-    ranks = local.meet(**join, device_index=devices[0] if devices else None)
+    ranks = others.meet(device_index=devices[0] if devices else None)
     at_end.callback(ranks.leave)
-    leader = Leader(ranks, local.check)
+    leader = Leader(ranks, others.check)
     learner = LedLearner(build_learner(config, loss, leader.ranks), leader)
     weights = LedTransfer(WeightTransfer(model, InProcessEngine(llm), backend="ipc"), leader)
     return TrainingActor(model, policy, weights, learner, learner.scorer)
 
 
-def _start_others(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
-                  checkpoint: Checkpoint | None) -> tuple[LocalRanks, dict[str, Any]]:
-    """The other ranks, which load the model, and how all of them will meet."""
+def _others(setup: Setup, devices: tuple[int, ...], checkpoint: Checkpoint | None) -> LocalRanks:
+    """The ranks beside this one."""
     count = setup.config.train_model.ranks
-    place = at_end.enter_context(tempfile.TemporaryDirectory(prefix="grpo-ranks-"))
-    join = {"device_type": setup.device.type, "count": count, "timeout": _PATIENCE,
-            "address": f"file://{place}/meet"}
-    order = {
-        "config": setup.config.model_dump(mode="json"), "path": setup.path,
-        "dtype": str(setup.dtype).removeprefix("torch."), "transfer": "ipc", "asynchronous": False,
-        "checkpoint": checkpoint and [str(checkpoint.folder.absolute()), checkpoint.step]}
-    others = range(1, count)
-    local = at_end.enter_context(LocalRanks(
-        [{**order, "join": {**join, "rank": rank, "device_index": 0}} for rank in others],
-        folder=setup.folder,
-        environments=[{**child_environment(), **_variables(devices[rank:rank + 1])}
-                      for rank in others]))
-    return local, join
+    order = {"config": setup.config.model_dump(mode="json"), "path": setup.path,
+             "dtype": str(setup.dtype).removeprefix("torch."), "transfer": "ipc",
+             "asynchronous": False, "checkpoint": checkpoint and (
+                 str(checkpoint.folder.absolute()), checkpoint.step)}
+    return LocalRanks(
+        order, count=count, device_type=setup.device.type, folder=setup.folder, environments=[
+            {**child_environment(), **_variables(devices[rank:rank + 1])}
+            for rank in range(1, count)])
 
 
 def _variables(devices: tuple[int, ...]) -> dict[str, str]:

@@ -214,6 +214,14 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _ranks_can_share_the_optimizer(self) -> Config:
+        if self.train_model.ranks > 1 and self.optimizer.name != "adamw":
+            raise ValueError(f"optimizer.name={self.optimizer.name} steps whole tensors, but "
+                             f"{self.train_model.ranks} devices of train_model have a slice of "
+                             "each; use adamw, whose state they share, or train on one device")
+        return self
+
+    @model_validator(mode="after")
     def _objective_fits_the_loop(self) -> Config:
         train = self.train
         self.kl_controller.controller(train.kl_to_ref_coeff)

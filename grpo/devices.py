@@ -50,6 +50,8 @@ def run_ledger(
     rows = config.env.num_envs * config.env.repeats
     plan = MemoryPlan(
         shape=shape, dtype=dtype, device=device.type, row_tokens=row,
+        # On a CPU the ranks share one memory, and have all of the model in it together.
+        ranks=config.train_model.ranks if device.type == "cuda" else 1,
         tokens=_micro_batch_tokens(config, row), sharing=_sharing(config, in_engine),
         in_engine=in_engine,
         cuda_graphs=not config.inference_model.enforce_eager, generated_rows=rows,

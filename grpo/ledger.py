@@ -182,6 +182,7 @@ class MemoryPlan:
     Attributes:
         shape: of the model that is trained.
         dtype: of its weights; masters and moments of half-precision weights are float32.
+        ranks: devices that share the trainer's weights; the ledger is of the first, the engine's.
         device: ``"cuda"`` or ``"cpu"``.
         tokens: of a micro-batch, padding included.
         row_tokens: of the longest row.
@@ -213,6 +214,7 @@ class MemoryPlan:
     device: DeviceType
     tokens: int
     row_tokens: int
+    ranks: int = 1
     sharing: Sharing = "one_copy"
     in_engine: bool = True
     cuda_graphs: bool = True
@@ -262,8 +264,8 @@ def _rows(plan: MemoryPlan) -> Iterator[Row]:
     shape, dtype, b = plan.shape, plan.dtype, plan.dtype.itemsize
     name = str(dtype).removeprefix("torch.")
     copies = {"one_copy": "one copy", "two_copies": "the trainer's", "apart": "the trainer's"}
-    yield Row("weights", shape.parameters * b,
-              f"{shape.parameters / 1e6:,.1f} M x {b} bytes ({name}), {copies[plan.sharing]}")
+    note = f"{shape.parameters / 1e6:,.1f} M x {b} bytes ({name}), {copies[plan.sharing]}"
+    yield from _shards(plan) if plan.ranks > 1 else [Row("weights", shape.parameters * b, note)]
     if plan.sharing == "two_copies":
         yield Row("engine", shape.parameters * b, "the engine's own copy of the weights")
     for role, parameters in plan.frozen:
@@ -273,6 +275,17 @@ def _rows(plan: MemoryPlan) -> Iterator[Row]:
     if plan.sharing != "apart":
         yield from _generation_rows(plan)
     yield _reserve(plan)
+
+
+def _shards(plan: MemoryPlan) -> Iterator[Row]:
+    """Of a model that :func:`grpo.training.parallel.shard_model` has sharded."""
+    shape, exact = plan.shape, max(4, plan.dtype.itemsize)
+    yield Row("weights", shape.parameters * exact // plan.ranks, f"1/{plan.ranks} of "
+              f"{shape.parameters / 1e6:,.1f} M x {exact} bytes: slices, which are the masters")
+    layers = sum(ins * outs for *_, ins, outs in shape.linears)
+    whole = shape.parameters - layers + 2 * layers // shape.layers
+    yield Row("gathered", whole * plan.dtype.itemsize, "embeddings, a layer and the next",
+              ("head", "backward"))
 
 
 def _optimizer_rows(plan: MemoryPlan) -> Iterator[Row]:
@@ -297,9 +310,10 @@ def _optimizer_rows(plan: MemoryPlan) -> Iterator[Row]:
         yield Row("gradients", count * b, "until each has been sent to the host, where masters and "
                   f"moments take {3 * exact * count / GIB:.2f} GiB", ("backward",))
         return
-    if b < exact:
+    if b < exact and plan.ranks == 1:
         yield Row("masters", exact * count, f"{count / 1e6:,.1f} M x {exact} bytes")
-    yield _moments(plan, count, tensors, exact)
+    moments = _moments(plan, count, tensors, exact)
+    yield replace(moments, bytes=moments.bytes // plan.ranks)
     yield Row("gradients", exact * count, "added up in the masters' dtype", ("head", "backward"))
 
 
@@ -375,10 +389,10 @@ def _alternatives(plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
         half = plan.kv_cache_bytes // 2**21 * 2**20
         yield (f"inference_model.kv_cache_memory_bytes={half} (rows then wait for each other)",
                replace(plan, kv_cache_bytes=half))
-    if plan.sharing == "two_copies":
+    if plan.sharing == "two_copies" and plan.ranks == 1:
         yield ("inference_model.weight_sync=auto (one copy of the weights for trainer and engine)",
                replace(plan, sharing="one_copy"))
-    if plan.lora is None:
+    if plan.lora is None and plan.ranks == 1:
         lora = LoRA()
         yield (f"train_model.lora.enabled=true (adapters of rank {lora.rank} instead of all "
                "weights)", replace(plan, lora=lora))

@@ -338,6 +338,12 @@ def test_what_several_training_devices_cannot_work_with_is_named(train_model, in
     assert parts in message(values)
 
 
+@pytest.mark.parametrize("name", ["adamw_8bit", "adafactor", "adamw_cpu"])
+def test_optimizers_that_step_whole_tensors_are_for_one_training_device(name):
+    values = small(**SEVERAL, optimizer={"name": name})
+    assert f"optimizer.name={name} steps whole tensors" in message(values)
+
+
 def test_atropos_environments_refuse_several_training_devices():
     from grpo.config_atropos import AtroposConfig
 

@@ -143,6 +143,15 @@ def test_weights_that_are_copied_are_held_twice(folder, inference, two):
         assert row(ledger, "engine").bytes == row(ledger, "weights").bytes
 
 
+def test_on_gpus_the_ledger_is_that_of_one_of_several_training_devices(folder, monkeypatch):
+    monkeypatch.setattr(devices, "kv_cache_bytes", lambda *args, **options: 0)
+    config = settings(train_model={"num_devices": 2}, inference_model={"engine": "process"})
+    on_gpu = ledger_of(config, folder, device=CUDA, dtype=torch.bfloat16)
+    assert row(on_gpu, "weights").note.startswith("1/2 of ")
+    # The memory of a CPU is that of all ranks together.
+    assert row(ledger_of(config, folder), "weights").note.endswith("the trainer's")
+
+
 def test_adapters_reach_the_ledger(folder):
     lora = {"enabled": True, "r": 2, "target_modules": ["q_proj"]}
     ledger = ledger_of(settings(train_model={"lora": lora}), folder)

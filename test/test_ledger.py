@@ -131,6 +131,19 @@ def test_only_two_copies_hold_the_weights_twice(large):
     assert totals["one_copy"] - totals["apart"] == 4 * GIB + GIB  # KV cache and CUDA graphs
 
 
+def test_several_devices_share_weights_and_moments_and_gather_what_they_compute_with(large):
+    alone, shared = (sizes(memory_ledger(replace(large, ranks=ranks))) for ranks in (1, 4))
+    count = large.shape.parameters
+    assert shared["weights"] == 4 * count // 4 and "masters" not in shared
+    assert shared["moments"] == alone["moments"] // 4
+    assert shared["engine"] == alone["engine"]  # which is on the first of them, whole
+    layer = sum(ins * outs for number, _, ins, outs in large.shape.linears if number == 0)
+    embedding = large.shape.vocabulary * large.shape.hidden
+    assert shared["gathered"] == pytest.approx(2 * (embedding + 2 * layer), rel=1e-3)
+    changes = [saving.change for saving in memory_ledger(replace(large, ranks=4)).savings]
+    assert changes and not any("lora" in change or "one copy" in change for change in changes)
+
+
 def test_adapters_alone_have_masters_moments_and_gradients(large):
     lora = LoRA(rank=8, targets=("q_proj", "v_proj"))
     count = 28 * (8 * (1536 + 1536) + 8 * (1536 + 256))

@@ -1,6 +1,6 @@
 """The other ranks of a trainer as child processes on this machine, started and watched.
 
-    python -m grpo.training.local_ranks '{"config": ..., "path": ..., ...}'      # one of them
+    python -m grpo.training.local_ranks READY '{"config": ...}'      # one of them
 
 The rank that leads runs in the process of the script and starts them (:class:`LocalRanks`). Each
 writes to a log of its own and ends with the script, however that ends.
@@ -12,10 +12,10 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,6 @@ from typing import Any
 from grpo.processes import Child, log_tail
 from grpo.training.rank_worker import TrainerRank
 from grpo.training.ranks import Ranks
-from grpo.weights.channel import in_background
 
 _POLL = 0.2
 
@@ -40,29 +39,42 @@ class LocalRanks:
     queue for ever, it is ended ``patience`` seconds later with the reason on standard error.
 
     Args:
-        orders: arguments of :class:`~grpo.training.rank_worker.TrainerRank`, one dictionary a rank.
+        order: arguments of each rank's :class:`~grpo.training.rank_worker.TrainerRank`, but for
+            ``join``.
+        count: ranks in all.
+        device_type: ``"cuda"`` or ``"cpu"``.
         folder: for the logs, ``trainer_rank_1.log`` and so on.
-        environments: further environment variables of each rank.
+        environments: further environment variables of each of the others; on GPUs they show it its
+            own.
+        timeout: seconds that a rank waits for another, as while the leader generates or evaluates.
         patience: see above.
         settle: seconds after an error here until a rank whose death has caused it must have ended.
         module: what is run; others are for tests.
     """
 
     def __init__(
-        self, orders: Sequence[Mapping[str, Any]], *, folder: Path,
-        environments: Sequence[Mapping[str, str]], patience: float = 60.0,
-        settle: float = 5.0, module: str = "grpo.training.local_ranks",
+        self, order: Mapping[str, Any], *, count: int, device_type: str, folder: Path,
+        environments: Sequence[Mapping[str, str]], timeout: float = 24 * 3600.0,
+        patience: float = 60.0, settle: float = 5.0, module: str = "grpo.training.local_ranks",
     ) -> None:
+        self.order, self.folder, self.module = order, folder, module
+        self.environments = environments
+        self._join = {"device_type": device_type, "count": count, "timeout": timeout}
+        self._ready: list[Path] = []
+        self._place: tempfile.TemporaryDirectory | None = None
         self.patience, self.settle = patience, settle
-        self._commands = [[sys.executable, "-m", module, json.dumps(order)] for order in orders]
-        self._logs = [folder / f"trainer_rank_{rank}.log" for rank in range(1, 1 + len(orders))]
-        self._environments = environments
         self._children: list[Child] = []
         self._over = threading.Event()
 
     def __enter__(self) -> LocalRanks:
-        for command, log, env in zip(self._commands, self._logs, self._environments, strict=True):
-            log.unlink(missing_ok=True)  # a resumed run's last error is its own
+        self._place = tempfile.TemporaryDirectory(prefix="grpo-ranks-")
+        self._join["address"] = f"file://{self._place.name}/meet"
+        for rank, env in enumerate(self.environments, 1):
+            self._ready.append(Path(self._place.name, f"ready_{rank}"))
+            log = self.folder / f"trainer_rank_{rank}.log"
+            log.unlink(missing_ok=True)  # the last words of a run that was resumed are its own
+            order = {**self.order, "join": {**self._join, "rank": rank, "device_index": 0}}
+            command = [sys.executable, "-m", self.module, str(self._ready[-1]), json.dumps(order)]
             self._children.append(Child(command, log_path=log, env=env))
         threading.Thread(target=self._watch, daemon=True, name="trainer-ranks").start()
         return self
@@ -75,6 +87,7 @@ class LocalRanks:
             reason = self._reason(within=self.settle)
         for child in self._children:
             child.stop(timeout=0.0)
+        self._place.cleanup()
         if reason is not None:
             raise RankDied(reason) from error
 
@@ -92,25 +105,25 @@ class LocalRanks:
         if reason := self._reason():
             raise RankDied(reason)
 
-    def meet(self, *, start_timeout: float = 1800.0, **join: Any) -> Ranks:
-        """Join the ranks, as their leader.
+    def meet(self, *, device_index: int | None, start_timeout: float = 1800.0) -> Ranks:
+        """Join the ranks, as their leader, when all have loaded the model.
 
         Args:
-            start_timeout: seconds until all must have come; they load the model before.
-            **join: of :meth:`grpo.training.ranks.Ranks.join`.
+            device_index: of this process's GPU; None on a CPU.
+            start_timeout: seconds until all must be ready.
 
         Raises:
-            RankDied: if one ends before all have met, or does not come.
+            RankDied: if one ends before, or is not ready in time.
         """
-        meeting = in_background(Ranks.join, rank=0, **join)
         deadline = time.monotonic() + start_timeout
-        while not meeting.done():
+        while late := [path for path in self._ready if not path.exists()]:
             self.check()
             if time.monotonic() > deadline:
-                raise RankDied(f"the trainer's ranks did not meet within {start_timeout:g} s; "
-                               f"rank 1 may say why{log_tail(self._logs[0])}")
-            wait([meeting], timeout=_POLL)
-        return meeting.result()
+                rank = 1 + self._ready.index(late[0])
+                raise RankDied(f"rank {rank} of the trainer was not ready within {start_timeout:g} "
+                               f"s{log_tail(self._children[rank - 1].log_path)}")
+            time.sleep(_POLL)
+        return Ranks.join(**self._join, rank=0, device_index=device_index)
 
     def _reason(self, *, within: float = 0.0) -> str | None:
         """Why the ranks cannot go on, if one has ended or does so ``within`` some seconds."""
@@ -135,7 +148,8 @@ class LocalRanks:
 def main() -> None:
     """Be the rank that the command line describes."""
     logging.basicConfig(level=logging.WARNING)
-    TrainerRank(**json.loads(sys.argv[1])).run()
+    ready, order = sys.argv[1:]
+    TrainerRank(**json.loads(order)).run(Path(ready).touch)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,12 @@ class TrainerRank:
         """Who and where this is."""
         return {"pid": os.getpid(), "host": os.uname().nodename}
 
-    def run(self) -> None:
-        """Meet the others, then follow the leader to the end."""
+    def run(self, ready: Callable[[], object] = lambda: None) -> None:
+        """Meet the others, then follow the leader to the end.
+
+        Args:
+            ready: called when there is nothing left to do but to meet.
+        """
         from grpo import build, build_objective
         from grpo.build_model import load_model, prepare_model
         from grpo.config import Config, load_config
@@ -55,6 +60,7 @@ class TrainerRank:
         model = load_model(self.path, config, device=torch.device("cpu"), dtype=self.dtype)
         prepare_model(model, config)
         loss = build_objective.build_loss(config, model, build.load_tokenizer(self.path))
+        ready()
         ranks = Ranks.join(**self.join)
         learner = build_objective.build_learner(config, loss, ranks)
         if self.checkpoint is not None:
