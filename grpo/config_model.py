@@ -100,14 +100,9 @@ class TrainModelConfig(Section):
 
     @model_validator(mode="after")
     def _devices_agree(self) -> TrainModelConfig:
-        if self.devices is None:
-            return self
-        if self.num_devices not in (None, len(self.devices)):
+        if self.devices is not None and self.num_devices not in (None, len(self.devices)):
             raise ValueError(f"train_model.num_devices={self.num_devices} and train_model.devices="
                              f"{self.devices} contradict each other; remove one of them")
-        if len(set(self.devices)) < len(self.devices):
-            raise ValueError(f"train_model.devices={self.devices} names a GPU twice; give each "
-                             "rank its own")
         return self
 
     @model_validator(mode="after")
