@@ -118,6 +118,10 @@ def build_actor(
         checkpoint: that the run goes on from; the other ranks read their own part.
     """
     config: AsyncConfig = setup.config
+    if backend == "transformers" and config.train.update_at == "in_flight":
+        raise ConfigError("train.update_at=in_flight: workers with the transformers backend take "
+                          "new weights between two groups only; set inference_model.backend=vllm, "
+                          "or train.update_at=auto")
     pool = WorkerPool(
         _make_worker(setup, prompts, places, backend), count=len(places.plan.engines),
         **_patience(config))
@@ -136,7 +140,8 @@ def build_actor(
     learner = build_learner(config, loss, leader and leader.ranks)
     weights: FleetSync = ObjectStoreSync(model, pool) if transfer is None else FleetTransfer(
         model, pool, host=_own_address(config), backend=transfer,
-        tensor_parallel_size=config.inference_model.tensor_parallel_size)
+        tensor_parallel_size=config.inference_model.tensor_parallel_size,
+        pause_mode="wait" if config.train.update_at == "group_border" else "keep")
     scorer = loss.scorer
     if leader is not None:
         learner, weights.tell = LedLearner(learner, leader), leader.tell
@@ -183,8 +188,9 @@ def _gather_team(
 def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, str]:
     """The lines of the start-up banner that differ from those of a synchronous run."""
     plan, size = places.plan, config.inference_model.tensor_parallel_size
+    when = "between two groups" if config.train.update_at == "group_border" else "in flight"
     way = "through Ray's object store, between two groups" if backend == "transformers" else (
-        f"one {'NCCL' if plan.kind == 'cuda' else 'Gloo'} broadcast to all, in flight")
+        f"one {'NCCL' if plan.kind == 'cuda' else 'Gloo'} broadcast to all, {when}")
     parallel = f", {size} devices each" if size > 1 else ""
     return {"engine": f"{backend}, {len(plan.engines)} workers on Ray{parallel}; rollouts at most "
                       f"{config.train.staleness} updates old",

@@ -3,6 +3,8 @@ rollouts may be, and Ray."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from grpo.config import Config, TrainConfig
@@ -15,6 +17,10 @@ class AsyncTrainConfig(TrainConfig):
 
     staleness: int = Field(1, ge=0)
     """Weight updates that may lie between a token and its training; 0: none, on-policy."""
+    update_at: Literal["auto", "in_flight", "group_border"] = "auto"
+    """When engines take new weights: ``in_flight``, between two tokens, so that a row may have
+    tokens of several versions; ``group_border``, when what they generate is finished, so that none
+    has; auto: in flight where the engine can, which is vLLM."""
     group_deadline: float | None = Field(None, gt=0)
     """Seconds that a group may take; then it is generated again elsewhere. null: any time."""
     oversample: float = Field(0.0, ge=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -52,14 +53,19 @@ class Pool:
     ("oversample", 0.5, lambda c: c.schedule.extra / c.schedule.batch_groups),
     ("rollout_timeout", 9.0, lambda c: c.timeout)])
 def test_keys_of_the_schedule_are_read(key, value, read):
-    from types import SimpleNamespace
-
     config = load_config(small(train={"total_dialog_turns": 40, key: value}), AsyncConfig)
     actor = SimpleNamespace(pool=Pool(), policy=None,
                             weights=SimpleNamespace(heal=None, on_publish=None))
     collector = build_async.build_collector(config, actor)
     assert read(collector) == value
     assert actor.weights.on_publish == collector.published
+
+
+def test_updates_in_flight_need_an_engine_that_can(tmp_path):
+    config = load_config(small(train={"update_at": "in_flight"}), AsyncConfig)
+    with pytest.raises(ConfigError, match="train.update_at=in_flight: workers with the transf"):
+        build_async.build_actor(SimpleNamespace(config=config), None, None,
+                                backend="transformers", at_end=None)
 
 
 @pytest.mark.parametrize("key, value, read", [
@@ -73,8 +79,6 @@ def test_keys_of_ray_are_read(key, value, read, monkeypatch):
         def start(self):
             assert read(self) == value
             raise Stop
-
-    from types import SimpleNamespace
 
     monkeypatch.setattr(build_async, "WorkerPool", Built)
     monkeypatch.setattr(build_async, "_make_worker", lambda *args: None)

@@ -163,11 +163,15 @@ class AtroposClient:
             self._acknowledged[group.group_uid] = None
         while len(self._acknowledged) > _RECENT_GROUPS:
             self._acknowledged.popitem(last=False)
-        return self._end(batch.lease, "/ack")
+        return self._tell(batch.lease, "/ack")
+
+    def renew(self, batch: Batch, *, lease_seconds: float = 600.0) -> bool:
+        """Let a batch's lease begin anew. False as in :meth:`acknowledge`."""
+        return batch.lease is None or self._tell(batch.lease, "/renew", lease_seconds=lease_seconds)
 
     def release(self, batch: Batch) -> bool:
         """Give a batch back unused; the hub hands it out again. False as in :meth:`acknowledge`."""
-        return batch.lease is None or self._end(batch.lease, "/release")
+        return batch.lease is None or self._tell(batch.lease, "/release")
 
     def info(self) -> dict[str, Any]:
         """``batch_size`` and ``max_token_len``, both -1 before a trainer registers."""
@@ -245,9 +249,10 @@ class AtroposClient:
             raise AtroposError(f"{what}: {_message(answer)} (status {status})", status=status)
         return answer
 
-    def _end(self, lease: str, path: str) -> bool:
+    def _tell(self, lease: str, path: str, **more: float) -> bool:
+        """Say something of a lease; whether the hub knows it."""
         try:
-            self.call("POST", path, {"lease": lease})
+            self.call("POST", path, {"lease": lease, **more})
         except AtroposError as error:
             if error.status != 409:
                 raise

@@ -25,7 +25,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo.atropos.hub_journal import Journal
@@ -175,6 +175,18 @@ class Hub:
         """
         self._end_lease("release", lease)
 
+    def renew(self, lease: str, *, lease_seconds: float) -> None:
+        """Whoever has a batch still works on it: the lease begins anew, as after a restart.
+
+        Raises:
+            UnknownLeaseError: if there is no such lease.
+        """
+        self._expire_leases()
+        if lease not in self.state.leases:
+            raise UnknownLeaseError(lease)
+        self.state.leases[lease] = replace(self.state.leases[lease],
+                                           deadline=self.clock() + lease_seconds)
+
     # Environments.
 
     def register_env(self, registration: EnvRegistration) -> Environment | None:
@@ -214,26 +226,32 @@ class Hub:
         needed = registration.batch_size if registration else 1
         return queue.bytes < self.limits.queue_bytes or queue.sequences < needed
 
-    def add(self, groups: list[tuple[int | None, int, bytes]], *, digest: str = "") -> None:
+    def add(self, groups: list[tuple[int | None, int, bytes]], *, digest: str = "",
+            named: bool = False) -> None:
         """Queue the groups of one request: all, or none if the journal cannot be written.
 
         Args:
             groups: sender, number of sequences and JSON object of each.
             digest: of the request, to know a retry of it after a restart.
+            named: by the sender, so that it can mean the same groups only: a retry in any case.
         """
         first = self.state.next_number
         queued = [QueuedGroup(first + index, *group) for index, group in enumerate(groups)]
-        self._record(groups_note(queued, digest=digest, time=time.time()),
+        self._record(groups_note(queued, digest=digest, named=named, time=time.time()),
                      b"".join([body for _, _, body in groups]))
+        if named:
+            self.expect_retry(digest)
 
     def is_retry(self, digest: str) -> bool:
         """Whether this request was queued before and its sender may not know."""
         now = self.clock()
-        self._retries = {key: until for key, until in self._retries.items() if until > now}
+        while self._retries and (oldest := next(iter(self._retries.items())))[1] <= now:
+            del self._retries[oldest[0]]
         return digest in self._retries
 
     def expect_retry(self, digest: str) -> None:
         """The answer to this request may not have reached its sender."""
+        self._retries.pop(digest, None)  # the oldest stays the first
         self._retries[digest] = self.clock() + self.limits.retry_seconds
 
     def reject(self, reason: str, message: str) -> None:
@@ -365,14 +383,14 @@ class Hub:
         self._compact_at = journal.size + _COMPACT_BYTES
 
     def _restore(self, journal: Journal) -> None:
-        received: dict[str, float] = {}
+        received: dict[str, tuple[float, bool]] = {}
         for note, body in journal.replay():
             self.state.apply(note, body, self.clock())
             if digest := note.get("digest"):
-                received[digest] = note["time"]
-        last = max(received.values(), default=0.0)
-        for digest, at in received.items():
-            if at >= last - _UNCERTAIN_SECONDS:
+                received[digest] = note["time"], note.get("named", False)
+        last = max((at for at, _ in received.values()), default=0.0)
+        for digest, (at, named) in received.items():
+            if named or at >= last - _UNCERTAIN_SECONDS:
                 self.expect_retry(digest)
 
 

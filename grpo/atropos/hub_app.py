@@ -1,4 +1,5 @@
-"""The hub's routes: those of atroposlib's ``run-api``, and ``/ack``, ``/release``, ``/health``."""
+"""The hub's routes: those of atroposlib's ``run-api``, and ``/ack``, ``/renew``, ``/release``,
+``/health``."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import asyncio
 import hashlib
 import uuid
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -45,6 +47,12 @@ class LeaseName(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     lease: str
+
+
+class LeaseRenewal(LeaseName):
+    """``POST /renew``."""
+
+    lease_seconds: float = Field(gt=0, le=86400)
 
 
 class LeaseWish(BaseModel):
@@ -221,11 +229,18 @@ async def batch(request: Request) -> Response:
 
 
 async def ack(request: Request) -> Response:
-    return await _end_lease(request, _hub(request).acknowledge)
+    name = await _read(request, LeaseName)
+    return _of_lease(name.lease, _hub(request).acknowledge)
+
+
+async def renew(request: Request) -> Response:
+    wish = await _read(request, LeaseRenewal)
+    return _of_lease(wish.lease, _hub(request).renew, lease_seconds=wish.lease_seconds)
 
 
 async def release(request: Request) -> Response:
-    return await _end_lease(request, _hub(request).release)
+    name = await _read(request, LeaseName)
+    return _of_lease(name.lease, _hub(request).release)
 
 
 async def scored_data(request: Request) -> Response:
@@ -236,13 +251,13 @@ async def scored_data(request: Request) -> Response:
     except GroupError as error:
         hub.reject(error.reason, str(error))
         raise _unacceptable(error) from None
-    await _queue(request, raw, [group])
+    await _queue(request, raw, [group], [obj.get("group_uid")])
     return json_response({"status": "received"})
 
 
 async def scored_data_list(request: Request) -> Response:
     hub, raw = _hub(request), await _body(request)
-    groups, errors = [], []
+    groups, names, errors = [], [], []
     try:
         objects, standard = read_json(raw)
         if not isinstance(objects, list):
@@ -253,29 +268,35 @@ async def scored_data_list(request: Request) -> Response:
     for obj in objects:
         try:
             groups.append(_prepare(obj, orjson.dumps(obj) if standard else None))
+            names.append(obj.get("group_uid"))
         except GroupError as error:
             hub.reject(error.reason, str(error))
             errors.append(error)
     if errors and not groups:
         raise _unacceptable(errors[0])
     if groups:
-        await _queue(request, raw, groups)
+        await _queue(request, raw, groups, names)
     answer: dict[str, Any] = {"status": "received", "groups_processed": len(objects)}
     if errors:
         answer |= {"rejected": len(errors), "errors": [str(error) for error in errors[:8]]}
     return json_response(answer)
 
 
-async def _queue(request: Request, raw: bytes, groups: list[tuple[int | None, int, bytes]]) -> None:
-    """Queue the groups of a request, unless it was queued before and the sender cannot know."""
+async def _queue(
+    request: Request, raw: bytes, groups: list[tuple[int | None, int, bytes]],
+    names: list[str | None],
+) -> None:
+    """Queue the groups of a request, unless that was done before and this is a retry."""
+    # What the sender gave a name it means once. Of the rest equal ones may be several.
     service = request.app.state.service
     hub = service.hub
-    digest = hashlib.sha256(raw).hexdigest()
+    named = all(names)
+    digest = hashlib.sha256(orjson.dumps(names) if named else raw).hexdigest()
     held = await service.until_room(len(raw), digest)
     if hub.is_retry(digest):
         hub.duplicates += len(groups)
     else:
-        hub.add(groups, digest=digest)
+        hub.add(groups, digest=digest, named=named)
     # Answered at once, a sender has had no time to lose patience.
     if held and await request.is_disconnected():
         hub.expect_retry(digest)
@@ -298,12 +319,11 @@ def _prepare(obj: Any, raw: bytes | None) -> tuple[int | None, int, bytes]:
     return wire.env_id, len(wire.tokens), raw
 
 
-async def _end_lease(request: Request, end: Any) -> Response:
-    name = await _read(request, LeaseName)
+def _of_lease(lease: str, change: Callable[..., None], **options: float) -> Response:
     try:
-        end(name.lease)
+        change(lease, **options)
     except UnknownLeaseError:
-        raise ApiError(f"lease={name.lease!r} is not known, or has expired and its batch was given "
+        raise ApiError(f"lease={lease!r} is not known, or has expired and its batch was given "
                        "to another; ask for longer leases with GET /batch?lease_seconds=",
                        status=409, type="unknown_lease", param="lease") from None
     return json_response({"status": "success"})
@@ -373,8 +393,8 @@ async def _body(request: Request) -> bytes:
 _ROUTES = {
     "/scored_data": ("POST", scored_data), "/scored_data_list": ("POST", scored_data_list),
     "/status-env": ("GET", status_env), "/batch": ("GET", batch), "/ack": ("POST", ack),
-    "/release": ("POST", release), "/register": ("POST", register), "/info": ("GET", info),
-    "/register-env": ("POST", register_env), "/disconnect-env": ("POST", disconnect_env),
-    "/status": ("GET", status), "/wandb_info": ("GET", wandb_info), "/": ("GET", root),
-    "/latest_example": ("GET", latest_example), "/reset_data": ("GET", reset_data),
-    "/health": ("GET", health)}
+    "/renew": ("POST", renew), "/release": ("POST", release), "/register": ("POST", register),
+    "/info": ("GET", info), "/register-env": ("POST", register_env),
+    "/disconnect-env": ("POST", disconnect_env), "/status": ("GET", status),
+    "/wandb_info": ("GET", wandb_info), "/": ("GET", root), "/health": ("GET", health),
+    "/latest_example": ("GET", latest_example), "/reset_data": ("GET", reset_data)}

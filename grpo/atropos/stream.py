@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from grpo.atropos.client import (
@@ -25,14 +26,16 @@ class BatchStream:
     It registers the trainer, and does so again when the API has forgotten it. An API that is not
     there yet, or goes away, is asked until it is back. The batch that was yielded last is
     acknowledged when the next one is asked for, so that a trainer that ends in between is given it
-    again. Batches that were fetched and not yielded are given back at the end.
+    again; an API that was away then is told later. Batches that were fetched and not yielded are
+    given back at the end. Leases are renewed meanwhile, so they may be short: what a trainer held
+    that was killed is soon given to the next.
 
     Args:
         client: of the API.
         registration: of the trainer.
         depth: batches fetched ahead of the one in use. More makes the data older.
         timeout: seconds that the iterator waits for a batch.
-        lease_seconds: for a batch, from fetching it to its acknowledgement.
+        lease_seconds: after which the API takes a batch back from a trainer that is silent.
         poll_seconds: between questions while there is no batch.
 
     Attributes:
@@ -57,7 +60,7 @@ class BatchStream:
         *,
         depth: int = 1,
         timeout: float = 1800.0,
-        lease_seconds: float = 3600.0,
+        lease_seconds: float = 120.0,
         poll_seconds: float = 0.1,
     ) -> None:
         for name, value in (("depth", depth), ("timeout", timeout), ("poll_seconds", poll_seconds),
@@ -71,6 +74,9 @@ class BatchStream:
         self.repeated = self.lost_leases = 0
         self._used = 0
         self._in_use: Batch | None = None
+        self._used_up: deque[Batch] = deque()  # and not acknowledged yet
+        self._held: dict[str, Batch] = {}  # by lease
+        self._renewed = time.monotonic()
         self._ready: queue.Queue[Batch | AtroposError] = queue.Queue()
         self._slots = threading.Semaphore(depth)
         self._ended = threading.Event()
@@ -119,53 +125,77 @@ class BatchStream:
 
     def acknowledge(self) -> None:
         """Acknowledge the batch in use now, as after a checkpoint, and not with the next one."""
-        batch, self._in_use = self._in_use, None
-        if batch is not None:
-            self.lost_leases += not self._settled(self.client.acknowledge, batch)
+        if self._in_use is not None:
+            self._used_up.append(self._in_use)
+            self._in_use = None
+        self._acknowledge_used()
 
     def close(self, *, timeout: float = 10.0) -> None:
         """Stop fetching and give back what was not used; the batch in use stays on its lease."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(timeout)
+        self._acknowledge_used()
         while not self._ready.empty():
             found = self._ready.get()
             if isinstance(found, Batch):
-                self._settled(self.client.release, found)
+                self._settle(self.client.release, found)
 
-    def _settled(self, call: Callable[[Batch], bool], batch: Batch) -> bool:
-        """Whether the hub took note; if it is away, the lease will end by itself."""
+    def _acknowledge_used(self) -> None:
+        while self._used_up:
+            known = self._settle(self.client.acknowledge, self._used_up[0])
+            if known is None:  # later
+                return
+            self.lost_leases += not known
+            self._used_up.popleft()
+
+    def _settle(self, call: Callable[[Batch], bool], batch: Batch) -> bool | None:
+        """End a lease; whether the API knew it, or None if the API is away."""
         try:
-            return call(batch)
+            known = call(batch)
         except AtroposError as error:
             if _final(error):
                 raise
-            return False
+            return None
+        self._held.pop(batch.lease or "", None)
+        return known
 
     def _fetch(self) -> None:
-        registered = False
+        registered = slot = False
         while not self._ended.is_set():
-            if not self._slots.acquire(timeout=0.1):
-                continue
+            slot = slot or self._slots.acquire(timeout=0.1)
             batch = None
-            while batch is None and not self._ended.is_set():
-                try:
-                    if not registered:
-                        self._register()
-                        registered = True
+            try:
+                self._renew()
+                if slot and not registered:
+                    self._register()
+                    registered = True
+                if slot:
                     batch = self.client.batch(lease_seconds=self.lease_seconds)
                     self._waiting_for = "it has too few groups"
-                except NotRegisteredError:
-                    registered = False
-                except AtroposError as error:
-                    if _final(error):
-                        self._ready.put(error)
-                        return
-                    self._waiting_for = str(error)
-                if batch is None:
-                    self._ended.wait(self.poll_seconds)
+            except NotRegisteredError:
+                registered = False
+            except AtroposError as error:
+                if _final(error):
+                    self._ready.put(error)
+                    return
+                self._waiting_for = str(error)
             if batch is not None:
+                if batch.lease is not None:
+                    self._held[batch.lease] = batch
                 self._ready.put(batch)
+                slot = False
+            elif slot:
+                self._ended.wait(self.poll_seconds)
+
+    def _renew(self) -> None:
+        """Hold on to what is not settled, a few times in the length of a lease."""
+        if time.monotonic() - self._renewed < self.lease_seconds / 4:
+            return
+        self._renewed = time.monotonic()
+        for lease, batch in list(self._held.items()):
+            if not self.client.renew(batch, lease_seconds=self.lease_seconds):
+                self._held.pop(lease, None)
 
     def _register(self) -> None:
         step = self.registration.starting_step + self._used

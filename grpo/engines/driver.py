@@ -99,6 +99,7 @@ class EngineDriver:
         self._paused = self._closed = False
         self._failure: BaseException | None = None
         self._open: dict[Job, Future] = {}
+        self._held: dict[Job, Future] | None = None  # what comes while the open ones are finished
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine-driver")
         self._thread.start()
 
@@ -145,22 +146,28 @@ class EngineDriver:
         self.call(lambda: self._set_paused(True), timeout=timeout, what="pause")
 
     def resume(self, *, timeout: float) -> None:
-        """Go on stepping."""
-        self.call(lambda: self._set_paused(False), timeout=timeout, what="resume")
+        """Go on stepping, also with what :meth:`drain` has held back."""
+        self.call(self._go_on, timeout=timeout, what="resume")
 
     def drain(self, *, timeout: float) -> None:
-        """Wait until all jobs are finished."""
+        """Wait until all jobs are finished; those that come meanwhile wait for :meth:`resume`.
+
+        Raises:
+            EngineError: at the deadline; the engine then works on as before.
+        """
         deadline = time.monotonic() + timeout
+        self.call(self._hold, timeout=timeout, what="finish its requests")
         while self.call(lambda: len(self._open), timeout=timeout, what="finish its requests"):
             if time.monotonic() > deadline:
+                self.resume(timeout=timeout)
                 raise EngineError(f"the engine did not finish its requests within {timeout:g} s; "
                                   "pause with mode='keep' or 'abort'")
             time.sleep(0.01)
 
     def abort(self, *, timeout: float) -> None:
         """Cancel all jobs."""
-        self.call(lambda: [self._drop(job) for job in list(self._open)], timeout=timeout,
-                  what="abort its requests")
+        self.call(lambda: [self._drop(job) for job in (*self._open, *(self._held or ()))],
+                  timeout=timeout, what="abort its requests")
 
     def alive(self) -> bool:
         """Whether the thread runs and no step has failed."""
@@ -205,6 +212,9 @@ class EngineDriver:
             request()
 
     def _add(self, job: Job, future: Future) -> None:
+        if self._held is not None:
+            self._held[job] = future
+            return
         try:
             self.sampler.add(job)
         except ValueError as error:  # a request that the engine refuses
@@ -213,6 +223,8 @@ class EngineDriver:
             self._open[job] = future
 
     def _drop(self, job: Job) -> None:
+        if self._held and (held := self._held.pop(job, None)):
+            held.cancel()
         future = self._open.pop(job, None)
         if future is not None:
             self.sampler.drop(job)
@@ -220,12 +232,20 @@ class EngineDriver:
 
     def _fail(self, error: Exception) -> None:
         self._failure = error
-        for future in self._open.values():
+        for future in (*self._open.values(), *(self._held or {}).values()):
             future.set_exception(EngineError(f"the engine failed: {error!r}"))
-        self._open = {}
+        self._open, self._held = {}, None
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
+
+    def _hold(self) -> None:
+        self._held = {} if self._held is None else self._held
+
+    def _go_on(self) -> None:
+        self._paused, held, self._held = False, self._held, None
+        for job, future in (held or {}).items():
+            self._add(job, future)
 
     def _refuse_dead(self) -> None:
         if not self.alive():

@@ -123,10 +123,13 @@ class ShardedAdamW(MasterAdamW):
         options: those of :class:`~grpo.training.optim.MasterAdamW`.
 
     Raises:
-        ValueError: for a model that is not sharded.
+        ValueError: for a model that is not sharded, and for another optimizer than AdamW.
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
+        if (name := options.get("name", "adamw")) != "adamw":
+            raise ValueError(f"optimizer.name={name} does not know the slices of a sharded model; "
+                             "use optimizer.name=adamw, or train on one device")
         super().__init__(model.parameters(), **options)
         if not all(isinstance(param, DTensor) for param in self.params):
             raise ValueError(f"{type(model).__name__} is not sharded; call shard_model before "

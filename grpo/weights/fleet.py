@@ -18,7 +18,7 @@ from grpo.engines.ray_engine import EngineDied, EngineFleet, RayEngine, WorkerPo
 from grpo.weights.channel import TransferError
 from grpo.weights.fingerprint import fingerprint
 from grpo.weights.gather import TrainerRanks
-from grpo.weights.transfer import Backend, WeightTransfer
+from grpo.weights.transfer import Backend, PauseMode, WeightTransfer
 
 
 class FleetSync(ABC):
@@ -136,25 +136,25 @@ class ObjectStoreSync(FleetSync):
 class FleetTransfer(FleetSync):
     """For vLLM engines: one broadcast reaches all workers of all engines.
 
-    Running requests are kept and go on with the new weights.
-
     Args:
         model: the trainer's, sharded or not; see :class:`~grpo.weights.transfer.WeightTransfer`.
         pool: of the workers.
         tensor_parallel_size: devices of an engine.
         backend: ``nccl`` between GPUs, ``gloo`` for engines on a CPU.
         host: address of the trainer that the workers can reach.
+        pause_mode: what becomes of running requests: ``keep`` lets them go on with the new weights,
+            ``wait`` finishes them first.
         timeout: seconds for one update.
     """
 
     def __init__(self, model: nn.Module, pool: WorkerPool, *, tensor_parallel_size: int = 1,
-                 backend: Backend = "nccl", host: str = "127.0.0.1", timeout: float = 300.0
-                 ) -> None:
+                 backend: Backend = "nccl", host: str = "127.0.0.1", pause_mode: PauseMode = "keep",
+                 timeout: float = 300.0) -> None:
         super().__init__(pool)
         self.fleet = EngineFleet([RayEngine(pool, number) for number in range(pool.count)],
                                  tensor_parallel_size=tensor_parallel_size)
         self.transfer = WeightTransfer(model, self.fleet, backend=backend, host=host,
-                                       timeout=timeout)
+                                       pause_mode=pause_mode, timeout=timeout)
 
     @property
     def version(self) -> int:

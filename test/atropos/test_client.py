@@ -209,6 +209,34 @@ def test_the_api_may_come_later_and_go_and_come_back():
             wait_until(lambda: client.info()["batch_size"] == 4)
 
 
+def test_what_was_used_while_the_api_was_away_is_acknowledged_later(tmp_path):
+    journal = tmp_path / "journal"
+    hub = HubServer(journal=journal)
+    client = AtroposClient(hub.url)
+    with stream(client, depth=2, timeout=20.0) as batches:
+        with hub:
+            fill(client, 6)
+            next(batches)
+            wait_until(lambda: client.status()["hub"]["leases"] == 3)
+        next(batches), next(batches)  # which nobody hears
+        with HubServer(port=hub.port, journal=journal):
+            assert client.status()["hub"]["acknowledged"] == 0
+            batches.acknowledge()
+            assert client.status()["hub"]["acknowledged"] == 3 and not batches.lost_leases
+
+
+def test_leases_last_as_long_as_their_trainer(client):
+    fill(client, 4)
+    with stream(client, lease_seconds=0.4) as batches:
+        next(batches)
+        wait_until(lambda: client.status()["hub"]["leases"] == 2)
+        time.sleep(1.0)
+        hub = client.status()["hub"]
+        assert (hub["leases"], hub["to_hand_out_again"]) == (2, 0)
+    wait_until(lambda: client.status()["hub"]["leases"] == 0)
+    assert client.status()["hub"]["to_hand_out_again"] == 2
+
+
 def test_a_wrong_token_ends_the_stream():
     with HubServer(token="secret") as hub:
         with stream(AtroposClient(hub.url, token="wrong")) as batches:

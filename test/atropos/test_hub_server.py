@@ -175,7 +175,8 @@ def test_leases(client):
     first, second = client.batch(), client.batch()
     assert [tag_of(one) for one in second.groups] == [3, 4] and first.lease != second.lease
     assert client.acknowledge(first) and not client.acknowledge(first)
-    assert client.release(second)
+    assert client.renew(second) and not client.renew(first)
+    assert client.release(second) and not client.renew(second)
     assert [tag_of(one) for one in client.batch().groups] == [3, 4]
     with pytest.raises(AtroposError, match="lease=.* is not known") as caught:
         client.call("POST", "/ack", {"lease": "x"})
@@ -228,6 +229,17 @@ def test_equal_groups_whose_senders_were_answered_are_several(client):
     for _ in range(3):
         client.send(group())
     assert client.status()["queue_size"] == 3
+
+
+def test_groups_of_one_name_are_one_also_after_a_restart(tmp_path):
+    for first in (True, False):
+        with HubServer(journal=tmp_path / "journal") as hub:
+            client = AtroposClient(hub.url)
+            for number in range(2):
+                client.send(group(group_uid="a", env_id=number))
+                client.send(group(group_uid="b"), group(group_uid="c"))
+            status = client.status()["hub"]
+            assert (status["received"], status["duplicates"]) == (3, 3 if first else 6)
 
 
 def test_senders_are_held_while_the_queue_is_full():

@@ -158,10 +158,33 @@ class TestDriver:
         future = driver.submit(job(tokens=50))
         driver.drain(timeout=5)
         assert future.done()
+        driver.resume(timeout=5)
         driver.submit(job(tokens=10**9))
         with pytest.raises(EngineError, match="did not finish its requests within 0.1 s"):
             driver.drain(timeout=0.1)
         driver.abort(timeout=5)
+
+    def test_what_comes_while_the_engine_drains_waits_until_it_goes_on(self, driver):
+        first = driver.submit(job(tokens=2000))
+        draining = threading.Thread(target=driver.drain, kwargs={"timeout": 10})
+        draining.start()
+        time.sleep(0.02)
+        second, doomed = driver.submit(job()), job()
+        third = driver.submit(doomed)
+        driver.cancel(doomed)
+        draining.join()
+        assert first.done() and not second.done() and driver.sampler.idle
+        driver.pause(timeout=5)
+        driver.resume(timeout=5)
+        assert second.result(timeout=5) and third.cancelled()
+
+    def test_an_engine_that_could_not_drain_works_on(self, driver):
+        endless = job(tokens=10**9)
+        driver.submit(endless)
+        with pytest.raises(EngineError, match="did not finish its requests"):
+            driver.drain(timeout=0.05)
+        assert driver.submit(job()).result(timeout=5)
+        driver.cancel(endless)
 
     def test_a_call_that_the_engine_does_not_get_to_has_a_deadline(self, driver):
         release = threading.Event()

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from grpo import data
 from grpo.objectives import GRPOLoss
-from grpo.training.parallel import without_loss
+from grpo.training.parallel import ShardedAdamW, without_loss
 from grpo.training.ranks import Ranks, divide_rows
 
 DEADLINE = 240.0  # seconds for all ranks and all cases
@@ -242,6 +242,12 @@ def test_rank_0s_rollout_is_shared_and_the_rows_of_all_are_joined(results):
             for key, value in rows.items(True, True):
                 assert got[key].dtype == value.dtype
                 assert torch.equal(got[key], value), key
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adafactor", "adamw_cpu"])
+def test_other_optimizers_do_not_know_slices(name):
+    with pytest.raises(ValueError, match=f"optimizer.name={name} does not know the slices"):
+        ShardedAdamW(torch.nn.Linear(2, 2), name=name)
 
 
 @pytest.mark.parametrize(("what", "message"), [

@@ -1,0 +1,88 @@
+"""Held-out accuracy of asynchronous runs beside synchronous ones, over several seeds.
+
+    python benchmarks/learning_curves.py --out benchmarks/results/learning_curves_cpu.json
+
+The embedded task and model, ``grpo.py`` and ``grpo-async.py`` with the same keys and seeds; no GPU
+is needed. A curve is the greedy accuracy on the held-out problems at each evaluation. ``area`` is
+its mean: it is higher for runs that learn sooner. The result has, for the area and for the last
+accuracy, the difference of the seeds' means and the standard error of that difference, from the
+spread of the seeds (Welch). A difference within two of them is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from machine import REPO, describe_machine, write_result
+
+SCRIPTS = REPO / "sota-implementations" / "grpo"
+ROWS = 32 * 8  # of an iteration
+
+
+def curve(script: str, seed: int, chosen: list[str], args: argparse.Namespace, work: Path) -> dict:
+    """Accuracies of one run, and how old its rollouts were."""
+    run_dir = work / f"{Path(script).stem}-{seed}"
+    keys = [f"train.seed={seed}", f"train.total_dialog_turns={ROWS * args.iterations}",
+            f"train.eval_frequency={args.every}", "train.checkpoint_frequency=0",
+            f"hydra.run.dir={run_dir}", *chosen, *args.overrides]
+    done = subprocess.run([sys.executable, str(SCRIPTS / script), *keys], cwd=work,
+                          env=os.environ | {"HF_HUB_OFFLINE": "1"}, timeout=args.timeout,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"{script} ended with exit code {done.returncode}:\n{done.stdout[-6000:]}")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    accuracies = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
+    learned = [value for step, value in accuracies.items() if step]
+    return {"seed": seed, "accuracy_by_iteration": accuracies, "last": learned[-1],
+            "area": statistics.mean(learned),
+            "mean_age": statistics.mean(row["policy/age_mean"] for row in rows
+                                        if "policy/age_mean" in row)}
+
+
+def compare(runs: dict[str, list[dict]], key: str) -> dict[str, float]:
+    """Asynchronous minus synchronous mean over the seeds, and its standard error."""
+    values = {name: [run[key] for run in of] for name, of in runs.items()}
+    error = math.sqrt(sum(statistics.variance(of) / len(of) for of in values.values()))
+    difference = statistics.mean(values["async"]) - statistics.mean(values["sync"])
+    return {"sync": statistics.mean(values["sync"]), "async": statistics.mean(values["async"]),
+            "difference": difference, "standard_error": error,
+            "within_two_standard_errors": abs(difference) <= 2 * error}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--every", type=int, default=4, help="iterations between evaluations")
+    parser.add_argument("--staleness", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for each run")
+    parser.add_argument("--out", type=Path, help="where the JSON result is written")
+    parser.add_argument("overrides", nargs="*", help="further keys for both scripts")
+    args = parser.parse_args()
+    if len(args.seeds) < 2:
+        parser.error("--seeds needs at least two, or there is no spread to compare with")
+    asynchronous = [f"train.staleness={args.staleness}"]
+    runs: dict[str, list[dict]] = {"sync": [], "async": []}
+    result = {"benchmark": "learning_curves", "staleness": args.staleness,
+              "command": " ".join(["python benchmarks/learning_curves.py", *sys.argv[1:]]),
+              **describe_machine(also=("ray",)), "runs": runs}
+    with tempfile.TemporaryDirectory() as work:
+        for seed in args.seeds:
+            runs["sync"].append(curve("grpo.py", seed, [], args, Path(work)))
+            runs["async"].append(curve("grpo-async.py", seed, asynchronous, args, Path(work)))
+            if len(runs["async"]) > 1:
+                result |= {key: compare(runs, key) for key in ("area", "last")}
+            write_result(result, args.out)  # what is done stays if a later run fails
+
+
+if __name__ == "__main__":
+    main()
