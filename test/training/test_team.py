@@ -1,0 +1,92 @@
+"""What the leader of several ranks tells the others, and what they make of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo.training import team
+from grpo.training.team import LedLearner, LedTransfer, obey
+
+
+class Leader:
+    """Remembers what it has told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple] = []
+        self.ranks = SimpleNamespace(share=lambda batch: batch, rank=1)
+
+    def tell(self, *order) -> None:
+        self.told.append(order)
+
+
+class Learner:
+    """As much of a learner as is told to update."""
+
+    def __init__(self, **coefficients) -> None:
+        terms = SimpleNamespace(**{"kl_to_ref_coeff": 0.1, "entropy_coeff": None, **coefficients})
+        self.loss = SimpleNamespace(terms=terms, actor_network=torch.nn.Linear(1, 1))
+        self.optimizer, self.ranks = None, Leader().ranks
+        self.updates: list[tuple] = []
+
+    def update(self, rollout, *, iteration):
+        self.updates.append((iteration, self.loss.terms.kl_to_ref_coeff,
+                             self.loss.terms.entropy_coeff))
+        return {}
+
+
+@pytest.fixture
+def follow(monkeypatch):
+    """Let a rank do what a leader has told."""
+
+    def run(leader: Leader, learner, weights=None) -> None:
+        orders = iter([*leader.told, ("stop",)])
+        monkeypatch.setattr(team.dist, "broadcast_object_list",
+                            lambda box, **_: box.__setitem__(0, next(orders)))
+        obey(learner, weights)
+
+    return run
+
+
+def test_all_ranks_train_with_the_coefficients_that_controllers_set_on_the_first(follow):
+    leader, first, other = Leader(), Learner(), Learner()
+    led = LedLearner(first, leader)
+    led.update(None, iteration=0)
+    first.loss.terms.kl_to_ref_coeff, first.loss.terms.entropy_coeff = 0.7, 0.01
+    led.update(None, iteration=1)
+    # Of the checkpoint or the run before, which the first no longer has.
+    other.loss.terms.kl_to_ref_coeff = 0.3
+    other.ranks.share = lambda batch: batch
+    follow(leader, other)
+    assert other.updates == first.updates == [(0, 0.1, None), (1, 0.7, 0.01)]
+
+
+class Transfer:
+    """Counts what a rank takes part in."""
+
+    def __init__(self) -> None:
+        self.version, self.calls = 0, []
+
+    def publish(self) -> int:
+        self.calls.append(("publish", self.version))
+        self.version += 1
+        return self.version
+
+    def differing(self) -> list[str]:
+        self.calls.append("differing")
+        return []
+
+    def unshared(self) -> list[str]:
+        return []
+
+
+def test_all_ranks_take_part_in_an_update_and_a_comparison_with_one_version(follow):
+    leader, first, other = Leader(), Transfer(), Transfer()
+    led = LedTransfer(first, leader)
+    led.version = 6  # of a checkpoint
+    assert (led.publish(), led.version) == (7, 7)
+    assert led.publish() == 8 and led.differing() == led.unshared() == []
+    follow(leader, Learner(), other)
+    assert other.calls == first.calls == [("publish", 6), ("publish", 7), "differing"]
