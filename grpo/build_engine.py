@@ -330,16 +330,18 @@ def bring_to_start(client: EngineClient, setup: Setup) -> None:
     if lora.enabled and (info["max_lora_rank"] or 0) < lora.r:
         raise ConfigError(f"{where} takes no adapters of train_model.lora.r={lora.r}; start it "
                           f"with --enable-lora --max-lora-rank {engine_lora_rank(lora.r)}")
-    if info["max_lora_rank"]:
-        client.unload_lora()  # vLLM cannot read weights anew beneath adapters, nor has it to
-    # Copies are published in any case; what is shared must be equal beforehand.
-    elif setup.config.shares_weights and Path(setup.path).is_dir():
-        client.pause("wait")
-        client.collective_rpc("load_checkpoint", str(Path(setup.path).absolute()),
-                              timeout=_START_TIMEOUT)
-        client.reset_prefix_cache()
+    # Others may be asking it already, and a trainer that was killed may have left it paused.
+    client.pause("keep")
+    try:
+        if info["max_lora_rank"]:
+            client.unload_lora()  # vLLM cannot read weights anew beneath adapters, nor has it to
+        # Copies are published in any case; what is shared must be equal beforehand.
+        elif setup.config.shares_weights and Path(setup.path).is_dir():
+            client.collective_rpc("load_checkpoint", str(Path(setup.path).absolute()),
+                                  timeout=_START_TIMEOUT)
+        client.set_version(0)
+    finally:
         client.resume()
-    client.set_version(0)
 
 
 def address_towards(host: str, port: int) -> str:

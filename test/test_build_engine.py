@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -263,6 +265,29 @@ def test_a_server_that_runs_is_brought_to_the_weights_that_the_run_starts_from(
         build_engine.bring_to_start(client, setup_of(configured(
             engine="server", url=client.url, weight_sync="reload")))
         assert len(calls) == 1
+
+
+@pytest.mark.parametrize("left_paused", [False, True], ids=["sampling", "left paused"])
+def test_a_server_may_be_answering_others_when_a_run_takes_it_over(
+        setup_of, monkeypatch, left_paused):
+    with server(info={"dtype": "float32", "max_lora_rank": None},
+                rpc_methods=("load_checkpoint",)) as (engine, client), ThreadPoolExecutor() as pool:
+        async def rpc(method, args=(), **options):
+            return [1]
+
+        monkeypatch.setattr(engine, "collective_rpc", rpc)
+        client.set_version(7)
+        answer = pool.submit(client.generate, [[7, 8]], max_tokens=600)
+        while not engine.running:
+            time.sleep(0.001)
+        if left_paused:  # by a trainer that was killed within an update
+            client.pause("keep")
+        build_engine.bring_to_start(client, setup_of(configured(engine="server", url=client.url)))
+        policy = ServerPolicy(client, Sampling(max_tokens=3), pad_token_id=0, eos_token_ids=(1,))
+        policy.start_at(5)
+        versions, sizes = zip(*answer.result(10)[0].versions[0], strict=True)
+        assert (versions[0], versions[-1], sum(sizes)) == (7, 5, 600)
+        assert not client.info()["paused"]
 
 
 def test_a_resumed_run_dates_its_tokens_from_where_it_goes_on():

@@ -25,10 +25,10 @@ class BatchStream:
 
     It registers the trainer, and does so again when the API has forgotten it. An API that is not
     there yet, or goes away, is asked until it is back. The batch that was yielded last is
-    acknowledged when the next one is asked for, so that a trainer that ends in between is given it
-    again; an API that was away then is told later. Batches that were fetched and not yielded are
-    given back at the end. Leases are renewed meanwhile, so they may be short: what a trainer held
-    that was killed is soon given to the next.
+    acknowledged when the next one is asked for, or the context is left without an error, so that a
+    trainer that fails in between is given it again; an API that was away then is told later.
+    Batches that were fetched and not yielded are given back at the end. Leases are renewed
+    meanwhile, so they may be short: what a trainer held that was killed is soon given to the next.
 
     Args:
         client: of the API.
@@ -87,7 +87,9 @@ class BatchStream:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:  # else the batch in use may be half used
+            self.acknowledge()
         self.close()
 
     def __iter__(self) -> Iterator[Batch]:

@@ -58,7 +58,12 @@ class ServerPolicy(Policy):
         self.stop = stop
 
     def start_at(self, version: int) -> None:
-        self.client.set_version(version)
+        # Environments may be asking already; tokens that are being sampled have no one version.
+        self.client.pause("keep", clear_cache=False)
+        try:
+            self.client.set_version(version)
+        finally:
+            self.client.resume()
 
     def close(self) -> None:
         if self.stop is not None:

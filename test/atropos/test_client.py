@@ -172,11 +172,20 @@ def test_a_stream_fetches_no_further_than_told(client):
 
 def test_a_stream_gives_back_what_it_fetched_ahead(client):
     fill(client, 6)
-    with stream(client, depth=2) as batches:
+    with pytest.raises(InterruptedError), stream(client, depth=2) as batches:
         next(batches)
         wait_until(lambda: client.status()["hub"]["leases"] == 3)
+        raise InterruptedError
     assert client.status()["hub"]["leases"] == 1  # the one in use may be half used
     assert {tuple(tags(client.batch())) for _ in range(2)} == {(2, 3), (4, 5)}
+
+
+def test_the_last_batch_of_a_stream_that_ends_well_was_used(client):
+    fill(client, 2)
+    with stream(client) as batches:
+        next(batches)
+    hub = client.status()["hub"]
+    assert (hub["leases"], hub["acknowledged"]) == (0, 1)
 
 
 def test_a_batch_without_a_usable_group_is_passed_over(client):
@@ -227,12 +236,13 @@ def test_what_was_used_while_the_api_was_away_is_acknowledged_later(tmp_path):
 
 def test_leases_last_as_long_as_their_trainer(client):
     fill(client, 4)
-    with stream(client, lease_seconds=0.4) as batches:
+    with pytest.raises(InterruptedError), stream(client, lease_seconds=0.4) as batches:
         next(batches)
         wait_until(lambda: client.status()["hub"]["leases"] == 2)
         time.sleep(1.0)
         hub = client.status()["hub"]
         assert (hub["leases"], hub["to_hand_out_again"]) == (2, 0)
+        raise InterruptedError
     wait_until(lambda: client.status()["hub"]["leases"] == 0)
     assert client.status()["hub"]["to_hand_out_again"] == 2
 
