@@ -57,15 +57,11 @@ class DirectPath:
     def __init__(self, model: nn.Module, engine: EngineHandle, plan: list[dict], *,
                  transport: str, host: str, workers: int, bucket_bytes: int,
                  deadline: Deadline) -> None:
-        self.engine, self.params = engine, list(model.parameters())
-        self.device = self.params[0].device
-        # Parameters that are sent as they lie there: nothing to gather, to convert, to copy.
-        self.as_they_are = all(
-            not isinstance(param, DTensor) and param.is_contiguous()
-            and str(param.dtype) == f"torch.{item['dtype']}"
-            for param, item in zip(self.params, plan, strict=True))
+        self.model, self.engine = model, engine
+        self.device = next(model.parameters()).device
+        self.dtypes = [getattr(torch, item["dtype"]) for item in plan]
         self._addresses: list[int] = []
-        self._prepared: list[_Outgoing] = []
+        self._arrangement: list[_Outgoing] | None = None
         self.counts = list(buckets((plan_bytes(item) for item in plan), bucket_bytes))
         patience = deadline.left("the connection")
         config, store = Channel.host(transport, 1 + workers, host=host, seconds=patience)
@@ -79,7 +75,7 @@ class DirectPath:
         self.channel: Channel = deadline.result(opening, "the trainer's end of the connection")
 
     def send(self, tensors: Iterator[Tensor], deadline: Deadline) -> None:
-        outgoing = self._as_they_are() if self.as_they_are else self._arranged(tensors)
+        outgoing = self._as_they_lie() or self._arranged(tensors)
         left = deadline.left("the first bucket")
         # The workers give up first, so that their engine still answers afterwards.
         receiving = in_background(self.engine.collective_rpc, "transfer_receive", 0.9 * left,
@@ -95,17 +91,23 @@ class DirectPath:
             self._land(flying, deadline, receiving)
         deadline.result(receiving, "the engine's workers to store the weights")
 
-    def _as_they_are(self) -> list[_Outgoing]:
-        """Arranged once, as long as the parameters stay where they are.
+    def _as_they_lie(self) -> list[_Outgoing] | None:
+        """All parameters, arranged once and again where they have moved; None if they are sent
+        otherwise than they lie in memory: sharded, converted, or in another order.
 
         The thread that waits for the engine may spin in Python; then every call into torch costs
         this one its turn.
         """
-        addresses = [param.data_ptr() for param in self.params]
+        params = list(self.model.parameters())  # asked each time: somebody may replace one
+        if any(isinstance(param, DTensor) for param in params):
+            return None
+        addresses = [param.data_ptr() for param in params]
         if addresses != self._addresses:
-            self._prepared = list(self._arranged(param.data for param in self.params))
+            fits = all(param.is_contiguous() and param.dtype == dtype
+                       for param, dtype in zip(params, self.dtypes, strict=True))
+            self._arrangement = list(self._arranged(p.data for p in params)) if fits else None
             self._addresses = addresses
-        return self._prepared
+        return self._arrangement
 
     def _arranged(self, tensors: Iterator[Tensor]) -> Iterator[_Outgoing]:
         for count in self.counts:
@@ -118,7 +120,7 @@ class DirectPath:
 
     def close(self) -> None:
         self.channel.close()
-        self._prepared, self._addresses = [], []
+        self._arrangement, self._addresses = None, []
 
 
 class _Outgoing:

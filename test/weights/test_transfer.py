@@ -109,6 +109,23 @@ def test_parameters_that_moved_are_exported_again(model):
     assert engine.log.count("transfer_map") == 2
 
 
+def test_parameters_that_moved_or_were_replaced_are_sent_from_where_they_are(model):
+    engine = engine_for(model)
+    weights = transfer(model, engine)
+    weights.publish()
+    norm = model.model.norm.weight
+    norm.data = norm.data.clone() + 1
+    weights.publish()
+    assert_holds(engine, model)
+    model.model.norm.weight = torch.nn.Parameter(norm.detach() + 1)
+    weights.publish()
+    assert_holds(engine, model)
+    last = model.model.layers[0].self_attn.o_proj
+    last.weight.data = last.weight.data.t().clone().t() + 1  # no longer as it is sent
+    weights.publish()
+    assert_holds(engine, model)
+
+
 def test_an_update_pauses_sends_resets_counts_and_resumes_in_this_order(model):
     engine = engine_for(model)
     weights = transfer(model, engine, pause_mode="wait", version=6)
