@@ -25,6 +25,17 @@ def tokenizer():
     return byte_tokenizer()
 
 
+@pytest.fixture(scope="session")
+def python() -> Path:
+    """The interpreter that atroposlib's environments run with."""
+    from grpo.atropos.launcher import environment_python
+
+    path = Path(os.environ.get("GRPO_ATROPOS_PYTHON") or REPO / ".venv-atropos/bin/python")
+    if not path.exists():
+        pytest.skip("the environments' interpreter is not here; run `make atropos-env`")
+    return environment_python(path)
+
+
 @pytest.fixture
 def tiny_model():
     """A fresh random Qwen2 in float64 with a small vocabulary; tests may change it."""

@@ -25,6 +25,7 @@ from grpo.training.checkpoint import save_model
 from grpo.training.parallel import ParallelLearner
 from grpo.training.ranks import Ranks
 from grpo.weights.gather import TrainerRanks
+from grpo.weights.shared import WrappedSync
 from grpo.weights.transfer import WeightTransfer
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class _LedOptimizer:
         self._optimizer.load_state_dict(state)
 
 
-class LedTransfer:
+class LedTransfer(WrappedSync):
     """A :class:`~grpo.weights.transfer.WeightTransfer` in which the other ranks take part.
 
     Args:
@@ -142,28 +143,18 @@ class LedTransfer:
     """
 
     def __init__(self, transfer: WeightTransfer, leader: Leader) -> None:
-        self.transfer, self.leader = transfer, leader
-
-    @property
-    def version(self) -> int:
-        return self.transfer.version
-
-    @version.setter
-    def version(self, value: int) -> None:
-        self.transfer.version = value
+        super().__init__(transfer)
+        self.leader = leader
 
     def publish(self) -> int:
         """See :meth:`grpo.weights.transfer.WeightTransfer.publish`."""
         self.leader.tell("publish", self.version)
-        return self.transfer.publish()
+        return super().publish()
 
     def differing(self) -> list[str]:
         """See :meth:`grpo.weights.transfer.WeightTransfer.differing`."""
         self.leader.tell("differing")
-        return self.transfer.differing()
-
-    def unshared(self) -> list[str]:
-        return self.transfer.unshared()
+        return super().differing()
 
 
 class LedScorer:

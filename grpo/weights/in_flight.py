@@ -6,13 +6,13 @@ import math
 from typing import TYPE_CHECKING
 
 from grpo.weights.canary import Canary, CanaryReport
-from grpo.weights.shared import WeightSync
+from grpo.weights.shared import WeightSync, WrappedSync
 
 if TYPE_CHECKING:
     from grpo.engines.handle import EngineHandle
 
 
-class PausedUpdates:
+class PausedUpdates(WrappedSync):
     """Write shared weights while nothing is sampled with them.
 
     An optimizer step on weights that an engine shares changes them under the requests that run.
@@ -28,16 +28,9 @@ class PausedUpdates:
     def __init__(
         self, weights: WeightSync, engine: EngineHandle, *, timeout: float = 60.0
     ) -> None:
-        self.weights, self.engine, self.timeout = weights, engine, timeout
+        super().__init__(weights)
+        self.engine, self.timeout = engine, timeout
         self.paused = False
-
-    @property
-    def version(self) -> int:
-        return self.weights.version
-
-    @version.setter
-    def version(self, value: int) -> None:
-        self.weights.version = value
 
     def begin(self) -> None:
         """Pause the engine, unless it is; call it before anything is written."""
@@ -47,7 +40,7 @@ class PausedUpdates:
 
     def publish(self) -> int:
         self.begin()
-        version = self.weights.publish()
+        version = super().publish()
         self.end()
         return version
 
@@ -57,14 +50,8 @@ class PausedUpdates:
             self.paused = False
             self.engine.resume(timeout=self.timeout)
 
-    def differing(self) -> list[str]:
-        return self.weights.differing()
 
-    def unshared(self) -> list[str]:
-        return self.weights.unshared()
-
-
-class PeriodicUpdates:
+class PeriodicUpdates(WrappedSync):
     """Publish at every ``interval``-th call only, where each update costs a new engine.
 
     In between the engine samples with older weights, and the version stays.
@@ -87,28 +74,15 @@ class PeriodicUpdates:
     def __init__(self, weights: WeightSync, *, interval: int) -> None:
         if interval < 1:
             raise ValueError(f"interval={interval} must be at least 1")
-        self.weights, self.interval, self.pending = weights, interval, 0
-
-    @property
-    def version(self) -> int:
-        return self.weights.version
-
-    @version.setter
-    def version(self, value: int) -> None:
-        self.weights.version = value
+        super().__init__(weights)
+        self.interval, self.pending = interval, 0
 
     def publish(self) -> int:
         self.pending += 1
         if self.pending == self.interval:
-            self.weights.publish()
+            super().publish()
             self.pending = 0
         return self.version
-
-    def differing(self) -> list[str]:
-        return self.weights.differing()
-
-    def unshared(self) -> list[str]:
-        return self.weights.unshared()
 
 
 class PeriodicCanary:

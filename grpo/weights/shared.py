@@ -38,6 +38,34 @@ class WeightSync(Protocol):
         """Names of parameters whose in-place updates would not reach the engine."""
 
 
+class WrappedSync:
+    """Another :class:`WeightSync`, for classes that do something around its methods.
+
+    Args:
+        weights: what everything is passed on to.
+    """
+
+    def __init__(self, weights: WeightSync) -> None:
+        self.weights = weights
+
+    @property
+    def version(self) -> int:
+        return self.weights.version
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self.weights.version = value
+
+    def publish(self) -> int:
+        return self.weights.publish()
+
+    def differing(self) -> list[str]:
+        return self.weights.differing()
+
+    def unshared(self) -> list[str]:
+        return self.weights.unshared()
+
+
 class SameModule:
     """Trainer and policy use the very same module, as with ``TransformersPolicy``.
 

@@ -5,7 +5,6 @@ See ``test_examples.py`` for the interpreter.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from grpo.atropos.client import AtroposClient
 from grpo.atropos.convert import GroupConverter
 from grpo.atropos.hub import Hub
 from grpo.atropos.hub_app import create_app
-from grpo.atropos.launcher import EnvironmentProcess, environment_python, serve_flags
+from grpo.atropos.launcher import EnvironmentProcess, serve_flags
 from grpo.atropos.recompute import RecomputeLogProbs
 from grpo.atropos.stream import BatchStream
 from grpo.collectors.atropos import AtroposCollector
@@ -31,14 +30,6 @@ pytestmark = pytest.mark.slow  # atroposlib takes seconds to import, an environm
 
 REPO = Path(__file__).resolve().parents[2]
 GROUP = 4
-
-
-@pytest.fixture(scope="module")
-def python() -> Path:
-    path = os.environ.get("GRPO_ATROPOS_PYTHON") or REPO / ".venv-atropos" / "bin" / "python"
-    if not Path(path).exists():
-        pytest.skip("the environments' interpreter is not here; run `make atropos-env`")
-    return environment_python(path)
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "two_turn", "chat"])

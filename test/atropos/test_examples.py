@@ -19,7 +19,7 @@ import pytest
 
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.hub_server import HubServer
-from grpo.atropos.launcher import EnvironmentProcess, environment_python, serve_flags
+from grpo.atropos.launcher import EnvironmentProcess, serve_flags
 from grpo.atropos.schemas import Registration
 from grpo.processes import Child, log_tail
 from grpo.tasks import ArithmeticTask
@@ -37,14 +37,6 @@ EOS = 1
 TRAINER = {"wandb_group": "g", "wandb_project": "p", "batch_size": GROUP, "max_token_len": 1024,
            "checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0,
            "num_steps": 1000}
-
-
-@pytest.fixture(scope="module")
-def python() -> Path:
-    path = os.environ.get("GRPO_ATROPOS_PYTHON") or REPO / ".venv-atropos" / "bin" / "python"
-    if not Path(path).exists():
-        pytest.skip("the environments' interpreter is not here; run `make atropos-env`")
-    return environment_python(path)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -21,13 +20,15 @@ from grpo.atropos.client import AtroposClient
 from grpo.atropos.hub_journal import Journal
 from grpo.atropos.hub_queue import QueuedGroup
 from grpo.atropos.hub_state import HubState
-from grpo.atropos.launcher import EnvironmentProcess, environment_python, serve_flags
+from grpo.atropos.launcher import EnvironmentProcess, serve_flags
 from grpo.engines.child import TOKEN_VARIABLE
 from grpo.engines.client import EngineClient
 from grpo.engines.http_call import http_request
 from grpo.engines.process import server_command
 from grpo.processes import Child, log_tail
 from grpo.training.loggers import read_jsonl
+
+from .ports import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(480)]
 
@@ -42,13 +43,6 @@ ORDERS = [("hub", "engine", "trainer", "environment"), ("engine", "environment",
           ("environment", "trainer", "engine", "hub"), ("trainer", "hub", "environment", "engine")]
 # A second trainer that needs no engine: the policy of its own process would answer.
 ALONE = ["--weight-bridge-mode", "bridge", "inference_model.backend=transformers"]
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-                   for _ in range(count)]
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 def wait_for(condition: Callable[[], object], *, timeout: float, logs: Path) -> None:
@@ -207,14 +201,6 @@ def group(**fields) -> dict:
     return {"tokens": [[50, 60, 70 + row] for row in range(GROUP)],
             "masks": [[-100, 60, 70 + row] for row in range(GROUP)],
             "scores": [float(row % 2) for row in range(GROUP)], **fields}
-
-
-@pytest.fixture(scope="module")
-def python() -> Path:
-    path = Path(os.environ.get("GRPO_ATROPOS_PYTHON") or REPO / ".venv-atropos/bin/python")
-    if not path.exists():
-        pytest.skip("the environments' interpreter is not here; run `make atropos-env`")
-    return environment_python(path)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ environment of atroposlib in its own interpreter (``make atropos-env``), and the
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo.atropos.launcher import environment_python
 from grpo.engines.process import EngineProcess, server_command
 from grpo.training.loggers import read_jsonl
+
+from .ports import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -28,24 +28,6 @@ MODES = {
     "none, in place": ["--learning-rate", "1e-4", "--vllm-restart-interval", "0"],
     "bridge": ["--learning-rate", "1e-4", "--max-staleness", "2"],
 }
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for sock in sockets:
-        sock.bind(("127.0.0.1", 0))
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
-
-
-@pytest.fixture(scope="module")
-def python() -> Path:
-    path = Path(os.environ.get("GRPO_ATROPOS_PYTHON") or REPO / ".venv-atropos/bin/python")
-    if not path.exists():
-        pytest.skip("the environments' interpreter is not here; run `make atropos-env`")
-    return environment_python(path)
 
 
 @pytest.fixture(scope="module")
