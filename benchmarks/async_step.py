@@ -41,15 +41,23 @@ def layout_overrides(layout: str) -> list[str]:
     return keys + [f"ref_model.num_devices={reference[0]}"] if reference else keys
 
 
-def run(script: str, chosen: list[str], run_dir: Path, *, timeout: float) -> dict:
-    """Medians of the steady iterations of a run."""
+def run_script(
+    script: str, chosen: list[str], run_dir: Path, *, timeout: float
+) -> tuple[list[dict], str]:
+    """The rows of ``metrics.jsonl`` of a run, and what it printed; a failure ends this program."""
     command = [sys.executable, str(SCRIPTS / script), *chosen, f"hydra.run.dir={run_dir}"]
     done = subprocess.run(command, cwd=run_dir.parent, env=os.environ | {"HF_HUB_OFFLINE": "1"},
                           timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           text=True)
     if done.returncode:
         sys.exit(f"{script} ended with exit code {done.returncode}:\n{done.stdout[-6000:]}")
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics = (run_dir / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in metrics.splitlines()], done.stdout
+
+
+def run(script: str, chosen: list[str], run_dir: Path, *, timeout: float) -> dict:
+    """Medians of the steady iterations of a run."""
+    rows, printed = run_script(script, chosen, run_dir, timeout=timeout)
     rows = [row for row in rows if "time/step" in row]
     steady = rows[SKIPPED:-1]  # the last iteration also evaluates
     keys = [key for key in steady[-1]
@@ -60,7 +68,7 @@ def run(script: str, chosen: list[str], run_dir: Path, *, timeout: float) -> dic
                     for key in sorted(keys)},
         "seconds_per_iteration": [row["time/step"] for row in rows],
         "canary_max_abs_diff": max(row["canary/max_abs_diff"] for row in rows),
-        "last_lines": done.stdout.strip().splitlines()[-12:],
+        "last_lines": printed.strip().splitlines()[-12:],
         "run": [option for option in chosen if str(run_dir.parent) not in option],
     }
 

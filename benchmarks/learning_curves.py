@@ -12,18 +12,15 @@ spread of the seeds (Welch). A difference within two of them is noise.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from machine import REPO, describe_machine, write_result
+from async_step import run_script
+from machine import describe_machine, write_result
 
-SCRIPTS = REPO / "sota-implementations" / "grpo"
 ROWS = 32 * 8  # of an iteration
 
 
@@ -31,14 +28,9 @@ def curve(script: str, seed: int, chosen: list[str], args: argparse.Namespace, w
     """Accuracies of one run, and how old its rollouts were."""
     run_dir = work / f"{Path(script).stem}-{seed}"
     keys = [f"train.seed={seed}", f"train.total_dialog_turns={ROWS * args.iterations}",
-            f"train.eval_frequency={args.every}", "train.checkpoint_frequency=0",
-            f"hydra.run.dir={run_dir}", *chosen, *args.overrides]
-    done = subprocess.run([sys.executable, str(SCRIPTS / script), *keys], cwd=work,
-                          env=os.environ | {"HF_HUB_OFFLINE": "1"}, timeout=args.timeout,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        sys.exit(f"{script} ended with exit code {done.returncode}:\n{done.stdout[-6000:]}")
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+            f"train.eval_frequency={args.every}", "train.checkpoint_frequency=0", *chosen,
+            *args.overrides]
+    rows, _ = run_script(script, keys, run_dir, timeout=args.timeout)
     accuracies = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
     learned = [value for step, value in accuracies.items() if step]
     return {"seed": seed, "accuracy_by_iteration": accuracies, "last": learned[-1],
