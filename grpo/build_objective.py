@@ -18,6 +18,7 @@ from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH, Learner
 from grpo.training.optim import MasterAdamW
 from grpo.training.parallel import ParallelLearner, ShardedAdamW, shard_model
 from grpo.training.ranks import Ranks
+from grpo.training.team import LedLearner, LedReference
 from grpo.weights.adapters import AdapterDisabledReference
 
 #: Loads a model by folder or hub id.
@@ -92,8 +93,9 @@ def build_learner(config: Config, loss: GRPOLoss, ranks: Ranks | None = None) ->
 
 
 def build_reference(
-    config: Config, model: nn.Module, start_model: Callable[[], str], load: LoadModel
-) -> ReferenceScorer | AdapterDisabledReference | None:
+    config: Config, model: nn.Module, start_model: Callable[[], str], load: LoadModel,
+    learner: Learner | LedLearner | None = None,
+) -> ReferenceScorer | AdapterDisabledReference | LedReference | None:
     """The reference policy, if anything is compared with it.
 
     Args:
@@ -101,12 +103,15 @@ def build_reference(
         model: what is trained; with adapters it is its own reference, without them.
         start_model: folder or hub id of the model the run started from.
         load: see :data:`LoadModel`.
+        learner: of the model, if it may be one that leads several ranks.
     """
     if not config.needs_reference:
         return None
     options = {"temperature": config.inference_model.temperature,
                "max_tokens": scoring_budget(config)}
     if config.train_model.lora.enabled and config.ref_model.name is None:
+        if isinstance(learner, LedLearner):
+            return LedReference(learner, max_tokens=options["max_tokens"])
         return AdapterDisabledReference(model, **options)
     return ReferenceScorer(load(config.ref_model.name or start_model()), **options)
 

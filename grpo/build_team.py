@@ -26,6 +26,9 @@ from grpo.training.checkpoint import Checkpoint
 from grpo.training.learner import Learner
 from grpo.training.local_ranks import LocalRanks
 from grpo.training.team import Leader, LedLearner, LedScorer, LedTransfer
+from grpo.weights import WeightSync
+from grpo.weights.lora import LoRASync
+from grpo.weights.lora_slot import lora_request
 from grpo.weights.transfer import WeightTransfer
 
 
@@ -111,27 +114,31 @@ def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
     # Before torch.distributed is joined: vLLM's processes must not inherit the state of ours.
     with _seeing(devices[:1]):
         llm = start_engine_of(setup)
+    lora = config.train_model.lora.enabled
     policy = VLLMPolicy(llm, setup.sampling, version=lambda: weights.version,
-                        **setup.policy_options())
+                        lora_request=lora_request() if lora else None, **setup.policy_options())
     at_end.callback(policy.close)
     others = at_end.enter_context(_others(setup, devices, checkpoint))
     # On its way to being sharded a model needs none of the GPU's own memory.
     model = load_model(setup.path, config, device=torch.device("cpu"), dtype=setup.dtype)
-    prepare_model(model, config)
+    prepare_model(model, config, adapter=setup.adapter)
     loss = build_loss(config, model, setup.tokenizer)
     ranks = others.meet(device_index=devices[0] if devices else None)
     at_end.callback(ranks.leave)
     leader = Leader(ranks, others.check)
     learner = LedLearner(build_learner(config, loss, leader.ranks), leader)
-    weights = LedTransfer(WeightTransfer(model, InProcessEngine(llm), backend="ipc"), leader)
+    engine = InProcessEngine(llm)
+    weights: WeightSync = LoRASync(model, engine, tell=leader.tell) if lora else LedTransfer(
+        WeightTransfer(model, engine, backend="ipc"), leader)
     return TrainingActor(model, policy, weights, learner, learner.scorer)
 
 
 def _others(setup: Setup, devices: tuple[int, ...], checkpoint: Checkpoint | None) -> LocalRanks:
     """The ranks beside this one."""
-    count = setup.config.train_model.ranks
+    train = setup.config.train_model
+    count, lora = train.ranks, train.lora.enabled
     order = {"config": setup.config.model_dump(mode="json"), "path": setup.path,
-             "dtype": str(setup.dtype).removeprefix("torch."), "transfer": "ipc",
+             "dtype": str(setup.dtype).removeprefix("torch."), "transfer": None if lora else "ipc",
              "asynchronous": False, "checkpoint": checkpoint and (
                  str(checkpoint.folder.absolute()), checkpoint.step)}
     return LocalRanks(

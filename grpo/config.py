@@ -272,7 +272,8 @@ class Config(Section):
     def shares_weights(self) -> bool:
         """Whether trainer and vLLM engine read one copy of the weights, adapters aside."""
         ways = ("single_copy", "lora")
-        return self.weight_sync in ways and self.inference_model.on_this_host
+        return (self.weight_sync in ways and self.inference_model.on_this_host
+                and self.train_model.ranks == 1)  # else each has a slice
 
     @property
     def is_demonstration(self) -> bool:

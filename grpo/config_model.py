@@ -185,10 +185,11 @@ def resolve_sync(inference: InferenceModelConfig, lora: LoRAConfig, *, ranks: in
     """
     chosen = inference.weight_sync
     if ranks > 1:
-        if problem := _obstacle_for_ranks(inference, lora):
+        way: Sync = "lora" if lora.enabled else "transfer"
+        if problem := _obstacle_for_ranks(inference, way):
             raise ValueError(f"{ranks} devices of train_model share a model: {problem}, or train "
                              "on one device")
-        return "transfer"
+        return way
     if chosen == "auto":
         if lora.enabled:
             return "lora"
@@ -221,20 +222,18 @@ def _obstacle(chosen: Sync, inference: InferenceModelConfig, lora: LoRAConfig) -
     return None
 
 
-def _obstacle_for_ranks(inference: InferenceModelConfig, lora: LoRAConfig) -> str | None:
+def _obstacle_for_ranks(inference: InferenceModelConfig, way: Sync) -> str | None:
     """What several training devices cannot work with and what to do; None if they can."""
-    if lora.enabled:
-        return ("train_model.lora.enabled=true trains adapters, which are small and stay on one; "
-                "set it to false")
     if inference.backend == "transformers":
         return ("inference_model.backend=transformers generates with the trainer's model, of which "
                 "each has a part only; use backend=vllm with inference_model.engine=process")
     if inference.engine != "process":
         return (f"inference_model.engine={inference.engine} takes no weights from several "
                 "processes; use engine=process")
-    if inference.weight_sync not in ("auto", "transfer"):
-        return (f"inference_model.weight_sync={inference.weight_sync} needs whole weights in one "
-                "place; use transfer, or auto")
+    if inference.weight_sync not in ("auto", way):
+        return (f"inference_model.weight_sync={inference.weight_sync} is not how "
+                f"{'adapters' if way == 'lora' else 'weights'} are gathered from them; use {way}, "
+                "or auto")
     return None
 
 

@@ -279,23 +279,25 @@ def _rows(plan: MemoryPlan) -> Iterator[Row]:
 
 def _shards(plan: MemoryPlan) -> Iterator[Row]:
     """Of a model that :func:`grpo.training.parallel.shard_model` has sharded."""
-    shape, exact = plan.shape, max(4, plan.dtype.itemsize)
-    yield Row("weights", shape.parameters * exact // plan.ranks, f"1/{plan.ranks} of "
-              f"{shape.parameters / 1e6:,.1f} M x {exact} bytes: slices, which are the masters")
+    shape, b = plan.shape, plan.dtype.itemsize
+    size = b if plan.lora else max(4, b)  # what is frozen keeps its dtype
+    yield Row("weights", shape.parameters * size // plan.ranks, f"1/{plan.ranks} of "
+              f"{shape.parameters / 1e6:,.1f} M x {size} bytes: slices"
+              + ("" if plan.lora else ", which are the masters"))
     layers = sum(ins * outs for *_, ins, outs in shape.linears)
     whole = shape.parameters - layers + 2 * layers // shape.layers
-    yield Row("gathered", whole * plan.dtype.itemsize, "embeddings, a layer and the next",
+    yield Row("gathered", whole * b, "embeddings, a layer and the next",
               ("head", "backward"))
 
 
 def _optimizer_rows(plan: MemoryPlan) -> Iterator[Row]:
     """Of :class:`grpo.training.optim.MasterAdamW`."""
-    b = plan.dtype.itemsize
-    count, tensors = plan.shape.parameters, plan.shape.tensors
+    b, count, tensors = plan.dtype.itemsize, plan.shape.parameters, plan.shape.tensors
     if plan.lora is not None:
         sizes = plan.shape.adapter_sizes(plan.lora)
         count, tensors = sum(sizes), len(sizes)
-        yield Row("adapters", count * b, f"{count / 1e6:,.2f} M, rank {plan.lora.rank}")
+        held = count * b if plan.ranks == 1 else count * max(4, b) // plan.ranks  # the masters
+        yield Row("adapters", held, f"{count / 1e6:,.2f} M, rank {plan.lora.rank}")
         if plan.lora_slots and plan.sharing != "apart":
             slot = sum(plan.shape.adapter_sizes(LoRA(rank=plan.lora_slot_rank)))
             yield Row("adapter slots", plan.lora_slots * slot * b,
@@ -392,7 +394,7 @@ def _alternatives(plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
     if plan.sharing == "two_copies" and plan.ranks == 1:
         yield ("inference_model.weight_sync=auto (one copy of the weights for trainer and engine)",
                replace(plan, sharing="one_copy"))
-    if plan.lora is None and plan.ranks == 1:
+    if plan.lora is None:
         lora = LoRA()
         yield (f"train_model.lora.enabled=true (adapters of rank {lora.rank} instead of all "
                "weights)", replace(plan, lora=lora))

@@ -316,6 +316,14 @@ def test_several_training_devices_hand_weights_over_by_a_transfer(keys, sync):
     assert config.train_model.ranks == 2
 
 
+@pytest.mark.parametrize("sync", ["auto", "lora"])
+def test_several_training_devices_hand_adapters_over_and_share_no_weights(sync):
+    config = load_config(small(
+        train_model={"num_devices": 2, "lora": {"enabled": True}},
+        inference_model={**SEVERAL["inference_model"], "weight_sync": sync}))
+    assert config.weight_sync == "lora" and not config.shares_weights
+
+
 @pytest.mark.parametrize("keys", [{}, {"num_devices": 1}, {"devices": [3]}])
 def test_one_training_device_shares_its_weights_as_before(keys):
     config = load_config(small(train_model=keys, inference_model={"backend": "vllm"}))
@@ -323,11 +331,12 @@ def test_one_training_device_shares_its_weights_as_before(keys):
 
 
 @pytest.mark.parametrize(("train_model", "inference", "parts"), [
-    ({"lora": {"enabled": True}}, {}, "train_model.lora.enabled=true trains adapters"),
+    ({"lora": {"enabled": True}}, {"weight_sync": "transfer"},
+     "weight_sync=transfer is not how adapters are gathered from them; use lora, or auto"),
     ({}, {"backend": "transformers"}, "use backend=vllm with inference_model.engine=process"),
     ({}, {"engine": "in_process"}, "inference_model.engine=in_process takes no weights"),
     ({}, {"engine": "server"}, "use engine=process, or train on one device"),
-    ({}, {"weight_sync": "single_copy"}, "weight_sync=single_copy needs whole weights"),
+    ({}, {"weight_sync": "single_copy"}, "weight_sync=single_copy is not how weights are"),
     ({}, {"weight_sync": "reload"}, "use transfer, or auto, or train on one device"),
     ({"devices": [1]}, {}, "num_devices=2 and train_model.devices=[1] contradict each other"),
 ])

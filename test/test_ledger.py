@@ -141,7 +141,16 @@ def test_several_devices_share_weights_and_moments_and_gather_what_they_compute_
     embedding = large.shape.vocabulary * large.shape.hidden
     assert shared["gathered"] == pytest.approx(2 * (embedding + 2 * layer), rel=1e-3)
     changes = [saving.change for saving in memory_ledger(replace(large, ranks=4)).savings]
-    assert changes and not any("lora" in change or "one copy" in change for change in changes)
+    assert changes and not any("one copy" in change for change in changes)
+
+
+def test_several_devices_have_slices_of_adapters_as_masters_and_of_frozen_weights_as_they_are(
+        large):
+    alone, shared = (sizes(memory_ledger(replace(large, ranks=ranks, lora=LoRA(rank=8))))
+                     for ranks in (1, 4))
+    assert shared["weights"] == alone["weights"] // 4 and "masters" not in shared
+    assert shared["adapters"] == alone["masters"] // 4
+    assert shared["moments"] == alone["moments"] // 4
 
 
 def test_adapters_alone_have_masters_moments_and_gradients(large):

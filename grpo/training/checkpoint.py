@@ -65,13 +65,15 @@ def save_trained(model: nn.Module, tokenizer: Any, folder: Path, *, prefix: str 
     """Write ``{prefix}model/``, or ``{prefix}adapter/`` where adapters are trained, and return it.
 
     Both come with the tokenizer; peft and vLLM load an adapter onto the model the run started from.
+    Of a sharded model, every rank calls this and rank 0 writes.
     """
     if not has_adapters(model):
         path = folder / f"{prefix}model"
         save_model(model, tokenizer, path)
         return path
     path = save_adapter(model, folder / f"{prefix}adapter")
-    tokenizer.save_pretrained(path)
+    if TrainerRanks(model).leads:
+        tokenizer.save_pretrained(path)
     return path
 
 

@@ -58,7 +58,8 @@ class TrainerRank:
         build.quiet_libraries()
         config = load_config(self.config, AsyncConfig if self.asynchronous else Config)
         model = load_model(self.path, config, device=torch.device("cpu"), dtype=self.dtype)
-        prepare_model(model, config)
+        resumed = self.checkpoint if config.train_model.lora.enabled else None
+        prepare_model(model, config, adapter=resumed and resumed.adapter_folder)
         loss = build_objective.build_loss(config, model, build.load_tokenizer(self.path))
         ready()
         ranks = Ranks.join(**self.join)

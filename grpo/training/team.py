@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from grpo import data
 from grpo.objectives import GRPOLoss
 from grpo.policies.scoring import evaluating
-from grpo.training.checkpoint import save_model
-from grpo.training.parallel import ParallelLearner
+from grpo.training.checkpoint import save_trained
+from grpo.training.parallel import ParallelLearner, score_divided
 from grpo.training.ranks import Ranks
-from grpo.weights.gather import TrainerRanks
+from grpo.weights.adapters import adapters_disabled, whole_adapters
+from grpo.weights.gather import TrainerRanks, trained_parameters
 from grpo.weights.shared import WrappedSync
 from grpo.weights.transfer import WeightTransfer
 
@@ -72,13 +73,19 @@ def obey(learner: ParallelLearner, weights: Any = None) -> None:
             learner.update(ranks.share(None), iteration=iteration)
         elif what == "score":
             _score(learner.loss, ranks.share(None))
+        elif what == "reference":
+            _score_without_adapters(learner.loss, ranks, ranks.share(None), *details)
         elif what == "optimizer":
             learner.optimizer.state_dict()
         elif what == "save":
-            save_model(model, None, Path(tempfile.gettempdir()))  # gathers; rank 0 alone writes
+            save_trained(model, None, Path(tempfile.gettempdir()))  # gathers; rank 0 alone writes
         elif what == "gather":
-            for _ in TrainerRanks(model).whole(model.named_parameters()):
+            named = trained_parameters(model) if details == ["trained"] else (
+                model.named_parameters())
+            for _ in TrainerRanks(model).whole(named):
                 pass
+        elif what == "adapters":
+            whole_adapters(model)
         elif what == "differing":
             weights.differing()
         elif what == "publish":
@@ -157,6 +164,27 @@ class LedTransfer(WrappedSync):
         return super().differing()
 
 
+class LedReference:
+    """The :class:`~grpo.weights.adapters.AdapterDisabledReference` of a sharded model.
+
+    Args:
+        learner: of the model with adapters; all ranks score a share of the rows.
+        max_tokens: token budget of a micro-batch.
+    """
+
+    def __init__(self, learner: LedLearner, *, max_tokens: int) -> None:
+        self.loss, self.leader, self.max_tokens = learner.loss, learner.leader, max_tokens
+
+    def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
+        self.leader.tell("reference", self.max_tokens)
+        ranks = self.leader.ranks
+        shared = ranks.share(rollout.select(data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK,
+                                            data.LOG_PROBS))
+        log_probs_BT = _score_without_adapters(self.loss, ranks, shared, self.max_tokens)
+        rollout[data.REF_LOG_PROBS] = log_probs_BT.to(rollout[data.LOG_PROBS].device)
+        return rollout
+
+
 class LedScorer:
     """Scores tokens with the sharded model, for the canary.
 
@@ -186,3 +214,9 @@ def _score(loss: GRPOLoss, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
     with evaluating(loss.actor_network):
         return loss.scorer(batch[data.TOKENS], batch[data.ATTENTION_MASK],
                            batch[data.ASSISTANT_MASK])
+
+
+def _score_without_adapters(loss: GRPOLoss, ranks: Ranks, batch: TensorDictBase,
+                            max_tokens: int) -> Tensor:
+    with adapters_disabled(loss.actor_network):
+        return score_divided(loss.scorer, batch, ranks, max_tokens=max_tokens)[0]

@@ -10,7 +10,7 @@ import importlib.util
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from grpo import data
 from grpo.objectives.scorer import TokenScorer
 from grpo.policies.scoring import score_rollout
+from grpo.weights.gather import TrainerRanks
 from grpo.weights.layout import PEFT_PREFIX
 
 #: The linear modules of a decoder layer.
@@ -31,13 +32,13 @@ class Adapter:
     """The factors of one module's adapter.
 
     Attributes:
-        a: ``[rank, in]``.
+        a: ``[rank, in]``; a parameter of the model, or a copy of it.
         b: ``[out, rank]``.
         scaling: factor of ``B @ A``, ``alpha / rank``.
     """
 
-    a: nn.Parameter
-    b: nn.Parameter
+    a: Tensor
+    b: Tensor
     scaling: float
 
     @property
@@ -179,6 +180,20 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
     return found
 
 
+def whole_adapters(model: nn.Module) -> dict[str, Adapter]:
+    """:func:`adapters` with whole tensors, also of a model that FSDP2 has sharded.
+
+    Every rank of such a model must call it. The values have the dtype of the weights beneath.
+    """
+    found = adapters(model)
+    names = {id(param): name for name, param in model.named_parameters()}
+    params = [param for adapter in found.values() for param in (adapter.a, adapter.b)]
+    whole = TrainerRanks(model).whole((names[id(param)], param) for param in params)
+    tensors = [tensor for _, tensor in whole]
+    return {name: replace(adapter, a=a, b=b) for (name, adapter), a, b in
+            zip(found.items(), tensors[::2], tensors[1::2], strict=True)}
+
+
 def _lora_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if importlib.util.find_spec("peft") is None:
         return []
@@ -192,16 +207,23 @@ def _lora_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def adapters_disabled(model: nn.Module) -> Iterator[nn.Module]:
     """Within the context the model computes what it did before it got adapters."""
     layers = [layer for _, layer in _lora_layers(model)]
-    trained = [(param, param.requires_grad) for layer in layers for param in layer.parameters()]
-    for layer in layers:
-        layer.enable_adapters(False)
+    _enable_adapters(layers, False)
     try:
         yield model
     finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-        for param, requires_grad in trained:  # peft switches gradients with the adapters
-            param.requires_grad_(requires_grad)
+        _enable_adapters(layers, True)
+
+
+def _enable_adapters(layers: list[nn.Module], enabled: bool) -> None:
+    """Switch adapters on or off, but not their gradients, which peft switches with them.
+
+    FSDP2 remembers whether a parameter had gradients when it was gathered first.
+    """
+    trained = [(param, param.requires_grad) for layer in layers for param in layer.parameters()]
+    for layer in layers:
+        layer.enable_adapters(enabled)
+    for param, requires_grad in trained:
+        param.requires_grad_(requires_grad)
 
 
 class AdapterDisabledReference:
@@ -233,19 +255,22 @@ class AdapterDisabledReference:
 def save_adapter(model: nn.Module, folder: str | Path) -> Path:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``, as peft and vLLM read them.
 
-    The folder appears complete or not at all; one that is there already is replaced.
+    The folder appears complete or not at all; one that is there already is replaced. Of a sharded
+    model, every rank calls this and rank 0 writes.
 
     Returns:
         The folder's absolute path.
     """
     from safetensors.torch import save_file
 
-    folder = Path(folder).absolute()
+    folder, found = Path(folder).absolute(), whole_adapters(model)
+    if not TrainerRanks(model).leads:
+        return folder
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     tensors = {}
-    for name, adapter in adapters(model).items():
+    for name, adapter in found.items():
         for part, param in (("lora_A", adapter.a), ("lora_B", adapter.b)):
             # A copy: the file format knows neither strides nor shared memory.
             tensors[f"{PEFT_PREFIX}{name}.{part}.weight"] = torch.clone(

@@ -10,6 +10,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
+def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those of a model's named parameters that are not frozen.
+
+    Examples:
+        >>> model = nn.Linear(2, 1)
+        >>> _ = model.weight.requires_grad_(False)
+        >>> [name for name, _ in trained_parameters(model)]
+        ['bias']
+    """
+    return (entry for entry in model.named_parameters() if entry[1].requires_grad)
+
+
 class TrainerRanks:
     """Gather a model that FSDP2 has sharded; without shards there is one rank, this process.
 

@@ -8,6 +8,7 @@ written there is in use with the next token, CUDA graphs included.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
@@ -15,8 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from grpo.engines import lora_worker
-from grpo.weights.adapters import Adapter, adapters, load_adapter_tensors, save_adapter
-from grpo.weights.lora_slot import slot_access
+from grpo.weights.adapters import (
+    Adapter,
+    adapters,
+    load_adapter_tensors,
+    save_adapter,
+    whole_adapters,
+)
+from grpo.weights.gather import TrainerRanks
+from grpo.weights.lora_slot import AdapterSlot, lora_request
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -34,7 +42,8 @@ class LoRASync:
     ========= ==================================================== ==============================
     "views"    nothing: the trained parameters *are* the slot       ``alpha == r``, ``r`` equals the
                                                                     engine's ``max_lora_rank``, one
-                                                                    dtype and one device
+                                                                    dtype and one device, a trainer
+                                                                    that is not sharded
     "write"    one copy into the slot, the scaling folded into B    no tensor parallelism
     "load"     the engine takes up a new adapter from memory        always
     ========= ==================================================== ==============================
@@ -58,6 +67,8 @@ class LoRASync:
         adapter_id: of the adapter, positive; one for each adapter of an engine.
         version: updates published so far.
         timeout: seconds that any call to the engine may take.
+        tell: tells the other ranks of a sharded trainer to gather, see
+            :meth:`grpo.training.team.Leader.tell`.
 
     Raises:
         RuntimeError: if the engine was started without LoRA.
@@ -75,6 +86,7 @@ class LoRASync:
         adapter_id: int = 1,
         version: int = 0,
         timeout: float = 60.0,
+        tell: Callable[..., None] = lambda what, *details: None,
     ) -> None:
         if how not in get_args(How):
             raise ValueError(f"how={how!r} is unknown; use one of {get_args(How)}")
@@ -82,22 +94,21 @@ class LoRASync:
             raise ValueError(f"adapter_id={adapter_id} must be positive; 0 means no adapter")
         self.engine, self.version, self.timeout = engine, version, timeout
         self.name, self.adapter_id = name, adapter_id
+        self.model, self.tell = model, tell
         self.adapters: dict[str, Adapter] = adapters(model)
-        self.access = slot_access(engine, adapter_id, timeout=timeout)
-        self.slot = self.access.open({key: list(a.shape) for key, a in self.adapters.items()})
-        self.how, self.held = self._choose(how)
+        self.target = AdapterSlot(
+            engine, {key: a.shape for key, a in self.adapters.items()}, name=name,
+            adapter_id=adapter_id, load=how == "load", timeout=timeout)
+        self.how = self._choose(how)
         self._update()
         if self.how == "views":
             for param_name, param in self._params().items():
-                param.data = self.held[param_name]
+                param.data = self.target.held[param_name]
 
     @property
     def lora_request(self) -> LoRARequest:
         """What generation requests carry to use the adapter."""
-        from vllm.lora.request import LoRARequest
-
-        # Never read: the adapter is registered already. vLLM only wants the path to be there.
-        return LoRARequest(self.name, self.adapter_id, f"memory:{self.name}")
+        return lora_request(self.name, self.adapter_id)
 
     def publish(self) -> int:
         """Bring the adapter's current values to the engine and return the new version.
@@ -114,48 +125,26 @@ class LoRASync:
         self.engine.set_version(self.version)
         return self.version
 
-    @torch.no_grad()
     def differing(self) -> list[str]:
         """Factors whose values differ in the engine, as ``module.lora_A`` or ``module.lora_B``."""
-        if self.access.slot() != self.slot:
-            return list(self._params())
-        values = self._values()
-        if self.how == "load":
-            return self.access.differing(values)
-        return [name for name, held in self.held.items()
-                if not torch.equal(held, values[name].to(held.device, held.dtype))]
+        return self.target.differing(self._values())
 
     def unshared(self) -> list[str]:
         """Factors that should lie in the engine's slot and do not; none unless they are views."""
         if self.how != "views":
             return []
         return [name for name, param in self._params().items()
-                if param.data_ptr() != self.held[name].data_ptr()]
+                if param.data_ptr() != self.target.held[name].data_ptr()]
 
     def close(self) -> None:
         """Give the slot back; parameters that were views of it keep their values."""
         if self.how == "views":
             for param in self._params().values():
                 param.data = param.data.clone()
-        self.access.close()
+        self.target.access.close()
 
-    @torch.no_grad()
     def _update(self) -> None:
-        if self.how == "load":
-            self.slot = self.access.load(self._values())
-            return
-        if (slot := self.access.slot()) != self.slot:
-            raise RuntimeError(
-                f"the engine moved adapter {self.name!r} from slot {self.slot} to {slot}; removing "
-                "it or reloading the engine's weights does that. Make a new LoRASync, which gives "
-                "it a slot again")
-        values = self._values()
-        targets = {name: held for name, held in self.held.items()
-                   if held.data_ptr() != values[name].data_ptr()}
-        if targets:
-            torch._foreach_copy_(list(targets.values()), [values[name] for name in targets])
-        for device in {held.device for held in self.held.values() if held.is_cuda}:
-            torch.cuda.synchronize(device)
+        self.target.write(self._values())
 
     def _params(self) -> dict[str, nn.Parameter]:
         return {f"{key}.{part}": param for key, adapter in self.adapters.items()
@@ -163,28 +152,27 @@ class LoRASync:
 
     def _values(self) -> dict[str, Tensor]:
         """The factors as the engine keeps them, the scaling folded into B."""
-        return lora_worker.flat({key: a.tensors() for key, a in self.adapters.items()})
+        self.tell("adapters")
+        return lora_worker.flat({key: a.tensors() for key, a in whole_adapters(self.model).items()})
 
-    def _choose(self, how: How) -> tuple[How, dict[str, Tensor]]:
-        """What ``how`` comes to, and the parts of the slot that the adapter's rank uses."""
-        if self.access.workers > 1:
+    def _choose(self, how: How) -> How:
+        """What ``how`` comes to."""
+        if self.target.loads:
             if how not in ("auto", "load"):
-                raise ValueError(f"how={how!r} is impossible: the engine has {self.access.workers} "
-                                 "workers with a shard each. Use how='load' or 'auto'")
-            return "load", {}
-        if how == "load":
-            return "load", {}
-        buffers = self.access.map()
-        held = {name: lora_worker.narrow(buffers[name], name.rpartition(".")[2], param.shape)
-                for name, param in self._params().items()}
-        obstacles = self._obstacles_to_views(held)
+                raise ValueError(f"how={how!r} is impossible: the engine has "
+                                 f"{self.target.access.workers} workers with a shard each. Use "
+                                 "how='load' or 'auto'")
+            return "load"
+        obstacles = self._obstacles_to_views(self.target.held)
         if how == "views" and obstacles:
             raise ValueError(f"how='views' is impossible: {'; '.join(obstacles)}. Use how='write' "
                              "or 'auto'")
-        return ("views" if how != "write" and not obstacles else "write"), held
+        return "views" if how != "write" and not obstacles else "write"
 
     def _obstacles_to_views(self, held: dict[str, Tensor]) -> list[str]:
         obstacles = []
+        if (count := TrainerRanks(self.model).count) > 1:
+            obstacles.append(f"each of {count} ranks of the trainer has a slice of the adapters")
         scalings = {adapter.scaling for adapter in self.adapters.values()} - {1.0}
         if scalings:
             obstacles.append(f"adapters are scaled by {', '.join(map(str, sorted(scalings)))}, and "

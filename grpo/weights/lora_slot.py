@@ -14,6 +14,87 @@ from grpo.weights.handover import Handover, export_shared_memory, map_tensors, r
 
 if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.request import LoRARequest
+
+
+def lora_request(name: str = "policy", adapter_id: int = 1) -> LoRARequest:
+    """What generation requests carry to use the adapter in a slot."""
+    from vllm.lora.request import LoRARequest
+
+    # Never read: the adapter is registered already. vLLM only wants the path to be there.
+    return LoRARequest(name, adapter_id, f"memory:{name}")
+
+
+class AdapterSlot:
+    """An adapter's slot and what is written there; the values come from wherever they are trained.
+
+    They are copied into the slot where it is, or, where each of several workers has a shard of it,
+    taken up by the engine as a new adapter of the same id.
+
+    Args:
+        engine: see :class:`~grpo.weights.lora.LoRASync`.
+        shapes: module name to ``[rank, in, out]``; the slot has zeros at first.
+        name: of the adapter, for messages.
+        adapter_id: of the adapter, positive.
+        load: take up the values as a new adapter in any case.
+        timeout: seconds that any call to the engine may take.
+
+    Attributes:
+        slot: its number.
+        loads: whether values are taken up as a new adapter.
+        held: the parts of the slot that the adapter's rank uses; none where ``loads``.
+
+    Raises:
+        RuntimeError: if the engine was started without LoRA.
+        ValueError: for an adapter that does not fit the engine, naming each module.
+    """
+
+    def __init__(
+        self, engine: EngineHandle, shapes: dict[str, tuple[int, int, int]], *,
+        name: str = "policy", adapter_id: int = 1, load: bool = False, timeout: float = 60.0,
+    ) -> None:
+        self.name = name
+        self.access = slot_access(engine, adapter_id, timeout=timeout)
+        self.slot = self.access.open({module: list(shape) for module, shape in shapes.items()})
+        self.loads, self.held = load or self.access.workers > 1, {}
+        if not self.loads:
+            buffers = self.access.map()
+            self.held = {
+                f"{module}.{part}": lora_worker.narrow(buffers[f"{module}.{part}"], part, shape)
+                for module, (rank, inputs, outputs) in shapes.items()
+                for part, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank)))}
+
+    @torch.no_grad()
+    def write(self, values: dict[str, Tensor]) -> None:
+        """Bring new values there, scaling folded into B; those that lie there already may stay.
+
+        Raises:
+            RuntimeError: if the engine has dropped the adapter.
+        """
+        if self.loads:
+            self.slot = self.access.load(values)
+            return
+        if (slot := self.access.slot()) != self.slot:
+            raise RuntimeError(
+                f"the engine moved adapter {self.name!r} from slot {self.slot} to {slot}; removing "
+                "it or reloading the engine's weights does that. Make a new LoRASync, which gives "
+                "it a slot again")
+        targets = {name: held for name, held in self.held.items()
+                   if held.data_ptr() != values[name].data_ptr()}
+        if targets:
+            torch._foreach_copy_(list(targets.values()), [values[name] for name in targets])
+        for device in {held.device for held in self.held.values() if held.is_cuda}:
+            torch.cuda.synchronize(device)
+
+    @torch.no_grad()
+    def differing(self, values: dict[str, Tensor]) -> list[str]:
+        """Names of the values that differ in the engine."""
+        if self.access.slot() != self.slot:
+            return list(values)
+        if self.loads:
+            return self.access.differing(values)
+        return [name for name, held in self.held.items()
+                if not torch.equal(held, values[name].to(held.device, held.dtype))]
 
 
 class SlotAccess(Protocol):

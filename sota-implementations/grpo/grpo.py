@@ -100,7 +100,8 @@ def build_trainer(
         return load_model(path, config, device=device, dtype=dtype)
 
     reference = objective.build_reference(
-        config, actor.model, lambda: build.model_folder(config, task), frozen_model)
+        config, actor.model, lambda: build.model_folder(config, task), frozen_model,
+        actor.learner)
 
     # What people see
     console.banner(build.describe(config, actor, task, prompts, device=device, dtype=dtype,

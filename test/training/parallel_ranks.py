@@ -42,7 +42,7 @@ from grpo.training.parallel import (  # noqa: E402
     shard_model,
 )
 from grpo.training.ranks import Ranks  # noqa: E402
-from grpo.weights.adapters import make_lora  # noqa: E402
+from grpo.weights.adapters import adapters_disabled, load_adapter, make_lora  # noqa: E402
 from grpo.weights.gather import TrainerRanks  # noqa: E402
 
 ROWS, PROMPT, RESPONSE = 8, 3, 9
@@ -87,9 +87,14 @@ CASES = {
     "bfloat16": {"model": {"dtype": torch.bfloat16}, "learner": {"num_micro_batches": 2}, **SMOOTH},
     "frozen": {"model": {"dtype": torch.bfloat16, "frozen": True}, **SMOOTH},
     "lora": {"model": {"lora": True}, "learner": {"num_micro_batches": 2}},
+    "lora_bfloat16": {"model": {"lora": True, "dtype": torch.bfloat16}, **SMOOTH},
 }
-if importlib.util.find_spec("peft") is None:
-    del CASES["lora"]
+#: Name -> options of the model that is trained, saved and trained on.
+CHECKPOINTS = {"float32": {}, "bfloat16": {"dtype": torch.bfloat16},
+               "adapters": {"dtype": torch.bfloat16, "lora": True}}
+WITH_PEFT = importlib.util.find_spec("peft") is not None
+if not WITH_PEFT:
+    del CASES["lora"], CASES["lora_bfloat16"], CHECKPOINTS["adapters"]
 
 
 def make_model(device, *, tie: bool = True, dtype: torch.dtype = torch.float32,
@@ -234,8 +239,12 @@ def save(learner: Learner, folder: Path):
                            state={"optimizer": learner.optimizer.state_dict()}, config={})
 
 
-def load(checkpoint, device, ranks: Ranks | None, dtype: torch.dtype) -> Learner:
-    model = Qwen2ForCausalLM.from_pretrained(checkpoint.model_folder, dtype=dtype)
+def load(checkpoint, device, ranks: Ranks | None, options: dict) -> Learner:
+    if options.get("lora"):
+        model = make_model(device, **options)
+        load_adapter(model, checkpoint.adapter_folder)
+    else:
+        model = Qwen2ForCausalLM.from_pretrained(checkpoint.model_folder, **options)
     learner = make_learner(model.to(device).train(), ranks, SMOOTH)
     learner.optimizer.load_state_dict(checkpoint.state()["optimizer"])
     return learner
@@ -252,14 +261,14 @@ def content(learner: Learner, ranks: Ranks | None) -> dict:
             "moments": moments_of(learner), "steps": learner.optimizer.steps}
 
 
-def run_checkpoints(ranks: Ranks, folder: Path, dtype: torch.dtype) -> dict:
+def run_checkpoints(ranks: Ranks, folder: Path, options: dict) -> dict:
     """Train, save, load on the other number of ranks, go on; and the same without a stop."""
     device, found, rollout = ranks.device, {}, make_rollout(ranks.device)
     sides = {"one": None, "all": ranks}
     for start, then in (("one", "all"), ("all", "one")):
-        path = folder / f"{start}_{str(dtype)[6:]}"
+        path = folder / start
         if start == "all" or ranks.leads:
-            learner = make_learner(make_model(device, dtype=dtype), sides[start], SMOOTH)
+            learner = make_learner(make_model(device, **options), sides[start], SMOOTH)
             for iteration in range(2):
                 learner.update(rollout, iteration=iteration)
             saved = content(learner, sides[start])
@@ -269,14 +278,15 @@ def run_checkpoints(ranks: Ranks, folder: Path, dtype: torch.dtype) -> dict:
         ranks.greatest(0)  # nobody reads before rank 0 has written
         if then == "all" or ranks.leads:
             checkpoint = list_checkpoints(path)[-1]
-            learner = load(checkpoint, device, sides[then], dtype)
+            learner = load(checkpoint, device, sides[then], options)
             loaded = content(learner, sides[then])
             learner.update(rollout, iteration=2)
             resumed = content(learner, sides[then])
         if ranks.leads:
-            config = json.loads((checkpoint.model_folder / "config.json").read_text())
-            found[f"{start} to {then}"] = {"saved": saved, "loaded": loaded, "onward": onward,
-                                           "resumed": resumed, "dtype": config["dtype"]}
+            config = checkpoint.model_folder / "config.json"  # adapters have none
+            found[f"{start} to {then}"] = {
+                "saved": saved, "loaded": loaded, "onward": onward, "resumed": resumed,
+                "dtype": json.loads(config.read_text())["dtype"] if config.exists() else None}
     return found
 
 
@@ -334,6 +344,18 @@ def run_scoring(ranks: Ranks) -> dict:
             "all_slices": all(isinstance(param, DTensor) for param in model.parameters())}
 
 
+def run_adapters(ranks: Ranks) -> dict:
+    """What a sharded model computes without its adapters, and their gradients after that."""
+    case, rollout = CASES["lora"], make_rollout(ranks.device)
+    learner = make_learner(make_model(ranks.device, **case["model"]), ranks, case)
+    with adapters_disabled(learner.loss.actor_network):  # before anything else is computed
+        without, _ = score_divided(learner.loss.scorer, rollout, ranks, max_tokens=12)
+    plain, _ = score_rollout(TokenScorer(make_model(ranks.device)), rollout, max_tokens=12)
+    gradients = record_gradients(learner)
+    learner.update(rollout, iteration=0)
+    return {"without": without.cpu(), "plain": plain.cpu(), "gradients": gradients}
+
+
 def run_exchanges(ranks: Ranks) -> dict:
     rollout = make_rollout(ranks.device)
     shared = ranks.share(rollout if ranks.leads else None)
@@ -354,8 +376,10 @@ def run_rank(rank: int, device: str, count: int, folder: str) -> None:
         together = run_case(case, ranks.device, ranks)
         alone = run_case(case, ranks.device, None) if ranks.leads else None
         results["cases"][name] = {"together": together, "alone": alone}
-    results["checkpoints"] = {str(dtype)[6:]: run_checkpoints(ranks, Path(folder), dtype)
-                              for dtype in (torch.float32, torch.bfloat16)}
+    results["checkpoints"] = {name: run_checkpoints(ranks, Path(folder) / name, options)
+                              for name, options in CHECKPOINTS.items()}
+    if WITH_PEFT:
+        results["adapters"] = run_adapters(ranks)
     torch.save(results, Path(folder) / f"results_{rank}.pt")
     ranks.leave()
 

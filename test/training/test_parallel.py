@@ -24,7 +24,7 @@ from grpo.training.ranks import Ranks, divide_rows
 
 DEADLINE = 240.0  # seconds for all ranks and all cases
 RANKS = 2
-HALF = ("bfloat16", "frozen")
+HALF = ("bfloat16", "frozen", "lora_bfloat16")
 EXACT = [name for name in (
     "token", "sequence", "prompt", "dr_grpo", "kl_untied", "gspo", "listwise", "logits", "chunked",
     "packed", "checkpointing", "scored", "errors", "all_errors", "one_row_a_step", "long_row",
@@ -107,7 +107,7 @@ def test_metrics_are_those_of_all_rows_and_the_same_on_every_rank(name, results)
         assert other["cases"][name]["together"]["metrics"] == together["metrics"]
 
 
-@pytest.mark.parametrize("name", ["token", "prompt", "bfloat16", "frozen", "lora"])
+@pytest.mark.parametrize("name", ["token", "prompt", "bfloat16", "frozen", "lora", "lora_bfloat16"])
 def test_engines_are_given_the_names_order_and_dtypes_of_one_process(name, cases):
     together, alone = pair(cases, name)
     assert list(together["params"]) == list(alone["params"])
@@ -206,12 +206,25 @@ def test_a_row_without_loss_has_no_gradient_and_counts_for_nothing(make_model, m
     assert batch[data.ASSISTANT_MASK].any(-1).all()  # the batch itself is as it was
 
 
+def test_without_its_adapters_a_sharded_model_is_the_one_beneath_and_still_learns(results):
+    if "adapters" not in results[0]:
+        pytest.skip("needs the peft package")
+    for found in results:
+        torch.testing.assert_close(found["adapters"]["without"], found["adapters"]["plain"],
+                                   atol=2e-6, rtol=1e-6)
+    learned, = results[0]["adapters"]["gradients"]
+    expected, = pair(results[0]["cases"], "lora")[1]["gradients"]
+    assert error(learned, expected) <= 1e-6
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "adapters"])
 @pytest.mark.parametrize("way", ["one to all", "all to one"])
 def test_a_checkpoint_goes_on_at_another_number_of_ranks(way, dtype, results):
+    if dtype not in results[0]["checkpoints"]:
+        pytest.skip("needs the peft package")
     found = results[0]["checkpoints"][dtype][way]
     saved, loaded = found["saved"], found["loaded"]
     assert saved["steps"] == loaded["steps"] == 2
@@ -222,7 +235,7 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks(way, dtype, results):
             assert torch.equal(loaded[kind][name], tensor), name
     assert len(saved["moments"]) == 3 * len(saved["masters"])
     assert all(map(torch.equal, saved["moments"], loaded["moments"]))
-    assert found["dtype"] == dtype
+    assert found["dtype"] == (None if dtype == "adapters" else dtype)
     onward, resumed = found["onward"]["masters"], found["resumed"]["masters"]
     assert error(saved["masters"], onward) > 1e-3
     assert error(resumed, onward) < (1e-8 if dtype == "float32" else 1e-4)

@@ -154,7 +154,7 @@ def test_a_subset_of_modules_and_layers(make, how):
 def test_two_adapters_live_side_by_side(make):
     first = make("write", 4, 8)
     second = make("load", 8, 8, adapter_id=2)
-    assert first[1].slot != second[1].slot
+    assert first[1].target.slot != second[1].target.slot
     for model, sync, policy in (first, second, first):
         randomise(model)
         sync.publish()

@@ -121,7 +121,7 @@ def test_the_slot_holds_the_product_after_each_update(make_model, engine, how, r
 def test_views_need_no_write_and_other_slots_are_left_alone(make_model, engine):
     engine.registry.lora_index_to_id[0] = 9
     model, sync = make(make_model, engine, MAX_RANK, MAX_RANK)
-    assert (sync.how, sync.slot) == ("views", 1)
+    assert (sync.how, sync.target.slot) == ("views", 1)
     randomise(model)
     assert_slot_holds(engine, model)
     for module in engine.registry.modules.values():
