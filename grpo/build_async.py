@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import grpo
 from grpo.build import Prompts
@@ -30,8 +31,8 @@ from grpo.training.checkpoint import Checkpoint
 from grpo.training.learner import Learner
 from grpo.training.ranks import Ranks
 from grpo.training.team import Leader, LedLearner, LedScorer
-from grpo.weights.fleet import FleetSync, FleetTransfer, ObjectStoreSync
-from grpo.weights.transfer import Backend
+from grpo.weights.fleet import FleetLoRA, FleetSync, FleetTransfer, ObjectStoreSync
+from grpo.weights.transfer import Backend, PauseMode
 from grpo.weights.vllm_transfer import free_port
 
 # Threads of a worker: one reports groups, the others take them and bring weights, or sample for
@@ -131,27 +132,39 @@ def build_actor(
     # On its way to being sharded a model needs none of the GPU's own memory.
     device = setup.device if alone else torch.device("cpu")
     model = load_model(setup.path, config, device=device, dtype=setup.dtype)
-    prepare_model(model, config)
+    prepare_model(model, config, adapter=setup.adapter)
     loss = build_loss(config, model, setup.tokenizer)
-    transfer: Backend | None = None
-    if backend == "vllm":
+    lora, transfer = config.train_model.lora.enabled, None
+    if backend == "vllm" and not lora:
         transfer = "nccl" if places.plan.kind == "cuda" else "gloo"
     leader = None if alone else _gather_team(setup, places, transfer, at_end, checkpoint)
     learner = build_learner(config, loss, leader and leader.ranks)
-    weights: FleetSync = ObjectStoreSync(model, pool) if transfer is None else FleetTransfer(
-        model, pool, host=_own_address(config), backend=transfer,
-        tensor_parallel_size=config.inference_model.tensor_parallel_size,
-        pause_mode="wait" if config.train.update_at == "group_border" else "keep")
+    weights = _build_weights(config, model, pool, backend, transfer)
     scorer = loss.scorer
     if leader is not None:
         learner, weights.tell = LedLearner(learner, leader), leader.tell
         scorer = learner.scorer
+    if lora:
+        weights.start()
     options = setup.policy_options()
     del options["ignore_eos"]  # the workers' own
     policy = FleetPolicy(pool, setup.sampling, heal=weights.heal,
                          max_model_len=setup.max_model_len, version=lambda: weights.version,
                          **options)
     return AsyncActor(model, policy, weights, pool, learner, scorer)
+
+
+def _build_weights(config: AsyncConfig, model: nn.Module, pool: WorkerPool, backend: str,
+                   transfer: Backend | None) -> FleetSync:
+    """How what is trained reaches the workers."""
+    if backend == "transformers":
+        return ObjectStoreSync(model, pool)
+    pause: PauseMode = "wait" if config.train.update_at == "group_border" else "keep"
+    if transfer is None:
+        return FleetLoRA(model, pool, pause_mode=pause)
+    return FleetTransfer(
+        model, pool, host=_own_address(config), backend=transfer, pause_mode=pause,
+        tensor_parallel_size=config.inference_model.tensor_parallel_size)
 
 
 def _gather_team(
@@ -189,8 +202,13 @@ def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, 
     """The lines of the start-up banner that differ from those of a synchronous run."""
     plan, size = places.plan, config.inference_model.tensor_parallel_size
     when = "between two groups" if config.train.update_at == "group_border" else "in flight"
-    way = "through Ray's object store, between two groups" if backend == "transformers" else (
-        f"one {'NCCL' if plan.kind == 'cuda' else 'Gloo'} broadcast to all, {when}")
+    what = "adapters alone travel, " if config.train_model.lora.enabled else ""
+    if backend == "transformers":
+        way = f"{what}through Ray's object store, between two groups"
+    elif what:
+        way = f"{what}through Ray's object store, {when}"
+    else:
+        way = f"one {'NCCL' if plan.kind == 'cuda' else 'Gloo'} broadcast to all, {when}"
     parallel = f", {size} devices each" if size > 1 else ""
     return {"engine": f"{backend}, {len(plan.engines)} workers on Ray{parallel}; rollouts at most "
                       f"{config.train.staleness} updates old",

@@ -74,9 +74,6 @@ class AsyncConfig(Config):
             if (value := getattr(inference, key)) != unread:
                 raise ValueError(f"inference_model.{key}={value} is not read by grpo-async.py, "
                                  "whose engines are its own workers; remove it")
-        if self.train_model.lora.enabled:
-            raise ValueError("train_model.lora.enabled=true: grpo-async.py trains all weights; use "
-                             "grpo.py for adapters")
         if self.train.max_sampling_rounds is not None:
             raise ValueError(f"train.max_sampling_rounds={self.train.max_sampling_rounds} is not "
                              "read by grpo-async.py; use train.zero_variance_filter")
@@ -85,11 +82,17 @@ class AsyncConfig(Config):
             raise ValueError("ref_model.num_devices and ref_model.devices are not read because "
                              "train.kl_to_ref_coeff and maxent.beta are null; set the coefficient, "
                              "or remove them")
+        if self.train_model.lora.enabled and reference.name is None and (
+                reference.num_devices or reference.devices):
+            raise ValueError("ref_model.num_devices and ref_model.devices are not read because "
+                             "with train_model.lora.enabled=true the reference is the trainer's "
+                             "own model without its adapters; remove them, or name another model "
+                             "as ref_model.name")
         return self
 
     @property
     def weight_sync(self) -> Sync:
-        return "transfer"
+        return "lora" if self.train_model.lora.enabled else "transfer"
 
     @property
     def shares_weights(self) -> bool:

@@ -50,11 +50,18 @@ def test_each_role_gets_devices_of_its_own(sections, train, reference, engines):
     ({"ref_model": {"num_devices": 1}}, "not read because train.kl_to_ref_coeff"),
     ({"inference_model": {"engine": "server"}}, "inference_model.engine=server is not read"),
     ({"train": {"max_sampling_rounds": 2}}, "train.max_sampling_rounds=2 is not read"),
-    ({"train_model": {"lora": {"enabled": True}}}, "train_model.lora.enabled=true"),
+    ({"train_model": {"lora": {"enabled": True}}, "ref_model": {"num_devices": 1}, **KL},
+     "not read because with train_model.lora.enabled=true the reference is the trainer's own"),
 ])
 def test_what_cannot_be_is_an_error_with_the_request(sections, message):
     with pytest.raises(ConfigError, match=message):
         plan(**sections)
+
+
+def test_the_reference_of_adapters_has_a_device_only_if_it_is_another_model():
+    sections = {"train_model": {"lora": {"enabled": True}}, **KL}
+    assert plan(**sections).reference == ()
+    assert plan(**sections, ref_model={"name": "other", "num_devices": 1}).reference == (1,)
 
 
 def test_on_a_cpu_devices_are_processes():

@@ -23,9 +23,12 @@ from grpo import data
 from grpo.collectors.sync import DROPPED
 from grpo.engines.driver import EngineDriver, Job, TransformersSampler, VLLMSampler
 from grpo.engines.handle import EngineError, InProcessEngine, PauseMode
+from grpo.engines.lora_worker import nested
 from grpo.envs import Prompt, VerifiableEnv
 from grpo.policies import Policy, Sampling, TransformersPolicy, VLLMPolicy
 from grpo.policies.base import Completions
+from grpo.weights.adapters import make_lora
+from grpo.weights.lora_slot import AdapterSlot, lora_request
 
 # Groups whose rewards are computed at a time.
 _SCORING_THREADS = 4
@@ -108,6 +111,7 @@ class RolloutWorker:
                 eos_token_ids=options["eos_token_ids"], seed=config.train.seed))
         self._groups_a_call, self._group_rows = config.env.num_envs, config.env.repeats
         self.driver = EngineDriver(sampler)
+        self._slot: AdapterSlot | None = None
         self._jobs: dict[int, Job] = {}
         self._finished: queue.SimpleQueue[tuple[int, Any, str | None]] = queue.SimpleQueue()
         self._scoring = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix="rewards")
@@ -240,12 +244,50 @@ class RolloutWorker:
     def set_version(self, version: int) -> None:
         self._between_steps(lambda: self.driver.sampler.set_version(version), 60.0)
 
+    # -- weights that come through Ray's object store ------------------------------------------
+
+    def load_adapter(self, values: dict[str, torch.Tensor], version: int, mode: PauseMode,
+                     timeout: float) -> None:
+        """A new adapter for vLLM, between two steps.
+
+        Args:
+            values: ``module.lora_A`` ``[rank, in]`` and ``module.lora_B`` ``[out, rank]``, with the
+                scaling folded into the latter.
+            version: of the tokens sampled from now on.
+            mode: ``keep`` what runs, or ``wait`` for it.
+            timeout: seconds that each part of it may take.
+
+        Raises:
+            EngineError: if that takes longer, or the engine keeps what the old adapter computed; it
+                then stays paused.
+        """
+        self.pause(mode, timeout)
+        self._between_steps(lambda: self._adapter_slot(values, timeout).write(values), timeout)
+        if not self.reset_prefix_cache(timeout):
+            raise EngineError(f"the adapter of version {version} is there, but the engine refused "
+                              "to forget the keys and values of the one before")
+        self.set_version(version)
+        self.resume(timeout)
+
+    def differing_adapter(self, values: dict[str, torch.Tensor], timeout: float) -> list[str]:
+        """Names of the values that differ in the adapter's slot."""
+        return self._between_steps(
+            lambda: self._adapter_slot(values, timeout).differing(values), timeout)
+
+    def _adapter_slot(self, values: dict[str, torch.Tensor], timeout: float) -> AdapterSlot:
+        if self._slot is None:
+            shapes = {name: (*factors["lora_A"].shape, len(factors["lora_B"]))
+                      for name, factors in nested(values).items()}
+            self._slot = AdapterSlot(self.engine, shapes, timeout=timeout)
+        return self._slot
+
     def load_state(self, state: dict[str, torch.Tensor], version: int, timeout: float) -> None:
-        """New weights for a Transformers model, between two jobs."""
+        """New values of a Transformers model's trained parameters, between two jobs."""
         def load() -> None:
+            params = dict(self.policy.model.named_parameters())
             with torch.no_grad():
-                for name, param in self.policy.model.named_parameters():
-                    param.copy_(state[name])
+                for name, value in state.items():
+                    params[name].copy_(value)
             self.driver.sampler.set_version(version)
 
         self._between_steps(load, timeout)
@@ -271,11 +313,14 @@ def _start_engine(setup: WorkerSetup, config: Any, sampling: Sampling, options: 
                   number: int) -> tuple[Policy, InProcessEngine | None, Any]:
     """Policy, handle of its engine, and what its driver drives."""
     device, dtype = torch.device(setup.device), getattr(torch, setup.dtype)
-    inference = config.inference_model
+    inference, lora = config.inference_model, config.train_model.lora
     if setup.backend == "transformers":
         from grpo.build_model import load_model
 
-        model = load_model(setup.path, config, device=device, dtype=dtype).eval()
+        model = load_model(setup.path, config, device=device, dtype=dtype)
+        if lora.enabled:
+            make_lora(model, **lora.options())
+        model.eval()
         policy = TransformersPolicy(model.requires_grad_(False), sampling,
                                     max_model_len=setup.max_model_len, **options)
         return policy, None, TransformersSampler(policy)
@@ -288,7 +333,9 @@ def _start_engine(setup: WorkerSetup, config: Any, sampling: Sampling, options: 
         max_num_seqs=setup.rows, seed=config.train.seed + number,
         enforce_eager=inference.enforce_eager,
         gpu_memory_utilization=inference.gpu_memory_utilization,
-        kv_cache_memory_bytes=inference.kv_cache_memory_bytes, **parallel)
-    policy = VLLMPolicy(llm, sampling, **options)
+        kv_cache_memory_bytes=inference.kv_cache_memory_bytes,
+        max_lora_rank=lora.r if lora.enabled else None, **parallel)
+    policy = VLLMPolicy(llm, sampling, lora_request=lora_request() if lora.enabled else None,
+                        **options)
     # Seeds make a run repeatable where its arithmetic is; on a GPU they only cost time.
     return policy, InProcessEngine(llm), VLLMSampler(policy, seeded=setup.device == "cpu")

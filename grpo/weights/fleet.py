@@ -1,6 +1,6 @@
 """Weights for all workers of an asynchronous run, also for those that had to be replaced.
 
-Both classes are a :class:`~grpo.weights.shared.WeightSync`, and can do two things more:
+Each class is a :class:`~grpo.weights.shared.WeightSync`, and can do two things more:
 ``heal()`` replaces dead workers and gives them the present weights, and ``on_publish`` is called
 with each new version as soon as the workers have it.
 """
@@ -8,21 +8,24 @@ with each new version as soon as the workers have it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grpo.engines.handle import EngineError
-from grpo.engines.ray_engine import EngineDied, EngineFleet, RayEngine, WorkerPool
+from grpo.engines.lora_worker import flat
+from grpo.engines.ray_engine import Call, EngineDied, EngineFleet, RayEngine, WorkerPool
+from grpo.weights.adapters import whole_adapters
 from grpo.weights.channel import TransferError
 from grpo.weights.fingerprint import fingerprint
-from grpo.weights.gather import TrainerRanks
+from grpo.weights.gather import TrainerRanks, trained_parameters
 from grpo.weights.transfer import Backend, PauseMode, WeightTransfer
 
 
 class FleetSync(ABC):
-    """What both ways have in common.
+    """What all ways have in common.
 
     Args:
         pool: whose workers get the weights.
@@ -55,8 +58,16 @@ class FleetSync(ABC):
         if self.pool.outdated:
             self._until_sent(self._refresh)
 
+    def start(self) -> None:
+        """Give all workers the trainer's weights as the version that they start with.
+
+        For weights that the workers do not find where they load their model from: adapters.
+        """
+        self.pool.outdated.update(range(self.pool.count))
+        self.heal()
+
     def unshared(self) -> list[str]:
-        """Nothing is shared, and nothing has to be: :meth:`publish` copies every parameter."""
+        """Nothing is shared, and nothing has to be: :meth:`publish` copies what is trained."""
         return []
 
     def _until_sent(self, send: Callable[[], None]) -> None:
@@ -91,7 +102,7 @@ class FleetSync(ABC):
 
 
 class ObjectStoreSync(FleetSync):
-    """For workers that generate with Transformers: a state dict through Ray's object store.
+    """For workers that generate with Transformers: what is trained, through Ray's object store.
 
     Args:
         model: the trainer's.
@@ -112,25 +123,71 @@ class ObjectStoreSync(FleetSync):
 
     @torch.no_grad()
     def _send(self, version: int, numbers: Iterable[int]) -> None:
-        state = self.pool.put({name: param.to("cpu", copy=True)
-                               for name, param in self._whole()})
-        calls = [self.pool.send(number, "load_state", state, version, self.timeout)
-                 for number in numbers]
+        values = self.pool.put({name: value.to("cpu", copy=True)
+                                for name, value in self._trained()})
+        calls = [self._give(number, values, version) for number in numbers]
         for call in calls:
             self.pool.result(call, timeout=self.timeout + 10.0)
 
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        self.tell("gather")
-        return TrainerRanks(self.model).whole(self.model.named_parameters())
+    def _give(self, number: int, values: Any, version: int) -> Call:
+        """Have a worker take up values that :meth:`WorkerPool.put` has kept."""
+        return self.pool.send(number, "load_state", values, version, self.timeout)
+
+    def _trained(self) -> Iterable[tuple[str, Tensor]]:
+        self.tell("gather", "trained")
+        return TrainerRanks(self.model).whole(trained_parameters(self.model))
 
     def differing(self) -> list[str]:
-        """Names of parameters that differ in any worker, by fingerprint."""
-        ours = {name: fingerprint(param)[0] for name, param in self._whole()}
+        """Names of parameters that differ in any worker, by fingerprint; also of frozen ones."""
+        self.tell("gather")
+        whole = TrainerRanks(self.model).whole(self.model.named_parameters())
+        ours = {name: fingerprint(param)[0] for name, param in whole}
         different = set()
         for number in self.pool.usable:
             theirs = self.pool.ask(number, "fingerprints", self.timeout, timeout=self.timeout)
             different |= {name for name in ours if theirs[name][0] != ours[name]}
         return [name for name in ours if name in different]
+
+
+class FleetLoRA(ObjectStoreSync):
+    """For vLLM engines whose adapter is trained: its factors through Ray's object store.
+
+    Each worker pauses its engine between two steps, writes them into the adapter's slot, forgets
+    the keys and values of the old ones and goes on; none waits for another. Give workers the first
+    adapter by :meth:`start` before anything is generated: they have none.
+
+    Args:
+        model: the trainer's, with adapters; sharded or not.
+        pool: of the workers.
+        pause_mode: what becomes of running requests: ``keep`` lets them go on with the new adapter,
+            ``wait`` finishes them first.
+        timeout: seconds for one update.
+    """
+
+    def __init__(self, model: nn.Module, pool: WorkerPool, *, pause_mode: PauseMode = "keep",
+                 timeout: float = 600.0) -> None:
+        super().__init__(model, pool, timeout=timeout)
+        self.pause_mode = pause_mode
+
+    def _give(self, number: int, values: Any, version: int) -> Call:
+        return self.pool.send(number, "load_adapter", values, version, self.pause_mode,
+                              self.timeout)
+
+    def _trained(self) -> Iterable[tuple[str, Tensor]]:
+        self.tell("adapters")
+        whole = whole_adapters(self.model)
+        return flat({name: adapter.tensors() for name, adapter in whole.items()}).items()
+
+    @torch.no_grad()
+    def differing(self) -> list[str]:
+        """Factors that differ in any worker, as ``module.lora_A`` or ``module.lora_B``."""
+        ours = {name: value.to("cpu", copy=True) for name, value in self._trained()}
+        values = self.pool.put(ours)
+        calls = [self.pool.send(number, "differing_adapter", values, self.timeout)
+                 for number in self.pool.usable]
+        found = {name for call in calls
+                 for name in self.pool.result(call, timeout=self.timeout + 10.0)}
+        return [name for name in ours if name in found]
 
 
 class FleetTransfer(FleetSync):

@@ -60,7 +60,7 @@ def build_trainer(
     backend = build.resolve_backend(config)
     task = build.build_task(config)
     build.check(config, task, device=device, backend=backend)
-    start_model, _ = build.start_of(config, task, checkpoint)
+    start_model, adapter = build.start_of(config, task, checkpoint)
     tokenizer = build.load_tokenizer(start_model)
     prompts = build.build_prompts(config, task, tokenizer, start_model)
 
@@ -75,7 +75,7 @@ def build_trainer(
     # Workers, trainer, and how the weights travel between them
     actor = build_async.build_actor(Setup(
         config=config, path=start_model, tokenizer=tokenizer, device=device, dtype=dtype,
-        max_model_len=prompts.max_model_len, folder=run_dir / "engine"),
+        max_model_len=prompts.max_model_len, folder=run_dir / "engine", adapter=adapter),
         prompts, places, backend=backend, at_end=at_end, checkpoint=checkpoint)
     reference_path = config.ref_model.name or build.model_folder(config, task)
     reference_pool = build_async.build_reference_pool(config, places, reference_path, dtype)
@@ -95,7 +95,7 @@ def build_trainer(
         return load_model(path, config, device=device, dtype=dtype)
 
     reference = None if reference_pool else objective.build_reference(
-        config, actor.model, lambda: reference_path, frozen_model)
+        config, actor.model, lambda: reference_path, frozen_model, actor.learner)
 
     # What people see
     console.banner(build.describe(config, actor, task, prompts, device=device, dtype=dtype,

@@ -17,6 +17,9 @@ from grpo.engines.ray_engine import Call, EngineDied, WorkerPool
 from grpo.weights.channel import in_background
 
 REPO = Path(__file__).resolve().parents[2]
+#: Sections of runs that train adapters, compared with the model without them.
+LORA = {"train_model": {"lora": {"enabled": True, "r": 4, "alpha": 8}},
+        "train": {"kl_to_ref_coeff": 0.1}}
 
 
 def _values(folder, **sections) -> dict:
@@ -32,8 +35,8 @@ def _values(folder, **sections) -> dict:
     return values
 
 
-def sync_config(folder) -> Config:
-    return load_config(_values(folder))
+def sync_config(folder, **sections) -> Config:
+    return load_config(_values(folder, **sections))
 
 
 def async_config(folder, *, inference_model: dict | None = None, **sections) -> AsyncConfig:

@@ -15,15 +15,24 @@ from .asynchronous import LocalRay, async_config, make_async_trainer
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-def test_at_group_borders_no_row_has_tokens_of_two_versions(tmp_path, model_folder, monkeypatch):
+@pytest.fixture(params=["weights", "adapters"])
+def configure(request, model_folder, monkeypatch):
+    """The configuration of a run of long rows, by options of ``train``."""
     pytest.importorskip("vllm")
     LocalRay(monkeypatch)
-    config = async_config(
-        model_folder, train={"staleness": 2, "total_dialog_turns": 6 * 8, "eval_frequency": 0,
-                             "update_at": "group_border"},
-        env={"num_envs": 2, "repeats": 4}, optimizer={"lr": 1e-3},
+    sections = {"optimizer": {"lr": 1e-3}}
+    if request.param == "adapters":
+        pytest.importorskip("peft")
+        sections = {"train_model": {"lora": {"enabled": True, "r": 4}}, "optimizer": {"lr": 1e-2}}
+    return lambda **train: async_config(
+        model_folder, env={"num_envs": 2, "repeats": 4},
+        train={"staleness": 2, "total_dialog_turns": 6 * 8, "eval_frequency": 0, **train},
         inference_model={"backend": "vllm", "num_devices": 1, "max_tokens": 100,
-                         "ignore_eos": True, "max_num_seqs": 12})
+                         "ignore_eos": True, "max_num_seqs": 12}, **sections)
+
+
+def test_at_group_borders_no_row_has_tokens_of_two_versions(tmp_path, configure):
+    config = configure(update_at="group_border")
     ages = set()
     with ExitStack() as at_end:
         trainer = make_async_trainer(config, tmp_path, at_end)
@@ -34,24 +43,16 @@ def test_at_group_borders_no_row_has_tokens_of_two_versions(tmp_path, model_fold
                        zip(versions_BT, mask_BT, strict=True))
             ages |= set((trainer.weights.version - batch[data.POLICY_VERSION]).tolist())
             with torch.no_grad():
-                for param in trainer.model.parameters():
+                for param in trainer.learner.optimizer.params:
                     param.add_(1e-3 * torch.randn_like(param))
             trainer.weights.publish()
             trainer.canary.check()
     assert len(ages) > 1  # updates came while groups were generated
 
 
-def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(
-        tmp_path, model_folder, monkeypatch):
-    pytest.importorskip("vllm")
-    LocalRay(monkeypatch)
-    config = async_config(
-        model_folder, train={"staleness": 2, "total_dialog_turns": 6 * 8, "eval_frequency": 0},
-        env={"num_envs": 2, "repeats": 4}, optimizer={"lr": 1e-3},
-        inference_model={"backend": "vllm", "num_devices": 1, "max_tokens": 100,
-                         "ignore_eos": True, "max_num_seqs": 12})
+def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(tmp_path, configure):
     with ExitStack() as at_end:
-        trainer = make_async_trainer(config, tmp_path, at_end)
+        trainer = make_async_trainer(configure(), tmp_path, at_end)
         by_version, batches = {0: copy.deepcopy(trainer.model)}, []
         collect = trainer.collector.collect
 
@@ -65,17 +66,23 @@ def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(
             assert metrics["policy/age_max"] <= 2
             by_version[trainer.weights.version] = copy.deepcopy(trainer.model)
         scorer = trainer.learner.loss.scorer
+
+        def gaps(batch, mask_BT, version):
+            """Of the log-probs that weights give to what was sampled."""
+            scorer.model = by_version[version]
+            with torch.no_grad():
+                log_probs_BT, _ = scorer(batch[data.TOKENS], batch[data.ATTENTION_MASK],
+                                         batch[data.ASSISTANT_MASK])
+            return (log_probs_BT - batch[data.LOG_PROBS])[mask_BT].abs()
+
         mixed = 0
         for batch in batches:
             versions_BT, mask_BT = batch[data.POLICY_VERSIONS], batch[data.ASSISTANT_MASK]
             mixed += sum(len(row[mask].unique()) > 1 for row, mask in
                          zip(versions_BT, mask_BT, strict=True))
             for version in versions_BT[mask_BT].unique().tolist():
-                scorer.model = by_version[version]
-                with torch.no_grad():
-                    log_probs_BT, _ = scorer(batch[data.TOKENS], batch[data.ATTENTION_MASK],
-                                             mask_BT)
                 dated_BT = mask_BT & (versions_BT == version)
-                gap = (log_probs_BT - batch[data.LOG_PROBS])[dated_BT].abs().max()
+                gap = gaps(batch, dated_BT, version).max()
                 assert gap < 1e-4, f"tokens of version {version} are off by {gap}"
+                assert gaps(batch, dated_BT, version + 1).max() > 1e-3  # or it proves nothing
         assert mixed, "no update came while a row was generated"

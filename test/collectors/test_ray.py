@@ -11,7 +11,7 @@ import pytest
 from grpo.collectors.ray import RolloutsFailed
 
 from ..training.runs import make_trainer, save_tiny, timeless
-from .asynchronous import async_config, make_async_trainer, rows_of, sync_config
+from .asynchronous import LORA, async_config, make_async_trainer, rows_of, sync_config
 
 ray = pytest.importorskip("ray")
 
@@ -20,17 +20,20 @@ def kill(pool, number: int) -> None:
     os.kill(pool.about[number]["pid"], signal.SIGKILL)
 
 
-def test_deaths_and_a_resumption_leave_the_metrics_of_a_synchronous_run(tmp_path, tokenizer):
+@pytest.mark.parametrize("sections", [
+    pytest.param({}, id="weights"), pytest.param(LORA, id="adapters", marks=pytest.mark.slow)])
+def test_deaths_and_a_resumption_leave_the_metrics_of_a_synchronous_run(
+        tmp_path, tokenizer, sections):
     """One of two workers is killed and replaced, then both are, which is one too many."""
     folder = save_tiny(tmp_path / "model", tokenizer, seed=0)
-    make_trainer(sync_config(folder), tmp_path / "sync").fit()
+    make_trainer(sync_config(folder, **sections), tmp_path / "sync").fit()
     expected = comparable(tmp_path / "sync")
     assert len({row["reward/mean"] for row in expected[1:]}) > 1
+    sections = sections | {"train": {**sections.get("train", {}), "staleness": 0}}
 
     with ExitStack() as at_end:
         trainer = make_async_trainer(
-            async_config(folder, train={"staleness": 0}, ray={"max_restarts": 1}),
-            tmp_path / "async", at_end)
+            async_config(folder, ray={"max_restarts": 1}, **sections), tmp_path / "async", at_end)
         pool = trainer.collector.pool
         trainer._first_look()
         trainer.iterate()
@@ -48,8 +51,8 @@ def test_deaths_and_a_resumption_leave_the_metrics_of_a_synchronous_run(tmp_path
     assert not ray.is_initialized()
 
     with ExitStack() as at_end:
-        resumed = make_async_trainer(async_config(folder, train={"staleness": 0}),
-                                     tmp_path / "async", at_end, checkpoint)
+        resumed = make_async_trainer(async_config(folder, **sections), tmp_path / "async", at_end,
+                                     checkpoint)
         resumed.fit()
     found = comparable(tmp_path / "async")
     assert [row["step"] for row in found] == [row["step"] for row in expected]
