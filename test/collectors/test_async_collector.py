@@ -16,7 +16,7 @@ from grpo.collectors.reference_worker import ReferenceWorker
 from grpo.engines.ray_engine import WorkersLost
 
 from ..training.runs import save_tiny
-from .asynchronous import LocalPool, LocalRay, async_config, make_async_trainer
+from .asynchronous import LORA, LocalPool, LocalRay, async_config, make_async_trainer
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,9 @@ def test_rollouts_run_ahead_but_not_too_far(start):
     assert 0 < max(ages) <= 2
 
 
-def test_a_dead_worker_is_replaced_by_one_with_the_present_weights(start):
-    trainer = start(train={"staleness": 1})
+@pytest.mark.parametrize("sections", [{}, LORA], ids=["weights", "adapters"])
+def test_a_dead_worker_is_replaced_by_one_with_the_present_weights(start, sections):
+    trainer = start(**sections)
     for step in range(5):
         if step == 2:
             trainer.collector.pool.kill(0)
@@ -56,8 +57,8 @@ def test_a_dead_worker_is_replaced_by_one_with_the_present_weights(start):
     assert trainer.collector.pool.restarts == 1
     assert trainer.weights.differing() == []
     with torch.no_grad():
-        next(trainer.model.parameters()).add_(1.0)
-    assert trainer.weights.differing() != []
+        trainer.learner.optimizer.params[0].add_(1.0)
+    assert len(trainer.weights.differing()) == 1
 
 
 def test_the_only_worker_dies_while_the_trainer_waits_for_it(start):
@@ -99,6 +100,21 @@ def test_a_resumed_run_keeps_finished_groups_and_generates_the_others_again(star
     batch = resumed.collector.collect()
     assert {row[0] for row in saved["ready"]} >= set(batch[data.GROUP_ID].tolist())
     assert resumed.iterate()["policy/age_max"] <= 2
+
+
+def test_workers_of_a_resumed_run_have_its_adapter_before_they_generate(start):
+    trainer = start(**LORA)
+    for _ in range(2):
+        trainer.iterate()
+    checkpoint = trainer.save()
+    assert not checkpoint.model_folder.exists()
+    trained = [param.detach().clone() for param in trainer.learner.optimizer.params]
+    assert all(value.any() for value in trained)
+
+    resumed = start(checkpoint, **LORA)
+    assert all(map(torch.equal, resumed.learner.optimizer.params, trained))
+    assert resumed.weights.version == 2 and resumed.weights.differing() == []
+    assert resumed.iterate()["canary/max_abs_diff"] < 1e-4
 
 
 def test_a_group_that_nobody_can_generate_ends_the_run_with_the_error(start):

@@ -7,38 +7,40 @@ from contextlib import ExitStack
 import pytest
 
 from ..training.runs import make_trainer, save_tiny
-from .asynchronous import async_config, make_async_trainer, rows_of, sync_config
+from .asynchronous import LORA, async_config, make_async_trainer, rows_of, sync_config
 from .test_ray import comparable
 
 pytest.importorskip("ray")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sections", [{}, LORA], ids=["weights", "adapters"])
 def test_two_ranks_make_the_updates_of_one_process_and_their_checkpoint_fits_one(
-        tmp_path, tokenizer):
+        tmp_path, tokenizer, sections):
     folder = save_tiny(tmp_path / "model", tokenizer, seed=0)
-    make_trainer(sync_config(folder), tmp_path / "sync").fit()
+    make_trainer(sync_config(folder, **sections), tmp_path / "sync").fit()
     expected = comparable(tmp_path / "sync")
-    options = {"train": {"staleness": 0}, "inference_model": {"num_devices": 1}}
+    alone = {"train": {**sections.get("train", {}), "staleness": 0},
+             "train_model": sections.get("train_model", {}), "inference_model": {"num_devices": 1}}
+    two = {**alone, "train_model": {**alone["train_model"], "num_devices": 2}}
     with ExitStack() as at_end:
-        trainer = make_async_trainer(
-            async_config(folder, train_model={"num_devices": 2}, **options), tmp_path / "async",
-            at_end)
+        trainer = make_async_trainer(async_config(folder, **two), tmp_path / "async", at_end)
         trainer._first_look()
         for _ in range(3):
             trainer.iterate()
         assert trainer.weights.differing() == []
         checkpoint = trainer.save()
     with ExitStack() as at_end:
-        alone = make_async_trainer(async_config(folder, **options), tmp_path / "async", at_end,
-                                   checkpoint)
-        alone.iterate()
-        checkpoint = alone.save()
+        trainer = make_async_trainer(async_config(folder, **alone), tmp_path / "async", at_end,
+                                     checkpoint)
+        trainer.iterate()
+        checkpoint = trainer.save()
     with ExitStack() as at_end:
-        trainer = make_async_trainer(
-            async_config(folder, train_model={"num_devices": 2}, **options), tmp_path / "async",
-            at_end, checkpoint)
+        trainer = make_async_trainer(async_config(folder, **two), tmp_path / "async", at_end,
+                                     checkpoint)
         trainer.fit()
+    result = tmp_path / "async" / ("final_adapter" if sections else "final_model")
+    assert {path.suffix for path in result.iterdir()} > {".safetensors", ".json"}
     found = comparable(tmp_path / "async")
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for ours, theirs in zip(found, expected, strict=True):

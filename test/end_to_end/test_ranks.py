@@ -8,12 +8,13 @@ import time
 
 import pytest
 
-from .test_arrangements import PROCESS, TINY, check_run, left_behind
+from .test_arrangements import LORA, PROCESS, TINY, check_run, left_behind
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("vllm")
 
-RUN = (*TINY, PROCESS, "inference_model.weight_sync=transfer", "train.checkpoint_frequency=1")
+RUN = (*TINY, PROCESS, "train.checkpoint_frequency=1")
+TRANSFER = ("inference_model.weight_sync=transfer",)
 TWO = "train_model.num_devices=2"
 
 
@@ -23,22 +24,24 @@ def comparable(rows: list[dict]) -> list[dict]:
              and key != "tokens/per_second"} for row in rows]
 
 
-def test_two_ranks_make_the_updates_of_one_and_each_goes_on_from_the_others_checkpoint(runner):
-    short = "train.total_dialog_turns=64"
-    runner.run(*RUN, short, "hydra.run.dir=outputs/one")
-    runner.run(*RUN, short, TWO, "hydra.run.dir=outputs/two")
+@pytest.mark.parametrize("way", [TRANSFER, LORA], ids=["weights", "adapters"])
+def test_two_ranks_make_the_updates_of_one_and_each_goes_on_from_the_others_checkpoint(runner, way):
+    run, short = (*RUN, *way), "train.total_dialog_turns=64"
+    runner.run(*run, short, "hydra.run.dir=outputs/one")
+    runner.run(*run, short, TWO, "hydra.run.dir=outputs/two")
     one, two = (comparable(check_run(runner, name, iterations=2)) for name in ("one", "two"))
     for ours, theirs in zip(two, one, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
-    runner.run(*RUN, TWO, "resume=outputs/one")  # the third iteration, by another number
-    runner.run(*RUN, "resume=outputs/two")
+    runner.run(*run, TWO, "resume=outputs/one")  # the third iteration, by another number
+    runner.run(*run, "resume=outputs/two")
     one, two = (comparable(check_run(runner, name)) for name in ("one", "two"))
     assert two[-1] == pytest.approx(one[-1], abs=1e-4)
     assert left_behind(runner) == []
 
 
 def test_a_rank_that_is_killed_ends_the_run_which_can_go_on(runner):
-    process = runner.start(*RUN, TWO, "train.total_dialog_turns=32000", "hydra.run.dir=outputs/run")
+    process = runner.start(*RUN, *TRANSFER, TWO, "train.total_dialog_turns=32000",
+                           "hydra.run.dir=outputs/run")
     run_dir = runner.folder / "outputs" / "run"
     deadline = time.monotonic() + 120
     while not (run_dir / "checkpoints" / "step_000002").is_dir():
@@ -54,7 +57,7 @@ def test_a_rank_that_is_killed_ends_the_run_which_can_go_on(runner):
     last = max((run_dir / "checkpoints").iterdir()).name
     turns = 32 * (int(last.removeprefix("step_")) + 1)
     assert f"resumed at iteration {int(last.removeprefix('step_'))}" in runner.run(
-        *RUN, TWO, f"train.total_dialog_turns={turns}", "resume=auto")
+        *RUN, *TRANSFER, TWO, f"train.total_dialog_turns={turns}", "resume=auto")
 
 
 def children(pid: int) -> list[int]:

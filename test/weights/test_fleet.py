@@ -1,0 +1,186 @@
+"""Adapters for all workers: what travels, when it is taken up, and what becomes of it where they
+die."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo.collectors.rollout_worker import RolloutWorker
+from grpo.engines.driver import EngineDriver
+from grpo.engines.handle import EngineError
+from grpo.engines.lora_worker import flat
+from grpo.weights.adapters import adapters, make_lora
+from grpo.weights.fleet import FleetLoRA, ObjectStoreSync
+
+from ..collectors.asynchronous import LocalPool
+from .test_lora_slot import assert_slot_holds, engine, randomise  # noqa: F401
+
+pytest.importorskip("peft")
+
+
+class Worker:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple] = []
+
+    def describe(self) -> dict:
+        return {}
+
+    def load_adapter(self, values, version, mode, timeout) -> None:
+        self.given.append((version, mode))
+        self.values = values
+
+    def load_state(self, values, version, timeout) -> None:
+        self.given.append((version, "between jobs"))
+        self.values = values
+
+    def differing_adapter(self, values, timeout) -> list[str]:
+        return [name for name, value in values.items()
+                if not torch.equal(value, self.values[name])]
+
+
+@pytest.fixture
+def pool():
+    pool = LocalPool(lambda number: Worker(), count=2, max_restarts=1)
+    pool.start()
+    return pool
+
+
+@pytest.fixture
+def model(make_model):
+    model = make_lora(make_model(dtype=torch.float32), r=4, alpha=12)
+    randomise(model)
+    return model
+
+
+def scaled(model) -> dict[str, torch.Tensor]:
+    return flat({name: {"lora_A": adapter.a, "lora_B": 3 * adapter.b}
+                 for name, adapter in adapters(model).items()})
+
+
+def test_workers_have_the_first_adapter_before_the_first_version(model, pool):
+    weights = FleetLoRA(model, pool, pause_mode="wait")
+    weights.start()
+    assert [worker.given for worker in pool.actors] == [[(0, "wait")]] * 2
+    assert weights.version == 0 and weights.differing() == weights.unshared() == []
+
+
+def test_only_the_factors_travel_as_they_are_at_that_moment(model, pool):
+    weights, seen = FleetLoRA(model, pool), []
+    weights.on_publish = seen.append
+    for version in (1, 2):
+        randomise(model)
+        sent = {name: value.clone() for name, value in scaled(model).items()}
+        assert weights.publish() == version == weights.version
+        randomise(model)
+        for worker in pool.actors:
+            assert worker.given[-1] == (version, "keep")
+            assert worker.values.keys() == sent.keys()
+            assert all(torch.equal(worker.values[name], value) for name, value in sent.items())
+    assert seen == [1, 2]
+    assert sorted(weights.differing()) == sorted(sent)
+
+
+def test_a_factor_that_differs_in_one_worker_is_named(model, pool):
+    weights = FleetLoRA(model, pool)
+    weights.publish()
+    pool.actors[1].values = {name: value.clone() for name, value in pool.actors[1].values.items()}
+    name = "model.layers.1.mlp.up_proj.lora_B"
+    pool.actors[1].values[name][0, 0] += 1
+    assert weights.differing() == [name]
+
+
+def test_a_worker_that_takes_a_dead_ones_place_gets_the_present_adapter(model, pool):
+    weights = FleetLoRA(model, pool)
+    weights.publish()
+    pool.kill(0)
+    randomise(model)
+    weights.publish()  # in which the death is noticed
+    assert weights.version == 2 and pool.restarts == 1 and pool.usable == [0, 1]
+    assert pool.actors[0].given == [(2, "keep")] and pool.actors[1].given[-1] == (2, "keep")
+    assert weights.differing() == []
+
+
+def test_a_replaced_worker_alone_is_healed(model, pool):
+    weights = FleetLoRA(model, pool)
+    weights.publish()
+    pool.kill(1)
+    pool.dead[1] = "killed"
+    weights.heal()
+    assert [worker.given for worker in pool.actors] == [[(1, "keep")]] * 2
+    assert weights.differing() == []
+
+
+def test_other_ranks_are_told_to_gather_adapters_or_what_is_trained(model, pool):
+    told = []
+    for way in (FleetLoRA, ObjectStoreSync):
+        weights = way(model, pool)
+        weights.tell = lambda *order: told.append(order)
+        weights.publish()
+    assert told == [("adapters",), ("gather", "trained")]
+
+
+def test_transformers_workers_get_what_is_trained_under_its_own_names(model, pool):
+    ObjectStoreSync(model, pool).publish()
+    params = dict(model.named_parameters())
+    values = pool.actors[0].values
+    assert set(values) == {name for name in params if ".lora_" in name}
+    assert all(torch.equal(value, params[name]) for name, value in values.items())
+
+
+# -- a worker's side -------------------------------------------------------------------------------
+
+
+class Sampler:
+    """An engine without jobs; counts versions."""
+
+    idle, tokens = True, 0
+
+    def __init__(self, events: list) -> None:
+        self.events = events
+
+    def set_version(self, version: int) -> None:
+        self.events.append(("version", version))
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+@pytest.fixture
+def worker(engine):  # noqa: F811
+    """One whose engine notes what is asked of it."""
+    events = []
+    engine.pause = lambda mode, timeout: events.append("pause")
+    engine.resume = lambda timeout: events.append("resume")
+    engine.reset_prefix_cache = lambda timeout: events.append("forget") or engine.idle
+    engine.worker.lora_slot = lambda adapter_id, look=engine.worker.lora_slot: (
+        events.append("slot") or look(adapter_id))
+    worker = RolloutWorker.__new__(RolloutWorker)
+    worker.engine, worker._slot, worker.events = engine, None, events
+    worker.driver = EngineDriver(Sampler(events))
+    yield worker
+    worker.driver.close()
+
+
+def test_an_adapter_is_written_between_two_steps_and_what_was_computed_before_is_forgotten(
+        model, worker):
+    for version in (0, 1, 2):
+        randomise(model)
+        worker.events.clear()
+        worker.load_adapter(scaled(model), version, "keep", 5.0)
+        after = worker.events.index("forget")
+        assert worker.events[0] == "pause" and set(worker.events[1:after]) == {"slot"}
+        assert worker.events[after:] == ["forget", ("version", version), "resume"]
+        assert_slot_holds(worker.engine, model, adapter_id=1)
+        assert worker.differing_adapter(scaled(model), 5.0) == []
+    randomise(model)
+    assert len(worker.differing_adapter(scaled(model), 5.0)) == 28
+
+
+def test_an_engine_that_keeps_old_keys_stays_paused_and_says_so(model, worker):
+    worker.engine.idle = False
+    with pytest.raises(EngineError, match="the adapter of version 3 is there, but the engine ref"):
+        worker.load_adapter(scaled(model), 3, "keep", 5.0)
+    assert "resume" not in worker.events and worker.driver._paused
