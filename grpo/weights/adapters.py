@@ -207,23 +207,16 @@ def _lora_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def adapters_disabled(model: nn.Module) -> Iterator[nn.Module]:
     """Within the context the model computes what it did before it got adapters."""
     layers = [layer for _, layer in _lora_layers(model)]
-    _enable_adapters(layers, False)
+    trained = [(param, param.requires_grad) for layer in layers for param in layer.parameters()]
+    for layer in layers:
+        layer.enable_adapters(False)
     try:
         yield model
     finally:
-        _enable_adapters(layers, True)
-
-
-def _enable_adapters(layers: list[nn.Module], enabled: bool) -> None:
-    """Switch adapters on or off, but not their gradients, which peft switches with them.
-
-    FSDP2 remembers whether a parameter had gradients when it was gathered first.
-    """
-    trained = [(param, param.requires_grad) for layer in layers for param in layer.parameters()]
-    for layer in layers:
-        layer.enable_adapters(enabled)
-    for param, requires_grad in trained:
-        param.requires_grad_(requires_grad)
+        for layer in layers:
+            layer.enable_adapters(True)
+        for param, requires_grad in trained:  # peft switches gradients with the adapters
+            param.requires_grad_(requires_grad)
 
 
 class AdapterDisabledReference:
