@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
 
-from grpo import data
+from grpo import build_async, data
 
 from .asynchronous import LocalRay, async_config, make_async_trainer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-@pytest.fixture(params=["weights", "adapters"])
+@pytest.fixture(params=["weights", "adapters", "adapters, two processes an engine"])
 def configure(request, model_folder, monkeypatch):
     """The configuration of a run of long rows, by options of ``train``."""
     pytest.importorskip("vllm")
     LocalRay(monkeypatch)
     sections = {"optimizer": {"lr": 1e-3}}
-    if request.param == "adapters":
+    if request.param != "weights":
         pytest.importorskip("peft")
         sections = {"train_model": {"lora": {"enabled": True, "r": 4}}, "optimizer": {"lr": 1e-2}}
+    if request.param.endswith("an engine"):
+        whole = build_async.worker_setup  # two devices, of which a configuration says: on GPUs
+        monkeypatch.setattr(build_async, "worker_setup",
+                            lambda *args: replace(whole(*args), tensor_parallel_size=2))
     return lambda **train: async_config(
         model_folder, env={"num_envs": 2, "repeats": 4},
         train={"staleness": 2, "total_dialog_turns": 6 * 8, "eval_frequency": 0, **train},
