@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from torch import nn
 
 from grpo import build_async
 from grpo.config import ConfigError, load_config
 from grpo.config_async import AsyncConfig
+from grpo.weights.fleet import FleetLoRA
 
 from .configs import FOLDER, composed, small
 
@@ -66,6 +68,30 @@ def test_updates_in_flight_need_an_engine_that_can(tmp_path):
     with pytest.raises(ConfigError, match="train.update_at=in_flight: workers with the transf"):
         build_async.build_actor(SimpleNamespace(config=config), None, None,
                                 backend="transformers", at_end=None)
+
+
+LORA = {"lora": {"enabled": True}}
+
+
+@pytest.mark.parametrize("update_at, mode, words", [
+    ("auto", "keep", "adapters alone travel, through Ray's object store, in flight"),
+    ("in_flight", "keep", "adapters alone travel, through Ray's object store, in flight"),
+    ("group_border", "wait", "adapters alone travel, through Ray's object store, between two")])
+def test_adapters_are_taken_up_when_the_run_wants_it(update_at, mode, words):
+    config = load_config(small(train={"update_at": update_at}, train_model=LORA), AsyncConfig)
+    assert config.weight_sync == "lora" and not config.shares_weights
+    weights = build_async._build_weights(config, nn.Linear(1, 1), Pool(), "vllm", None)
+    assert isinstance(weights, FleetLoRA) and weights.pause_mode == mode
+    places = SimpleNamespace(plan=SimpleNamespace(kind="cuda", engines=((1,), (2,))))
+    assert build_async.describe(config, places, backend="vllm")["weights"].startswith(words)
+
+
+def test_the_banner_of_transformers_workers_says_what_travels():
+    places = SimpleNamespace(plan=SimpleNamespace(kind="cpu", engines=((1,),)))
+    lines = [build_async.describe(load_config(small(train_model=model), AsyncConfig), places,
+                                  backend="transformers")["weights"] for model in ({}, LORA)]
+    assert lines[1] == f"adapters alone travel, {lines[0]}"
+    assert lines[0].startswith("through Ray's object store, between two groups; a canary checks")
 
 
 @pytest.mark.parametrize("key, value, read", [
