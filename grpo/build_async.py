@@ -180,9 +180,7 @@ def _gather_team(
             answer(ref, timeout=1.0, who=f"trainer rank {running[ref]}", what="its work")
 
     ranks = Ranks.join(**join, rank=0, device_index=places.trainer[0])
-    at_end.callback(ranks.leave)
-    leader = Leader(ranks, check)
-    return leader
+    return at_end.enter_context(Leader(ranks, check))
 
 
 def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, str]:
