@@ -18,6 +18,7 @@ from grpo.build_engine import Actor, Setup, build_actor, child_environment, star
 from grpo.build_model import load_model, prepare_model
 from grpo.build_objective import build_learner, build_loss
 from grpo.config import Config, ConfigError
+from grpo.config_async import AsyncConfig
 from grpo.engines.handle import InProcessEngine
 from grpo.objectives.scorer import TokenScorer
 from grpo.placement import visible
@@ -26,7 +27,7 @@ from grpo.training.checkpoint import Checkpoint
 from grpo.training.learner import Learner
 from grpo.training.local_ranks import LocalRanks
 from grpo.training.team import Leader, LedLearner, LedScorer, LedTransfer
-from grpo.weights.transfer import WeightTransfer
+from grpo.weights.transfer import Backend, WeightTransfer
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,14 @@ def build_training_actor(
 def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
                 checkpoint: Checkpoint | None) -> TrainingActor:
     config = setup.config
+    others = at_end.enter_context(start_others(setup, devices, checkpoint, transfer="ipc"))
+    # Those load the model meanwhile.
     # Before torch.distributed is joined: vLLM's processes must not inherit the state of ours.
     with _seeing(devices[:1]):
         llm = start_engine_of(setup)
     policy = VLLMPolicy(llm, setup.sampling, version=lambda: weights.version,
                         **setup.policy_options())
     at_end.callback(policy.close)
-    others = at_end.enter_context(_others(setup, devices, checkpoint))
     # On its way to being sharded a model needs none of the GPU's own memory.
     model = load_model(setup.path, config, device=torch.device("cpu"), dtype=setup.dtype)
     prepare_model(model, config)
@@ -126,12 +128,23 @@ def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
     return TrainingActor(model, policy, weights, learner, learner.scorer)
 
 
-def _others(setup: Setup, devices: tuple[int, ...], checkpoint: Checkpoint | None) -> LocalRanks:
-    """The ranks beside this one."""
-    count = setup.config.train_model.ranks
-    order = {"config": setup.config.model_dump(mode="json"), "path": setup.path,
-             "dtype": str(setup.dtype).removeprefix("torch."), "transfer": "ipc",
-             "asynchronous": False, "checkpoint": checkpoint and (
+def start_others(
+    setup: Setup, devices: tuple[int, ...], checkpoint: Checkpoint | None, *,
+    transfer: Backend | None,
+) -> LocalRanks:
+    """The ranks beside this one; they start when the result is entered.
+
+    Args:
+        setup: what trainer and engine agree on.
+        devices: GPUs of all ranks, this one's first; none on a CPU.
+        checkpoint: that the run goes on from.
+        transfer: the backend of a transfer in which all ranks take part, or None.
+    """
+    config = setup.config
+    count = config.train_model.ranks
+    order = {"config": config.model_dump(mode="json"), "path": setup.path,
+             "dtype": str(setup.dtype).removeprefix("torch."), "transfer": transfer,
+             "asynchronous": isinstance(config, AsyncConfig), "checkpoint": checkpoint and (
                  str(checkpoint.folder.absolute()), checkpoint.step)}
     return LocalRanks(
         order, count=count, device_type=setup.device.type, folder=setup.folder, environments=[

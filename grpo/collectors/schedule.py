@@ -112,6 +112,7 @@ class RolloutSchedule:
         self._again: list[Ticket] = []  # given back; before new ones
         self._leases: dict[int, Lease] = {}
         self._ready: list[Finished] = []
+        self._training: list[Finished] = []  # taken since the last update
         self._lease_ids = 0
 
     # -- handing out ---------------------------------------------------------------------------
@@ -207,17 +208,18 @@ class RolloutSchedule:
         self._ready.sort(key=lambda done: (done.version, done.ticket.index))
         batch, self._ready = (self._ready[: self.batch_groups], self._ready[self.batch_groups :])
         self._taken += self.batch_groups
+        self._training += batch
         return sorted(batch, key=lambda done: done.ticket.index)
 
     def publish(self, version: int) -> None:
-        """There are new weights.
+        """There are new weights; what has been taken is in them.
 
         Raises:
             ValueError: if versions go back.
         """
         if version < self.version:
             raise ValueError(f"version={version} is older than {self.version}")
-        self.version = version
+        self.version, self._training = version, []
         self._refuse_old()
 
     def _refuse_old(self) -> None:
@@ -244,12 +246,15 @@ class RolloutSchedule:
                 **{f"async/groups_{name}": float(value) for name, value in self.counts.items()}}
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints: finished groups as they are, unfinished ones as tickets."""
+        """For checkpoints: finished groups as they are, unfinished ones as tickets.
+
+        What has been taken but is in no weights yet is finished.
+        """
         unfinished = sorted([*self._again, *(lease.ticket for lease in self._leases.values())])
         return {"version": self.version, "taken": self._taken, "next": self._next,
                 "unfinished": [[ticket.index, ticket.attempt] for ticket in unfinished],
                 "ready": [[done.ticket.index, done.ticket.attempt, done.version, done.group]
-                          for done in self._ready],
+                          for done in [*self._training, *self._ready]],
                 "counts": dict(self.counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -263,4 +268,4 @@ class RolloutSchedule:
         self._ready = [Finished(Ticket(index, attempt), version, group)
                        for index, attempt, version, group in state["ready"]]
         self.counts = dict.fromkeys(COUNTS, 0) | state["counts"]
-        self._leases = {}
+        self._leases, self._training = {}, []

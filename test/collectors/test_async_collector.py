@@ -14,9 +14,10 @@ from grpo import data
 from grpo.collectors.ray import RolloutsFailed
 from grpo.collectors.reference_worker import ReferenceWorker
 from grpo.engines.ray_engine import WorkersLost
+from grpo.training.checkpoint import list_checkpoints
 
 from ..training.runs import save_tiny
-from .asynchronous import LocalPool, LocalRay, async_config, make_async_trainer
+from .asynchronous import LocalPool, LocalRay, async_config, make_async_trainer, script
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,33 @@ def test_a_worker_that_dies_again_and_again_ends_the_run_with_the_reason(start):
                                                            "ray.max_restarts=1"):
         for _ in range(3):
             trainer.iterate()
+
+
+@pytest.mark.parametrize(("method", "reason", "kept"), [
+    ("load_state", "killed", 0), ("generate", "generate failed", 4)])
+def test_lost_workers_leave_a_checkpoint_of_all_updates_and_of_what_was_not_trained(
+        start, method, reason, kept):
+    """They die in an update of the weights, or fail to continue the canary's prompts."""
+    options = {"train": {"staleness": 1, "eval_frequency": 0},
+               "inference_model": {"num_devices": 1}}
+    trainer = start(ray={"max_restarts": 0}, **options)
+    trainer.iterate()
+    trainer.iterate()
+    pool = trainer.collector.pool
+    pool.intercept[method] = lambda *args: pool.kill(0) if method == "load_state" else 1 / 0
+    with pytest.raises(SystemExit, match=f"{reason}(.|\n)*the run can go on: resume="):
+        script().train(trainer)
+    checkpoint = list_checkpoints(trainer.run_dir)[-1]
+    saved = checkpoint.state()
+    assert saved["step"] == saved["version"] == saved["env"]["version"] == checkpoint.step == 3
+    assert len(saved["env"]["ready"]) >= kept
+
+    resumed = start(checkpoint, **options)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(
+        resumed.model.parameters(), trainer.model.parameters(), strict=True))
+    batch = resumed.collector.collect()
+    assert {row[0] for row in saved["env"]["ready"][:kept]} <= set(batch[data.GROUP_ID].tolist())
+    assert resumed.iterate()["canary/max_abs_diff"] < 1e-4
 
 
 def test_a_resumed_run_keeps_finished_groups_and_generates_the_others_again(start):
