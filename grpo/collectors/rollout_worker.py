@@ -288,7 +288,7 @@ def _start_engine(setup: WorkerSetup, config: Any, sampling: Sampling, options: 
         max_num_seqs=setup.rows, seed=config.train.seed + number,
         enforce_eager=inference.enforce_eager,
         gpu_memory_utilization=inference.gpu_memory_utilization,
-        kv_cache_memory_bytes=inference.kv_cache_memory_bytes, **parallel)
+        kv_cache_memory_bytes=inference.kv_cache_memory_bytes, alone=True, **parallel)
     policy = VLLMPolicy(llm, sampling, **options)
     # Seeds make a run repeatable where its arithmetic is; on a GPU they only cost time.
     return policy, InProcessEngine(llm), VLLMSampler(policy, seeded=setup.device == "cpu")

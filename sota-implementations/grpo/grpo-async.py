@@ -34,6 +34,7 @@ from grpo.build_model import load_model  # noqa: E402
 from grpo.collectors.ray import RolloutsFailed  # noqa: E402
 from grpo.config import load_config  # noqa: E402
 from grpo.config_async import AsyncConfig  # noqa: E402
+from grpo.devices import capacity, check_roles_fit, role_ledgers  # noqa: E402
 from grpo.engines.handle import EngineError  # noqa: E402
 from grpo.engines.ray_engine import WorkersLost  # noqa: E402
 from grpo.evaluation import Evaluator  # noqa: E402
@@ -68,8 +69,15 @@ def build_trainer(
     tokenizer = build.load_tokenizer(start_model)
     prompts = build.build_prompts(config, task, tokenizer, start_model)
 
+    # What it will take, before anything is launched
     console = Console(config.iterations)
     console.info("\n".join(places.plan.table()))
+    memory = role_ledgers(config, places.plan, start_model, device, dtype, backend,
+                          max_model_len=prompts.max_model_len)
+    for role, ledger in memory.items():
+        console.info("\n".join([f"{role}:", *ledger.table(capacity(device))]))
+    check_roles_fit(memory, places.plan, capacity(device))
+
     loggers = make_loggers(
         config.logging.backends, run_dir=run_dir, config=settings,
         project=config.logging.wandb_project or "grpo", name=config.logging.wandb_run_name,
