@@ -194,7 +194,8 @@ def build_collector(
     """The collector, told of each new version of the weights."""
     train, groups = config.train, config.turns_per_batch // config.env.repeats
     schedule = RolloutSchedule(groups, staleness=train.staleness, oversample=train.oversample,
-                               group_deadline=train.group_deadline)
+                               group_deadline=train.group_deadline,
+                               max_rounds=train.max_sampling_rounds)
     collector = RayCollector(
         actor.pool, schedule, actor.policy, heal=actor.weights.heal,
         groups_each=max(1, _rows(config) // config.env.repeats), timeout=train.rollout_timeout,

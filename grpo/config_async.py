@@ -77,9 +77,6 @@ class AsyncConfig(Config):
         if self.train_model.lora.enabled:
             raise ValueError("train_model.lora.enabled=true: grpo-async.py trains all weights; use "
                              "grpo.py for adapters")
-        if self.train.max_sampling_rounds is not None:
-            raise ValueError(f"train.max_sampling_rounds={self.train.max_sampling_rounds} is not "
-                             "read by grpo-async.py; use train.zero_variance_filter")
         reference = self.ref_model
         if not self.needs_reference and (reference.num_devices or reference.devices):
             raise ValueError("ref_model.num_devices and ref_model.devices are not read because "

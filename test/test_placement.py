@@ -49,7 +49,6 @@ def test_each_role_gets_devices_of_its_own(sections, train, reference, engines):
      "ray.address=auto is a cluster"),
     ({"ref_model": {"num_devices": 1}}, "not read because train.kl_to_ref_coeff"),
     ({"inference_model": {"engine": "server"}}, "inference_model.engine=server is not read"),
-    ({"train": {"max_sampling_rounds": 2}}, "train.max_sampling_rounds=2 is not read"),
     ({"train_model": {"lora": {"enabled": True}}}, "train_model.lora.enabled=true"),
 ])
 def test_what_cannot_be_is_an_error_with_the_request(sections, message):

@@ -129,6 +129,23 @@ def test_a_resumed_run_keeps_finished_groups_and_generates_the_others_again(star
     assert resumed.iterate()["policy/age_max"] <= 2
 
 
+def test_batches_are_filled_with_groups_whose_rewards_differ(start):
+    trainer = start(train={"staleness": 1, "max_sampling_rounds": 3},
+                    env={"reward": f"{__name__}:where_odd"})
+    for _ in range(3):
+        metrics = trainer.iterate()
+        assert 1 < metrics["sampling/rounds"] <= 6  # also those generated ahead
+        assert metrics["sampling/informative_fraction"] < 1
+        assert 0 <= metrics["sampling/reward_mean"] <= 1
+    assert metrics["reward/zero_variance_groups"] == 0.0
+    assert metrics["async/groups_filtered"] > 0
+
+
+def where_odd(completion: str, problem) -> float:
+    """Rewards that differ within the groups of some problems only."""
+    return float(sum(map(ord, completion)) % 2) if int(problem.answer) % 2 else 0.0
+
+
 def test_a_group_that_nobody_can_generate_ends_the_run_with_the_error(start):
     trainer = start()
     for worker in trainer.collector.pool.actors:
