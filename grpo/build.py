@@ -252,6 +252,13 @@ def describe(
                f"{config.train.seed}",
         "loss": describe_loss(config),
         **describe_engine(config, device=device, backend=backend),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "device": describe_device(config, device),
         "folder": str(run_dir),
     }
+
+
+def describe_device(config: Config, device: torch.device) -> str:
+    """What the trainer computes on, such as ``2 x NVIDIA H200``."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    ranks = config.train_model.ranks
+    return name if ranks == 1 else f"{ranks} x {name}" if name != "CPU" else f"CPU, {ranks} ranks"

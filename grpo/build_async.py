@@ -18,22 +18,21 @@ from grpo.build import Prompts
 from grpo.build_engine import Actor, Setup
 from grpo.build_model import load_model, prepare_model
 from grpo.build_objective import build_learner, build_loss
+from grpo.build_team import start_others
 from grpo.collectors.ray import RayCollector
 from grpo.collectors.rollout_worker import RolloutWorker, WorkerSetup
 from grpo.collectors.schedule import RolloutSchedule
 from grpo.config import ConfigError
 from grpo.config_async import AsyncConfig
-from grpo.engines.ray_engine import WorkerPool, answer, require_ray
+from grpo.engines.ray_engine import WorkerPool, require_ray
 from grpo.objectives.scorer import TokenScorer
 from grpo.placement import Kind, Places, plan_devices
 from grpo.policies.fleet import FleetPolicy
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.learner import Learner
-from grpo.training.ranks import Ranks
 from grpo.training.team import Leader, LedLearner, LedScorer
 from grpo.weights.fleet import FleetLoRA, FleetSync, FleetTransfer, ObjectStoreSync
 from grpo.weights.transfer import Backend, PauseMode
-from grpo.weights.vllm_transfer import free_port
 
 # Threads of a worker: one reports groups, the others take them and bring weights, or sample for
 # the trainer while groups are sampled.
@@ -123,21 +122,26 @@ def build_actor(
         raise ConfigError("train.update_at=in_flight: workers with the transformers backend take "
                           "new weights between two groups only; set inference_model.backend=vllm, "
                           "or train.update_at=auto")
+    gpus = places.trainer if places.plan.kind == "cuda" else ()
+    lora, transfer = config.train_model.lora.enabled, None
+    if backend == "vllm" and not lora:
+        transfer = "nccl" if gpus else "gloo"
+    others = None
+    if len(places.plan.train) > 1:  # they load the model while the workers start
+        others = at_end.enter_context(start_others(setup, gpus, checkpoint, transfer=transfer))
     pool = WorkerPool(
         _make_worker(setup, prompts, places, backend), count=len(places.plan.engines),
         **_patience(config))
     at_end.callback(pool.close)
     pool.start()
-    alone = len(places.plan.train) == 1
     # On its way to being sharded a model needs none of the GPU's own memory.
-    device = setup.device if alone else torch.device("cpu")
+    device = setup.device if others is None else torch.device("cpu")
     model = load_model(setup.path, config, device=device, dtype=setup.dtype)
     prepare_model(model, config, adapter=setup.adapter)
     loss = build_loss(config, model, setup.tokenizer)
-    lora, transfer = config.train_model.lora.enabled, None
-    if backend == "vllm" and not lora:
-        transfer = "nccl" if places.plan.kind == "cuda" else "gloo"
-    leader = None if alone else _gather_team(setup, places, transfer, at_end, checkpoint)
+    leader = others and at_end.enter_context(Leader(
+        others.meet(device_index=gpus[0] if gpus else None,
+                    start_timeout=config.ray.start_timeout), others.check))
     learner = build_learner(config, loss, leader and leader.ranks)
     weights = _build_weights(config, model, pool, backend, transfer)
     scorer = loss.scorer
@@ -165,37 +169,6 @@ def _build_weights(config: AsyncConfig, model: nn.Module, pool: WorkerPool, back
     return FleetTransfer(
         model, pool, host=_own_address(config), backend=transfer, pause_mode=pause,
         tensor_parallel_size=config.inference_model.tensor_parallel_size)
-
-
-def _gather_team(
-    setup: Setup, places: Places, transfer: Backend | None, at_end: ExitStack,
-    checkpoint: Checkpoint | None,
-) -> Leader:
-    """Start the trainer's other ranks and meet them; this process leads."""
-    import ray
-
-    from grpo.training.rank_worker import TrainerRank
-
-    config, count = setup.config, len(places.plan.train)
-    join = {"device_type": places.plan.kind, "count": count, "timeout": config.ray.start_timeout,
-            "address": f"tcp://{_own_address(config)}:{free_port(_own_address(config))}"}
-    values, dtype = config.model_dump(mode="json"), str(setup.dtype).removeprefix("torch.")
-    known = checkpoint and (str(checkpoint.folder.absolute()), checkpoint.step)
-    actors = [ray.remote(TrainerRank).options(**places.rank(rank)).remote(
-        values, setup.path, dtype, transfer=transfer, checkpoint=known, asynchronous=True,
-        join={**join, "rank": rank, "device_index": 0}) for rank in range(1, count)]
-    for actor in actors:
-        at_end.callback(ray.kill, actor)
-    running = {actor.run.remote(): rank for rank, actor in enumerate(actors, 1)}
-
-    def check() -> None:
-        for ref in ray.wait(list(running), timeout=0)[0]:
-            answer(ref, timeout=1.0, who=f"trainer rank {running[ref]}", what="its work")
-
-    ranks = Ranks.join(**join, rank=0, device_index=places.trainer[0])
-    at_end.callback(ranks.leave)
-    leader = Leader(ranks, check)
-    return leader
 
 
 def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, str]:
@@ -241,7 +214,8 @@ def build_collector(
     """The collector, told of each new version of the weights."""
     train, groups = config.train, config.turns_per_batch // config.env.repeats
     schedule = RolloutSchedule(groups, staleness=train.staleness, oversample=train.oversample,
-                               group_deadline=train.group_deadline)
+                               group_deadline=train.group_deadline,
+                               max_rounds=train.max_sampling_rounds)
     collector = RayCollector(
         actor.pool, schedule, actor.policy, heal=actor.weights.heal,
         groups_each=max(1, _rows(config) // config.env.repeats), timeout=train.rollout_timeout,

@@ -18,6 +18,7 @@ from grpo.build_engine import Actor, Setup, build_actor, child_environment, star
 from grpo.build_model import load_model, prepare_model
 from grpo.build_objective import build_learner, build_loss
 from grpo.config import Config, ConfigError
+from grpo.config_async import AsyncConfig
 from grpo.engines.handle import InProcessEngine
 from grpo.objectives.scorer import TokenScorer
 from grpo.placement import visible
@@ -29,7 +30,7 @@ from grpo.training.team import Leader, LedLearner, LedScorer, LedTransfer
 from grpo.weights import WeightSync
 from grpo.weights.lora import LoRASync
 from grpo.weights.lora_slot import lora_request
-from grpo.weights.transfer import WeightTransfer
+from grpo.weights.transfer import Backend, WeightTransfer
 
 
 @dataclass(frozen=True)
@@ -110,22 +111,22 @@ def build_training_actor(
 
 def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
                 checkpoint: Checkpoint | None) -> TrainingActor:
-    config = setup.config
+    config, lora = setup.config, setup.config.train_model.lora.enabled
+    others = at_end.enter_context(
+        start_others(setup, devices, checkpoint, transfer=None if lora else "ipc"))
+    # Those load the model meanwhile.
     # Before torch.distributed is joined: vLLM's processes must not inherit the state of ours.
     with _seeing(devices[:1]):
         llm = start_engine_of(setup)
-    lora = config.train_model.lora.enabled
     policy = VLLMPolicy(llm, setup.sampling, version=lambda: weights.version,
                         lora_request=lora_request() if lora else None, **setup.policy_options())
     at_end.callback(policy.close)
-    others = at_end.enter_context(_others(setup, devices, checkpoint))
     # On its way to being sharded a model needs none of the GPU's own memory.
     model = load_model(setup.path, config, device=torch.device("cpu"), dtype=setup.dtype)
     prepare_model(model, config, adapter=setup.adapter)
     loss = build_loss(config, model, setup.tokenizer)
     ranks = others.meet(device_index=devices[0] if devices else None)
-    at_end.callback(ranks.leave)
-    leader = Leader(ranks, others.check)
+    leader = at_end.enter_context(Leader(ranks, others.check))
     learner = LedLearner(build_learner(config, loss, leader.ranks), leader)
     engine = InProcessEngine(llm)
     weights: WeightSync = LoRASync(model, engine, tell=leader.tell) if lora else LedTransfer(
@@ -133,13 +134,23 @@ def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
     return TrainingActor(model, policy, weights, learner, learner.scorer)
 
 
-def _others(setup: Setup, devices: tuple[int, ...], checkpoint: Checkpoint | None) -> LocalRanks:
-    """The ranks beside this one."""
-    train = setup.config.train_model
-    count, lora = train.ranks, train.lora.enabled
-    order = {"config": setup.config.model_dump(mode="json"), "path": setup.path,
-             "dtype": str(setup.dtype).removeprefix("torch."), "transfer": None if lora else "ipc",
-             "asynchronous": False, "checkpoint": checkpoint and (
+def start_others(
+    setup: Setup, devices: tuple[int, ...], checkpoint: Checkpoint | None, *,
+    transfer: Backend | None,
+) -> LocalRanks:
+    """The ranks beside this one; they start when the result is entered.
+
+    Args:
+        setup: what trainer and engine agree on.
+        devices: GPUs of all ranks, this one's first; none on a CPU.
+        checkpoint: that the run goes on from.
+        transfer: the backend of a transfer in which all ranks take part, or None.
+    """
+    config = setup.config
+    count = config.train_model.ranks
+    order = {"config": config.model_dump(mode="json"), "path": setup.path,
+             "dtype": str(setup.dtype).removeprefix("torch."), "transfer": transfer,
+             "asynchronous": isinstance(config, AsyncConfig), "checkpoint": checkpoint and (
                  str(checkpoint.folder.absolute()), checkpoint.step)}
     return LocalRanks(
         order, count=count, device_type=setup.device.type, folder=setup.folder, environments=[

@@ -74,9 +74,6 @@ class AsyncConfig(Config):
             if (value := getattr(inference, key)) != unread:
                 raise ValueError(f"inference_model.{key}={value} is not read by grpo-async.py, "
                                  "whose engines are its own workers; remove it")
-        if self.train.max_sampling_rounds is not None:
-            raise ValueError(f"train.max_sampling_rounds={self.train.max_sampling_rounds} is not "
-                             "read by grpo-async.py; use train.zero_variance_filter")
         reference = self.ref_model
         if not self.needs_reference and (reference.num_devices or reference.devices):
             raise ValueError("ref_model.num_devices and ref_model.devices are not read because "

@@ -3,6 +3,8 @@
     ledger = run_ledger(config, model_path, device, dtype, backend, max_model_len=...)
     print("\n".join(ledger.table(capacity(device))))
     check_fits(ledger, capacity(device))  # grpo.ledger
+
+Where trainer, engines and reference have devices of their own: :func:`role_ledgers`.
 """
 
 from __future__ import annotations
@@ -15,11 +17,21 @@ from pathlib import Path
 import torch
 
 from grpo.config import Config
+from grpo.config_async import AsyncConfig
 from grpo.config_model import LORA_SLOTS
 from grpo.engines.inprocess import engine_lora_rank, kv_cache_bytes
-from grpo.ledger import Ledger, MemoryPlan, Sharing, engine_bytes, memory_ledger
+from grpo.ledger import Ledger, Row, check_fits, human
 from grpo.memory import Head, LoRA, ModelShape
+from grpo.memory_plan import (
+    MemoryPlan,
+    Sharing,
+    engine_bytes,
+    engine_ledger,
+    memory_ledger,
+    reference_ledger,
+)
 from grpo.objectives.registry import get_objective
+from grpo.placement import DevicePlan
 from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH
 
 
@@ -42,17 +54,81 @@ def run_ledger(
         ValueError: if ``max_model_len`` is None and neither the configuration nor the model says,
             and for adapters of layers that the model does not have.
     """
+    return memory_ledger(_memory_plan(config, model_path, device, dtype, backend, max_model_len,
+                                      sharing=_sharing(config, backend == "vllm")))
+
+
+def role_ledgers(
+    config: AsyncConfig, places: DevicePlan, model_path: str, device: torch.device,
+    dtype: torch.dtype, backend: str, *, max_model_len: int | None = None,
+) -> dict[str, Ledger]:
+    """The ledgers of a device that trains, one that generates and one that holds the reference.
+
+    Args:
+        config: of an asynchronous run.
+        places: who computes where.
+        model_path: see :func:`run_ledger`, as for the others.
+        device: of the trainer; the others are taken to be like it.
+        dtype: of the weights.
+        backend: ``"vllm"`` or ``"transformers"``.
+        max_model_len: prompt plus response in tokens.
+
+    Returns:
+        By role: ``train``, ``engine`` and, where it has a device of its own, ``reference``.
+
+    Raises:
+        ValueError: see :func:`run_ledger`.
+    """
+    shared = (config, model_path, device, dtype, backend, max_model_len)
+    trainer = _memory_plan(*shared, sharing="apart")
+    engine = _memory_plan(*shared, sharing="two_copies", alone=True)
+    ledgers = {}
+    if places.reference:
+        reference = next(size for name, size in trainer.frozen if name == "reference")
+        trainer = replace(trainer, frozen=tuple(
+            model for model in trainer.frozen if model[0] != "reference"))
+        ledgers["reference"] = reference_ledger(trainer, reference)
+    return {"train": memory_ledger(trainer),
+            "engine": engine_ledger(engine, devices=config.inference_model.tensor_parallel_size),
+            **ledgers}
+
+
+def check_roles_fit(ledgers: dict[str, Ledger], places: DevicePlan, capacity: int) -> None:
+    """Refuse a run of which a role does not fit on its device, or on a CPU all do not together.
+
+    Args:
+        ledgers: from :func:`role_ledgers`.
+        places: who computes where.
+        capacity: bytes of a device.
+
+    Raises:
+        DoesNotFitError: naming the role, its greatest rows and what would help by how much.
+    """
+    if places.kind == "cuda":
+        for role, ledger in ledgers.items():
+            check_fits(ledger, capacity, who=f"{role}: a device of it")
+        return
+    counts = {"train": 1, "engine": len(places.engines), "reference": len(places.reference)}
+    rows = [Row(f"{role}s" if counts[role] > 1 else role, counts[role] * ledger.total,
+                f"{counts[role]} x {human(ledger.total)}") for role, ledger in ledgers.items()]
+    check_fits(Ledger(tuple(rows)), capacity)
+
+
+def _memory_plan(
+    config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str,
+    max_model_len: int | None, *, sharing: Sharing, alone: bool = False,
+) -> MemoryPlan:
     shape, lora = ModelShape.of(model_path), _lora(config)
     row = max_model_len or _longest_row(config, shape)
     if config.train_model.compile:
         row = -(-row // 64) * 64
     in_engine = backend == "vllm"
-    rows = config.env.num_envs * config.env.repeats
+    rows = config.turns_per_batch if alone else config.env.num_envs * config.env.repeats
     plan = MemoryPlan(
         shape=shape, dtype=dtype, device=device.type, row_tokens=row,
         # On a CPU the ranks share one memory, and have all of the model in it together.
         ranks=config.train_model.ranks if device.type == "cuda" else 1,
-        tokens=_micro_batch_tokens(config, row), sharing=_sharing(config, in_engine),
+        tokens=_micro_batch_tokens(config, row), sharing=sharing,
         in_engine=in_engine,
         cuda_graphs=not config.inference_model.enforce_eager, generated_rows=rows,
         prompt_tokens=max(1, row - config.max_tokens), frozen=tuple(_frozen(config, shape, lora)),
@@ -63,7 +139,7 @@ def run_ledger(
         optimizer=config.optimizer.name,
         trained_layers=config.train_model.layer_indices and tuple(config.train_model.layer_indices),
         **_slots(config, lora, in_engine), pieces=config.train.gradient_accumulation_steps)
-    return memory_ledger(_with_kv_cache(plan, config, model_path, device))
+    return _with_kv_cache(plan, config, model_path, device, alone=alone)
 
 
 def _sharing(config: Config, in_engine: bool) -> Sharing:
@@ -129,7 +205,7 @@ def _head(config: Config, shape: ModelShape) -> Head:
 
 
 def _with_kv_cache(
-    plan: MemoryPlan, config: Config, model_path: str, device: torch.device
+    plan: MemoryPlan, config: Config, model_path: str, device: torch.device, *, alone: bool
 ) -> MemoryPlan:
     """The plan with the KV cache that :func:`grpo.engines.inprocess.start_engine` will take."""
     inference, per_token = config.inference_model, plan.shape.kv_bytes_per_token(plan.dtype)
@@ -143,7 +219,8 @@ def _with_kv_cache(
         engine = int(inference.gpu_memory_utilization * capacity(device))
         return replace(plan, kv_cache_bytes=max(0, engine - engine_bytes(plan)))
     return replace(plan, kv_cache_bytes=inference.kv_cache_memory_bytes or kv_cache_bytes(
-        model_path, rows=rows, tokens=plan.row_tokens, dtype=plan.dtype, device=device))
+        model_path, rows=rows, tokens=plan.row_tokens, dtype=plan.dtype, device=device,
+        devices=getattr(inference, "tensor_parallel_size", 1), alone=alone))
 
 
 # -- the device -----------------------------------------------------------------------------------

@@ -193,14 +193,6 @@ class Places:
         """Ray's options for the actor of an engine."""
         return self._options(self.plan.engines[number], 1 + number)
 
-    def rank(self, number: int) -> dict[str, Any]:
-        """Ray's options for the actor of a rank of the trainer, which the first one is not."""
-        if self.plan.kind == "cpu":
-            return {"num_cpus": 1}
-        # On a cluster the trainer's GPUs are those of this machine that are held for it.
-        here = {} if self._group is None else {"resources": {self._here(): 0.001}}
-        return {"num_cpus": 0, **here, **_sees((self.trainer[number],))}
-
     def reference(self) -> dict[str, Any]:
         """Ray's options for the actor of the reference model."""
         return self._options(self.plan.reference, 1 + len(self.plan.engines))

@@ -12,6 +12,7 @@ from torch import nn
 from grpo import build_async
 from grpo.config import ConfigError, load_config
 from grpo.config_async import AsyncConfig
+from grpo.placement import DevicePlan
 from grpo.weights.fleet import FleetLoRA
 
 from .configs import FOLDER, composed, small
@@ -53,6 +54,7 @@ class Pool:
     ("staleness", 3, lambda c: c.schedule.staleness),
     ("group_deadline", 7.0, lambda c: c.schedule.group_deadline),
     ("oversample", 0.5, lambda c: c.schedule.extra / c.schedule.batch_groups),
+    ("max_sampling_rounds", 3, lambda c: c.schedule.max_rounds),
     ("rollout_timeout", 9.0, lambda c: c.timeout)])
 def test_keys_of_the_schedule_are_read(key, value, read):
     config = load_config(small(train={"total_dialog_turns": 40, key: value}), AsyncConfig)
@@ -109,7 +111,7 @@ def test_keys_of_ray_are_read(key, value, read, monkeypatch):
     monkeypatch.setattr(build_async, "WorkerPool", Built)
     monkeypatch.setattr(build_async, "_make_worker", lambda *args: None)
     config = load_config(small(ray={key: value}), AsyncConfig)
-    places = SimpleNamespace(plan=SimpleNamespace(engines=((1,),)))
+    places = SimpleNamespace(plan=DevicePlan("cpu", (0,), (), ((1,),)))
     with pytest.raises(Stop), ExitStack() as at_end:
         build_async.build_actor(SimpleNamespace(config=config), None, places,
                                 backend="transformers", at_end=at_end)

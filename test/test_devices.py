@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ from tensordict import TensorDict
 
 from grpo import data, devices
 from grpo.config import Config, load_config
-from grpo.devices import capacity, cgroup_limits, run_ledger
+from grpo.config_async import AsyncConfig
+from grpo.devices import capacity, cgroup_limits, check_roles_fit, role_ledgers, run_ledger
 from grpo.engines.inprocess import kv_cache_bytes
-from grpo.ledger import GIB, PHASES, Ledger
+from grpo.ledger import GIB, PHASES, DoesNotFitError, Ledger
 from grpo.memory import LoRA, ModelShape
+from grpo.placement import DevicePlan
 
 from .configs import small
 from .memory_probe import family
@@ -141,6 +145,65 @@ def test_weights_that_are_copied_are_held_twice(folder, inference, two):
     assert ("engine" in {row.name for row in ledger.rows}) == two
     if two:
         assert row(ledger, "engine").bytes == row(ledger, "weights").bytes
+
+
+def placed(**changes) -> AsyncConfig:
+    changes["inference_model"] = {"backend": "vllm", "max_tokens": 24,
+                                  **changes.get("inference_model", {})}
+    return load_config(small(model={"name": "some/model"}, **changes), AsyncConfig)
+
+
+def roles_of(config: AsyncConfig, places: DevicePlan, folder: str, **options) -> dict[str, Ledger]:
+    options = {"device": CPU, "dtype": torch.float32, "max_model_len": 64, **options}
+    return role_ledgers(config, places, folder, options.pop("device"), options.pop("dtype"),
+                        config.inference_model.backend, **options)
+
+
+def test_each_role_holds_what_is_on_its_device(folder, larger_folder):
+    config = placed(train={"kl_to_ref_coeff": 0.1}, ref_model={"name": larger_folder})
+    apart = roles_of(config, DevicePlan("cpu", (0,), (1,), ((2,),)), folder)
+    beside = roles_of(config, DevicePlan("cpu", (0,), (), ((1,),)), folder)
+    parameters, larger = (ModelShape.of(path).parameters * 4 for path in (folder, larger_folder))
+    assert row(apart["reference"], "reference").bytes == larger
+    assert row(beside["train"], "reference").bytes == larger and "reference" not in beside
+    assert {"weights", "moments", "activations"} <= {r.name for r in apart["train"].rows}
+    assert not {"KV cache", "generation", "engine", "reference"} & {
+        r.name for r in apart["train"].rows}
+    assert [r.name for r in apart["engine"].rows] == [
+        "weights", "KV cache", "generation", "reserve"]
+    assert row(apart["engine"], "weights").bytes == parameters
+
+
+def test_an_engine_on_its_own_gpu_may_fill_it_and_divides_weights_and_heads(folder, monkeypatch):
+    gpu = SimpleNamespace(total_memory=400 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    rows = {"env": {"num_envs": 512, "repeats": 8}, "train": {"total_dialog_turns": 8192}}
+    config = placed(**rows, inference_model={"num_devices": 2, "tensor_parallel_size": 2})
+    two = roles_of(config, DevicePlan("cuda", (0,), (), ((1, 2),)), folder, device=CUDA,
+                   max_model_len=512)["engine"]
+    one = roles_of(placed(**rows), DevicePlan("cuda", (0,), (), ((1,),)), folder, device=CUDA,
+                   max_model_len=512)["engine"]
+    assert row(two, "weights").bytes == row(one, "weights").bytes // 2
+    # As the worker asks for it; 1024 rows are the most that an engine takes at a time.
+    wanted = kv_cache_bytes(folder, rows=1024, tokens=512, dtype=torch.float32, device=CUDA,
+                            alone=True)
+    assert row(one, "KV cache").bytes == wanted > 0.4 * gpu.total_memory
+    assert row(two, "KV cache").bytes == wanted // 2
+    assert one.savings and all(saving.bytes > 0 for saving in one.savings)
+
+
+def test_a_role_that_does_not_fit_is_named_and_on_a_cpu_all_share_one_memory(folder):
+    config, plan = placed(), DevicePlan("cpu", (0,), (), ((1,), (2,)))
+    ledgers = roles_of(config, plan, folder)
+    together = ledgers["train"].total + 2 * ledgers["engine"].total
+    check_roles_fit(ledgers, plan, together)
+    with pytest.raises(DoesNotFitError, match="this run needs .*engines .* train "):
+        check_roles_fit(ledgers, plan, together - 1)
+    on_gpus = replace(plan, kind="cuda")
+    greatest = max(ledger.total for ledger in ledgers.values())
+    check_roles_fit(ledgers, on_gpus, greatest)
+    with pytest.raises(DoesNotFitError, match="(train|engine): a device of it needs"):
+        check_roles_fit(ledgers, on_gpus, greatest - 1)
 
 
 def test_on_gpus_the_ledger_is_that_of_one_of_several_training_devices(folder, monkeypatch):

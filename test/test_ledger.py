@@ -15,13 +15,12 @@ from grpo.ledger import (
     PHASES,
     DoesNotFitError,
     Ledger,
-    MemoryPlan,
     Row,
     Saving,
     check_fits,
-    memory_ledger,
 )
 from grpo.memory import LoRA, ModelShape
+from grpo.memory_plan import MemoryPlan, memory_ledger
 from grpo.training.optim import MasterAdamW
 
 from .memory_probe import AllocationTracker, family, real_model

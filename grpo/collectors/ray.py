@@ -14,6 +14,7 @@ from grpo import data
 from grpo.collectors.schedule import Finished, RolloutSchedule
 from grpo.engines.handle import EngineError
 from grpo.engines.ray_engine import Call, WorkerPool, WorkersLost
+from grpo.objectives.shaping import informative_groups
 from grpo.policies.base import Policy
 
 # Seconds: of a worker's wait for a finished group; of a look for what nobody reports.
@@ -69,6 +70,7 @@ class RayCollector:
         self._stopped = False
         self._error: str | None = None
         self._late: dict[int, int] = {}  # life -> groups it was late with, since its last good one
+        self._rewards: list[float] = []  # of all that was finished since the last batch
         self._latest: dict[int, Any] = {}  # worker -> its last report
         self._before: dict[int, Any] = {}  # worker -> that of the last batch
 
@@ -218,7 +220,11 @@ class RayCollector:
     def _finish(self, lease: int, group: TensorDictBase) -> None:
         # A worker may have weights that are still on their way to others.
         version = min(int(group[data.POLICY_VERSION].min()), self.schedule.version)
-        self.schedule.finish(lease, group, version=version)
+        if self.schedule.max_rounds is None:
+            self.schedule.finish(lease, group, version=version)
+        elif self.schedule.finish(lease, group, version=version, rank=_rank(group)):
+            valid_B = ~group[data.REWARD_ERROR].flatten()
+            self._rewards += group[data.REWARD].flatten()[valid_B].tolist()
 
     def _receive_scores(self) -> None:
         """Let the reference model score what has come, while the trainer trains."""
@@ -279,6 +285,13 @@ class RayCollector:
         with self._changed:
             metrics, latest = self.schedule.metrics(), dict(self._latest)
             version = self.schedule.version
+            rewards, self._rewards = self._rewards, []
+        if self.schedule.max_rounds is not None:
+            generated, useful = self.schedule.generated, sum(not done.rank for done in batch)
+            metrics["sampling/rounds"] = generated / self.schedule.batch_groups
+            metrics["sampling/informative_fraction"] = useful / generated
+            if rewards:  # none, where a checkpoint had all of the batch
+                metrics["sampling/reward_mean"] = sum(rewards) / len(rewards)
         for age in range(self.schedule.staleness + 1):
             share = sum(version - done.version == age for done in batch) / len(batch)
             metrics[f"async/age_{age}"] = share
@@ -295,3 +308,10 @@ class RayCollector:
         metrics["async/restarts"] = float(self.pool.restarts)
         self._before, self.metrics = latest, metrics
 
+
+def _rank(group: TensorDictBase) -> int:
+    """0: its rewards differ, so it teaches; 1: they do not; 2: it has none."""
+    valid_B = ~group[data.REWARD_ERROR].flatten()
+    useful_B = informative_groups(group[data.REWARD].flatten(), group[data.GROUP_ID].flatten(),
+                                  valid_B)
+    return 0 if useful_B.any() else 1 if valid_B.any() else 2

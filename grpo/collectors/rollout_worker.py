@@ -333,7 +333,7 @@ def _start_engine(setup: WorkerSetup, config: Any, sampling: Sampling, options: 
         max_num_seqs=setup.rows, seed=config.train.seed + number,
         enforce_eager=inference.enforce_eager,
         gpu_memory_utilization=inference.gpu_memory_utilization,
-        kv_cache_memory_bytes=inference.kv_cache_memory_bytes,
+        kv_cache_memory_bytes=inference.kv_cache_memory_bytes, alone=True,
         max_lora_rank=lora.r if lora.enabled else None, **parallel)
     policy = VLLMPolicy(llm, sampling, lora_request=lora_request() if lora.enabled else None,
                         **options)

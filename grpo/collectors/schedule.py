@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-COUNTS = ("finished", "too_old", "expired", "failed", "lost", "dropped", "late")
+COUNTS = ("finished", "too_old", "expired", "failed", "lost", "dropped", "late", "filtered")
 
 
 @dataclass(frozen=True, order=True)
@@ -48,11 +48,14 @@ class Finished:
         ticket: what it is.
         version: number of weight updates before its oldest token.
         group: the rows, of any type.
+        rank: 0 for a group to train on; others fill a batch only where ``max_rounds`` did not
+            suffice, the least first.
     """
 
     ticket: Ticket
     version: int
     group: Any = field(repr=False)
+    rank: int = 0
 
 
 class RolloutSchedule:
@@ -66,13 +69,18 @@ class RolloutSchedule:
         oversample: share of groups started beyond those a batch needs, so that it need not wait
             for its slowest ones. What is left over serves the next batch if it is fresh enough,
             and is generated again if not.
+        max_rounds: sample dynamically (DAPO, arXiv:2503.14476, sec. 3.2): only groups of rank 0
+            make a batch, and others are started in place of the rest, until so many times the
+            groups of a batch were generated for it. None: every group is used.
         max_attempts: a group that expired or got too old so often is dropped.
 
     Attributes:
         version: weight updates so far; :meth:`publish` sets it.
         counts: groups ``finished``; ``too_old`` when a batch was to be taken; ``expired`` at their
-            deadline; ``failed`` in a worker; ``lost`` with a worker; ``dropped`` for good; and
-            answers that came ``late``, after their lease had ended.
+            deadline; ``failed`` in a worker; ``lost`` with a worker; ``dropped`` for good;
+            answers that came ``late``, after their lease had ended; and, with ``max_rounds``, those
+            ``filtered`` out.
+        generated: groups that the last batch took, with those that were filtered out for it.
 
     Raises:
         ValueError: for an option out of range.
@@ -93,7 +101,7 @@ class RolloutSchedule:
 
     def __init__(
         self, batch_groups: int, *, staleness: int, group_deadline: float | None = None,
-        oversample: float = 0.0, max_attempts: int = 3,
+        oversample: float = 0.0, max_rounds: int | None = None, max_attempts: int = 3,
     ) -> None:
         for name, value, least in (("batch_groups", batch_groups, 1), ("staleness", staleness, 0),
                                    ("oversample", oversample, 0),
@@ -105,6 +113,7 @@ class RolloutSchedule:
         self.batch_groups, self.staleness = batch_groups, staleness
         self.group_deadline, self.max_attempts = group_deadline, max_attempts
         self.extra = round(oversample * batch_groups)
+        self.max_rounds, self.generated = max_rounds, 0
         self.version = 0
         self.counts = dict.fromkeys(COUNTS, 0)
         self._taken = 0  # groups handed to the trainer
@@ -112,6 +121,8 @@ class RolloutSchedule:
         self._again: list[Ticket] = []  # given back; before new ones
         self._leases: dict[int, Lease] = {}
         self._ready: list[Finished] = []
+        self._spare: list[Finished] = []  # of another rank than 0, with max_rounds
+        self._training: list[Finished] = []  # taken since the last update
         self._lease_ids = 0
 
     # -- handing out ---------------------------------------------------------------------------
@@ -133,7 +144,10 @@ class RolloutSchedule:
     def admits(self) -> bool:
         """Whether one more group may be started and still be fresh when its turn comes."""
         wanted = (self.version + 1 + self.staleness) * self.batch_groups - self._taken
-        return wanted > 0 and self.running + self.ready < wanted + self.extra
+        if wanted <= 0 or self.running + self.ready >= wanted + self.extra:
+            return False
+        return self.max_rounds is None or (
+            self.running + self.ready + len(self._spare) < self.max_rounds * wanted + self.extra)
 
     def lease(self, *, worker: int, now: float) -> Lease | None:
         """Give a worker the next group; None while no group may be started."""
@@ -151,7 +165,7 @@ class RolloutSchedule:
 
     # -- taking back ---------------------------------------------------------------------------
 
-    def finish(self, lease_id: int, group: Any, *, version: int) -> bool:
+    def finish(self, lease_id: int, group: Any, *, version: int, rank: int = 0) -> bool:
         """A worker has finished a group; False if its lease had ended, and the group is ignored.
 
         Raises:
@@ -165,7 +179,8 @@ class RolloutSchedule:
             self.counts["late"] += 1
             return False
         self.counts["finished"] += 1
-        self._ready.append(Finished(lease.ticket, version, group))
+        done = Finished(lease.ticket, version, group, 0 if self.max_rounds is None else rank)
+        (self._spare if done.rank else self._ready).append(done)
         return True
 
     def fail(self, lease_id: int) -> None:
@@ -203,21 +218,29 @@ class RolloutSchedule:
         """
         self._refuse_old()
         if len(self._ready) < self.batch_groups:
-            return None
-        self._ready.sort(key=lambda done: (done.version, done.ticket.index))
-        batch, self._ready = (self._ready[: self.batch_groups], self._ready[self.batch_groups :])
+            rounds = self.max_rounds
+            if rounds is None or self.ready + len(self._spare) < rounds * self.batch_groups:
+                return None
+        found = sorted([*self._ready, *self._spare],
+                       key=lambda done: (done.rank, done.version, done.ticket.index))
+        batch, left = found[: self.batch_groups], found[self.batch_groups :]
+        self._ready, self._spare = [done for done in left if not done.rank], []
+        filtered = len(left) - len(self._ready)
+        self.counts["filtered"] += filtered
+        self.generated = len(batch) + filtered
         self._taken += self.batch_groups
+        self._training += batch
         return sorted(batch, key=lambda done: done.ticket.index)
 
     def publish(self, version: int) -> None:
-        """There are new weights.
+        """There are new weights; what has been taken is in them.
 
         Raises:
             ValueError: if versions go back.
         """
         if version < self.version:
             raise ValueError(f"version={version} is older than {self.version}")
-        self.version = version
+        self.version, self._training = version, []
         self._refuse_old()
 
     def _refuse_old(self) -> None:
@@ -227,6 +250,9 @@ class RolloutSchedule:
         self.counts["too_old"] += len(old)
         for done in old:
             self._retry(done.ticket)
+        fresh = [done for done in self._spare if done.version >= oldest]
+        self.counts["filtered"] += len(self._spare) - len(fresh)
+        self._spare = fresh
 
     def _retry(self, ticket: Ticket) -> None:
         if ticket.attempt + 1 < self.max_attempts:
@@ -244,12 +270,15 @@ class RolloutSchedule:
                 **{f"async/groups_{name}": float(value) for name, value in self.counts.items()}}
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints: finished groups as they are, unfinished ones as tickets."""
+        """For checkpoints: finished groups as they are, unfinished ones as tickets.
+
+        What has been taken but is in no weights yet is finished.
+        """
         unfinished = sorted([*self._again, *(lease.ticket for lease in self._leases.values())])
         return {"version": self.version, "taken": self._taken, "next": self._next,
                 "unfinished": [[ticket.index, ticket.attempt] for ticket in unfinished],
-                "ready": [[done.ticket.index, done.ticket.attempt, done.version, done.group]
-                          for done in self._ready],
+                "ready": [[done.ticket.index, done.ticket.attempt, done.version, done.rank,
+                           done.group] for done in [*self._training, *self._ready, *self._spare]],
                 "counts": dict(self.counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -260,7 +289,9 @@ class RolloutSchedule:
         self.version, self._next = state["version"], state["next"]
         self._taken = self.version * self.batch_groups
         self._again = [Ticket(*ticket) for ticket in state["unfinished"]]
-        self._ready = [Finished(Ticket(index, attempt), version, group)
-                       for index, attempt, version, group in state["ready"]]
+        done = [Finished(Ticket(index, attempt), version, group, rank)
+                for index, attempt, version, rank, group in state["ready"]]
+        self._ready = [group for group in done if not group.rank]
+        self._spare = [group for group in done if group.rank]
         self.counts = dict.fromkeys(COUNTS, 0) | state["counts"]
-        self._leases = {}
+        self._leases, self._training = {}, []

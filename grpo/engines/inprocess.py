@@ -12,6 +12,7 @@ from torch import nn
 
 from grpo.engines.lifecycle import remember, starting, stop_engine
 from grpo.engines.shared_loader import LOAD_FORMAT, check_handover, register_shared_loader
+from grpo.memory import ModelShape
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -24,6 +25,8 @@ _BLOCK = {"cuda": 16, "cpu": 128}
 # The least it can start with, and the greatest share of the memory that we take unasked.
 _LEAST_FREE_SHARE = 0.05
 _MIN_KV_CACHE_BYTES, _MAX_KV_CACHE_SHARE = 64 << 20, 0.4
+# The greatest share that weights and cache take together where nothing else is on the device.
+_MAX_SHARE_ALONE = 0.85
 _WORKER = "grpo.engines.worker.WeightWorker"
 # Ranks that vLLM has kernels for.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -45,6 +48,7 @@ def start_engine(
     enforce_eager: bool | None = None,
     gpu_memory_utilization: float | None = None,
     kv_cache_memory_bytes: int | None = None,
+    alone: bool = False,
     enable_prefix_caching: bool = True,
     separate_process: bool = False,
     tensor_parallel_size: int = 1,
@@ -73,6 +77,7 @@ def start_engine(
         kv_cache_memory_bytes: size of the KV cache. Without either of the two it is what
             ``max_num_seqs`` rows of ``max_model_len`` tokens need, at most 40 % of the memory:
             the rest is the trainer's. With less, rows wait for each other and nothing breaks.
+        alone: the engine has its devices to itself, so that the cache may take what weights leave.
         enable_prefix_caching: share the prompt's KV cache between the members of a group.
         separate_process: run the model in a process of its own, with the methods of
             :mod:`grpo.engines.worker`; see :class:`~grpo.engines.handle.InProcessEngine`.
@@ -130,7 +135,8 @@ def start_engine(
         options["gpu_memory_utilization"] = gpu_memory_utilization
     else:
         options["kv_cache_memory_bytes"] = kv_cache_memory_bytes or kv_cache_bytes(
-            model_path, rows=max_num_seqs, tokens=max_model_len, dtype=dtype, device=device)
+            model_path, rows=max_num_seqs, tokens=max_model_len, dtype=dtype, device=device,
+            devices=tensor_parallel_size, alone=alone)
         if device.type == "cuda":
             # Not read for the size of the cache then, but vLLM refuses to start unless this share
             # of the GPU is free, 0.9 by default.
@@ -155,11 +161,13 @@ def start_engine(
 
 
 def kv_cache_bytes(
-    model_path: str, *, rows: int, tokens: int, dtype: torch.dtype, device: torch.device
+    model_path: str, *, rows: int, tokens: int, dtype: torch.dtype, device: torch.device,
+    devices: int = 1, alone: bool = False,
 ) -> int:
-    """Memory for the keys and values of ``rows`` sequences of ``tokens`` tokens.
+    """Memory of a device for the keys and values of ``rows`` sequences of ``tokens`` tokens.
 
-    A token has two vectors of ``num_key_value_heads * head_dim`` values in every layer.
+    A token has two vectors of ``num_key_value_heads * head_dim`` values in every layer; the heads
+    are divided over the ``devices`` of an engine, and a device has at least one.
     """
     from transformers import AutoConfig
 
@@ -167,6 +175,7 @@ def kv_cache_bytes(
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads)
+    heads = max(1, heads // devices)
     per_token = 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
     # One block more a row, and one row more: vLLM keeps a block for itself.
     block = _BLOCK[device.type]
@@ -175,7 +184,11 @@ def kv_cache_bytes(
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(_MIN_KV_CACHE_BYTES, min(needed, int(_MAX_KV_CACHE_SHARE * memory)))
+    most = int(_MAX_KV_CACHE_SHARE * memory)
+    if alone and device.type == "cuda":
+        weights = ModelShape.of(model_path).parameters * dtype.itemsize // devices
+        most = int(_MAX_SHARE_ALONE * memory) - weights
+    return max(_MIN_KV_CACHE_BYTES, min(needed, most))
 
 
 def engine_module(engine: LLM) -> nn.Module:

@@ -11,6 +11,7 @@ import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,7 +37,10 @@ _CONTROLLED = ("kl_to_ref_coeff", "entropy_coeff")
 
 
 class Leader:
-    """Tells the other ranks what to do.
+    """Tells the other ranks what to do; a context manager around all that they do.
+
+    At its end all ranks leave together, as NCCL waits for the others when it closes. After an error
+    they may be in the middle of something, so they are left to whoever started them.
 
     Args:
         ranks: that this process leads.
@@ -50,6 +54,15 @@ class Leader:
         """Give an order; all ranks meet in what follows."""
         self.check()
         dist.broadcast_object_list([(what, *details)], src=0, device=torch.device("cpu"))
+
+    def __enter__(self) -> Leader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        if error is None:
+            self.tell("stop")
+            self.ranks.leave()
 
 
 def obey(learner: ParallelLearner, weights: Any = None) -> None:

@@ -156,9 +156,9 @@ class Trainer:
             self.advantage(rollout)
             metrics |= advantage_metrics(rollout) | advantage_counts(rollout)
         metrics |= self.learner.update(rollout, iteration=self.step)
+        self.step += 1  # the model is that of the next step, whoever gets to know its weights
         with self._timed("sync"):
             metrics["policy/version"] = self.weights.publish()
-        self.step += 1
         evaluate = self.evaluator is not None and self._due(self.eval_frequency)
         save = self.checkpoint_frequency > 0 and self._due(self.checkpoint_frequency)
         first = self._report is None

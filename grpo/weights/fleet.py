@@ -44,10 +44,15 @@ class FleetSync(ABC):
 
     def publish(self) -> int:
         """Give all workers the trainer's weights as a new version."""
-        self.pool.revive()
-        self._until_sent(self._publish)
-        self.on_publish(self.version)
-        return self.version
+        version = self.version + 1
+        try:
+            self.pool.revive()
+            self._until_sent(self._publish)
+        finally:
+            # Also if nobody is left to have them: what is saved then is this version.
+            self.version = version
+            self.on_publish(version)
+        return version
 
     def heal(self) -> None:
         """Replace dead workers and give them the present weights.

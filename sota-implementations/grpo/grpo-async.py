@@ -34,16 +34,21 @@ from grpo.build_model import load_model  # noqa: E402
 from grpo.collectors.ray import RolloutsFailed  # noqa: E402
 from grpo.config import load_config  # noqa: E402
 from grpo.config_async import AsyncConfig  # noqa: E402
+from grpo.devices import capacity, check_roles_fit, role_ledgers  # noqa: E402
+from grpo.engines.handle import EngineError  # noqa: E402
+from grpo.engines.ray_engine import WorkersLost  # noqa: E402
 from grpo.evaluation import Evaluator  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
 from grpo.training.bottleneck import bottleneck_table  # noqa: E402
 from grpo.training.checkpoint import Checkpoint  # noqa: E402
 from grpo.training.console import Console  # noqa: E402
+from grpo.training.local_ranks import RankDied  # noqa: E402
 from grpo.training.loggers import make_loggers  # noqa: E402
 from grpo.training.reporter import Reporter  # noqa: E402
 from grpo.training.resume import open_run  # noqa: E402
 from grpo.weights import Canary  # noqa: E402
 from grpo.weights.canary import canary_tolerance  # noqa: E402
+from grpo.weights.channel import TransferError  # noqa: E402
 
 
 def build_trainer(
@@ -64,8 +69,15 @@ def build_trainer(
     tokenizer = build.load_tokenizer(start_model)
     prompts = build.build_prompts(config, task, tokenizer, start_model)
 
+    # What it will take, before anything is launched
     console = Console(config.iterations)
     console.info("\n".join(places.plan.table()))
+    memory = role_ledgers(config, places.plan, start_model, device, dtype, backend,
+                          max_model_len=prompts.max_model_len)
+    for role, ledger in memory.items():
+        console.info("\n".join([f"{role}:", *ledger.table(capacity(device))]))
+    check_roles_fit(memory, places.plan, capacity(device))
+
     loggers = make_loggers(
         config.logging.backends, run_dir=run_dir, config=settings,
         project=config.logging.wandb_project or "grpo", name=config.logging.wandb_run_name,
@@ -131,10 +143,10 @@ def build_trainer(
 
 
 def train(trainer: Trainer) -> None:
-    """Run to the end; where no rollouts come any more, leave a checkpoint and say why."""
+    """Run to the end; where the workers are lost, leave a checkpoint and say why."""
     try:
         trainer.fit()
-    except RolloutsFailed as error:
+    except (RolloutsFailed, WorkersLost, EngineError, TransferError) as error:
         saved = trainer.save()
         sys.exit(f"error: {error}\nthe run can go on: resume={saved.folder}")
     trainer.reporter.console.info("\n".join(bottleneck_table(trainer.run_dir / "metrics.jsonl")))
@@ -142,17 +154,23 @@ def train(trainer: Trainer) -> None:
 
 @hydra.main(version_base=None, config_path="../../config", config_name="grpo_async")
 def main(cfg: DictConfig) -> None:
-    with ExitStack() as at_end:
-        try:
-            config = load_config(cfg, AsyncConfig)
-            run_dir, checkpoint = open_run(
-                config, Path(HydraConfig.get().runtime.output_dir))
-            trainer = build_trainer(config, run_dir, checkpoint, at_end)
-        except (ValueError, OSError, ImportError) as error:  # nearly always bad input
-            if os.environ.get("HYDRA_FULL_ERROR") == "1":
-                raise
-            sys.exit(f"error: {error}\n(set HYDRA_FULL_ERROR=1 to see where it was raised)")
-        train(trainer)
+    try:
+        with ExitStack() as at_end:
+            run(cfg, at_end)
+    except RankDied as error:
+        sys.exit(f"error: {error}\nthe run can go on from its newest checkpoint: resume=auto")
+
+
+def run(cfg: DictConfig, at_end: ExitStack) -> None:
+    try:
+        config = load_config(cfg, AsyncConfig)
+        run_dir, checkpoint = open_run(config, Path(HydraConfig.get().runtime.output_dir))
+        trainer = build_trainer(config, run_dir, checkpoint, at_end)
+    except (ValueError, OSError, ImportError) as error:  # nearly always bad input
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(f"error: {error}\n(set HYDRA_FULL_ERROR=1 to see where it was raised)")
+    train(trainer)
 
 
 if __name__ == "__main__":

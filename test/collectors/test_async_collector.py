@@ -14,9 +14,10 @@ from grpo import data
 from grpo.collectors.ray import RolloutsFailed
 from grpo.collectors.reference_worker import ReferenceWorker
 from grpo.engines.ray_engine import WorkersLost
+from grpo.training.checkpoint import list_checkpoints
 
 from ..training.runs import save_tiny
-from .asynchronous import LORA, LocalPool, LocalRay, async_config, make_async_trainer
+from .asynchronous import LORA, LocalPool, LocalRay, async_config, make_async_trainer, script
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,33 @@ def test_a_worker_that_dies_again_and_again_ends_the_run_with_the_reason(start):
             trainer.iterate()
 
 
+@pytest.mark.parametrize(("method", "reason", "kept"), [
+    ("load_state", "killed", 0), ("generate", "generate failed", 4)])
+def test_lost_workers_leave_a_checkpoint_of_all_updates_and_of_what_was_not_trained(
+        start, method, reason, kept):
+    """They die in an update of the weights, or fail to continue the canary's prompts."""
+    options = {"train": {"staleness": 1, "eval_frequency": 0},
+               "inference_model": {"num_devices": 1}}
+    trainer = start(ray={"max_restarts": 0}, **options)
+    trainer.iterate()
+    trainer.iterate()
+    pool = trainer.collector.pool
+    pool.intercept[method] = lambda *args: pool.kill(0) if method == "load_state" else 1 / 0
+    with pytest.raises(SystemExit, match=f"{reason}(.|\n)*the run can go on: resume="):
+        script().train(trainer)
+    checkpoint = list_checkpoints(trainer.run_dir)[-1]
+    saved = checkpoint.state()
+    assert saved["step"] == saved["version"] == saved["env"]["version"] == checkpoint.step == 3
+    assert len(saved["env"]["ready"]) >= kept
+
+    resumed = start(checkpoint, **options)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(
+        resumed.model.parameters(), trainer.model.parameters(), strict=True))
+    batch = resumed.collector.collect()
+    assert {row[0] for row in saved["env"]["ready"][:kept]} <= set(batch[data.GROUP_ID].tolist())
+    assert resumed.iterate()["canary/max_abs_diff"] < 1e-4
+
+
 def test_a_resumed_run_keeps_finished_groups_and_generates_the_others_again(start):
     trainer = start(train={"staleness": 2})
     trainer.iterate()
@@ -115,6 +143,23 @@ def test_workers_of_a_resumed_run_have_its_adapter_before_they_generate(start):
     assert all(map(torch.equal, resumed.learner.optimizer.params, trained))
     assert resumed.weights.version == 2 and resumed.weights.differing() == []
     assert resumed.iterate()["canary/max_abs_diff"] < 1e-4
+
+
+def test_batches_are_filled_with_groups_whose_rewards_differ(start):
+    trainer = start(train={"staleness": 1, "max_sampling_rounds": 3},
+                    env={"reward": f"{__name__}:where_odd"})
+    for _ in range(3):
+        metrics = trainer.iterate()
+        assert 1 < metrics["sampling/rounds"] <= 6  # also those generated ahead
+        assert metrics["sampling/informative_fraction"] < 1
+        assert 0 <= metrics["sampling/reward_mean"] <= 1
+    assert metrics["reward/zero_variance_groups"] == 0.0
+    assert metrics["async/groups_filtered"] > 0
+
+
+def where_odd(completion: str, problem) -> float:
+    """Rewards that differ within the groups of some problems only."""
+    return float(sum(map(ord, completion)) % 2) if int(problem.answer) % 2 else 0.0
 
 
 def test_a_group_that_nobody_can_generate_ends_the_run_with_the_error(start):

@@ -16,10 +16,11 @@ class Run(RuleBasedStateMachine):
     """Workers, a trainer and a clock that do anything in any order."""
 
     @initialize(groups=st.integers(1, 4), staleness=st.integers(0, 3),
-                deadline=st.none() | st.integers(1, 5), oversample=st.sampled_from([0.0, 0.5, 1.0]))
-    def start(self, groups, staleness, deadline, oversample) -> None:
+                deadline=st.none() | st.integers(1, 5), oversample=st.sampled_from([0.0, 0.5, 1.0]),
+                max_rounds=st.none() | st.integers(2, 3))
+    def start(self, groups, staleness, deadline, oversample, max_rounds) -> None:
         self.options = {"staleness": staleness, "group_deadline": deadline,
-                        "oversample": oversample}
+                        "oversample": oversample, "max_rounds": max_rounds}
         self.groups = groups
         self.schedule = RolloutSchedule(groups, **self.options)
         self.now, self.batches = 0.0, 0
@@ -44,7 +45,8 @@ class Run(RuleBasedStateMachine):
             lease, version = self.leases.pop(id)
             # Weights may have changed before the worker began, at the latest now.
             begun = data.draw(st.integers(version, self.schedule.version))
-            assert self.schedule.finish(id, lease.ticket.index, version=begun)
+            rank = data.draw(st.integers(0, 2))
+            assert self.schedule.finish(id, lease.ticket.index, version=begun, rank=rank)
 
     @rule(data=st.data())
     def fail(self, data) -> None:
@@ -75,6 +77,9 @@ class Run(RuleBasedStateMachine):
         assert len(batch) == self.groups
         ages = [self.schedule.version - done.version for done in batch]
         assert 0 <= min(ages) and max(ages) <= self.options["staleness"]
+        if any(done.rank for done in batch):  # only where there was no better one in all rounds
+            assert self.schedule.generated >= self.options["max_rounds"] * self.groups
+            assert self.schedule.ready == 0
         indices = [done.group for done in batch]
         assert indices == sorted(set(indices))
         assert not set(indices) & set(self.trained)
@@ -106,7 +111,8 @@ class Run(RuleBasedStateMachine):
         state = self.schedule.state_dict()
         waiting = {index for index, *_ in state["unfinished"] + state["ready"]}
         missing = self.seen - waiting - set(self.trained)
-        assert len(missing) == self.schedule.counts["dropped"]
+        counts = self.schedule.counts
+        assert len(missing) == counts["dropped"] + counts["filtered"]
         assert state["next"] == len(self.seen)
 
 
@@ -204,6 +210,42 @@ class TestLongTail:
         schedule.expire(2.0)
         assert not schedule.finish(lease.id, "late", version=0)
         assert schedule.counts["late"] == 1 and schedule.take() is None
+
+
+class TestDynamicSampling:
+    @staticmethod
+    def fill(schedule: RolloutSchedule, ranks) -> list[int]:
+        """Finish whatever is admitted, group by group; the numbers of the batch."""
+        while (batch := schedule.take()) is None:
+            lease = schedule.lease(worker=0, now=0.0)
+            schedule.finish(lease.id, lease.ticket.index, version=schedule.version,
+                            rank=ranks(lease.ticket.index))
+        schedule.publish(schedule.version + 1)
+        return [done.group for done in batch]
+
+    def test_groups_that_teach_nothing_are_replaced(self):
+        schedule = RolloutSchedule(2, staleness=0, max_rounds=3)
+        assert self.fill(schedule, lambda index: index % 2) == [0, 2]
+        assert schedule.generated == 3 and schedule.counts["filtered"] == 1
+        assert self.fill(schedule, lambda index: 0) == [3, 4] and schedule.generated == 2
+
+    def test_after_the_last_round_a_batch_is_filled_with_the_best_there_is(self):
+        schedule = RolloutSchedule(2, staleness=0, max_rounds=2)
+        assert self.fill(schedule, lambda index: 0 if index == 1 else 2 - index // 3) == [1, 3]
+        assert schedule.generated == 4 and schedule.counts["filtered"] == 2
+
+    def test_those_generated_ahead_are_kept_with_their_rank_over_a_resumption(self):
+        schedule = RolloutSchedule(1, staleness=1, max_rounds=2)
+        for rank in (1, 0, 0):
+            lease = schedule.lease(worker=0, now=0.0)
+            schedule.finish(lease.id, lease.ticket.index, version=0, rank=rank)
+        resumed = RolloutSchedule(1, staleness=1, max_rounds=2)
+        resumed.load_state_dict(schedule.state_dict())
+        assert [done.group for done in resumed.take()] == [1]
+        assert resumed.counts["filtered"] == 1 and resumed.ready == 1
+
+    def test_without_rounds_every_group_is_used(self):
+        assert self.fill(RolloutSchedule(2, staleness=0), lambda index: 1) == [0, 1]
 
 
 class TestResume:

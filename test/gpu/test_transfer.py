@@ -41,16 +41,12 @@ def visible(devices: str):
 
 
 def start(folder, devices: str):
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-    from vllm.config import WeightTransferConfig
+    from grpo.engines.inprocess import start_engine
 
     with visible(devices):
-        return LLM(str(folder), dtype="bfloat16", max_model_len=256, gpu_memory_utilization=0.2,
-                   logprobs_mode="processed_logprobs", distributed_executor_backend="mp",
-                   worker_extension_cls="grpo.engines.worker.WeightWorker",
-                   tensor_parallel_size=len(devices.split(",")),
-                   weight_transfer_config=WeightTransferConfig(backend="nccl"))
+        return start_engine(str(folder), device=torch.device("cuda"), dtype=torch.bfloat16,
+                            max_model_len=256, gpu_memory_utilization=0.2, separate_process=True,
+                            tensor_parallel_size=len(devices.split(",")))
 
 
 def need(count: int) -> None:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.multiprocessing
@@ -42,6 +43,7 @@ from grpo.training.parallel import (  # noqa: E402
     shard_model,
 )
 from grpo.training.ranks import Ranks  # noqa: E402
+from grpo.training.team import Leader, obey  # noqa: E402
 from grpo.weights.adapters import adapters_disabled, load_adapter, make_lora  # noqa: E402
 from grpo.weights.gather import TrainerRanks  # noqa: E402
 
@@ -381,7 +383,17 @@ def run_rank(rank: int, device: str, count: int, folder: str) -> None:
     if WITH_PEFT:
         results["adapters"] = run_adapters(ranks)
     torch.save(results, Path(folder) / f"results_{rank}.pt")
-    ranks.leave()
+    leave_together(ranks)
+
+
+def leave_together(ranks: Ranks) -> None:
+    """As a run does it; NCCL, when it closes, waits for ranks that have not been told."""
+    if ranks.leads:
+        with Leader(ranks):
+            pass
+    else:
+        obey(SimpleNamespace(ranks=ranks, loss=SimpleNamespace(actor_network=None)))
+        ranks.leave()
 
 
 def main() -> None:

@@ -63,6 +63,30 @@ def test_all_ranks_train_with_the_coefficients_that_controllers_set_on_the_first
     assert other.updates == first.updates == [(0, 0.1, None), (1, 0.7, 0.01)]
 
 
+class RealLeader(team.Leader):
+    """One whose orders are remembered in place of being sent."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        super().__init__(SimpleNamespace(leave=lambda: self.told.append("left")))
+
+    def tell(self, *order) -> None:
+        self.told.append(order[0])
+
+
+def test_the_ranks_are_told_to_stop_before_the_leader_leaves():
+    with RealLeader() as leader:
+        pass
+    assert leader.told == ["stop", "left"]
+
+
+def test_ranks_that_may_be_in_the_middle_of_something_are_told_nothing():
+    leader = RealLeader()
+    with pytest.raises(KeyboardInterrupt), leader:
+        raise KeyboardInterrupt
+    assert leader.told == []
+
+
 class Transfer:
     """Counts what a rank takes part in."""
 
