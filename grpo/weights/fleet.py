@@ -84,6 +84,8 @@ class FleetSync(ABC):
                 self._find_dead()
                 if not self.pool.dead:
                     raise
+            else:
+                send = self._refresh  # for those that die from now on; the others have it
             if not self.pool.dead:
                 self.pool.outdated.clear()
                 return

@@ -103,6 +103,22 @@ def test_a_worker_that_takes_a_dead_ones_place_gets_the_present_adapter(model, p
     assert weights.differing() == []
 
 
+def test_a_death_that_is_noticed_after_an_update_does_not_make_another_version(model, pool):
+    for way in (FleetLoRA, ObjectStoreSync):
+        weights = way(model, pool)
+        send = weights._publish
+
+        def then_one_dies(send=send) -> None:
+            send()
+            pool.kill(0)
+            pool.dead[0] = "killed"
+
+        weights._publish = then_one_dies
+        pool.max_restarts += 1
+        assert weights.publish() == weights.version == 1
+        assert [worker.given[-1][0] for worker in pool.actors] == [1, 1]
+
+
 def test_a_replaced_worker_alone_is_healed(model, pool):
     weights = FleetLoRA(model, pool)
     weights.publish()
