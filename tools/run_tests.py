@@ -1,5 +1,5 @@
-"""Run the fast tests in two parts: those that start a vLLM engine one after the other, because an
-engine takes all cores; the others side by side, one a core.
+"""Run the fast tests in two parts, each side by side, one a core: those that start a vLLM engine
+file by file, because the tests of a file share it; then the others.
 
     python tools/run_tests.py [pytest options]
 """
@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 NOTHING_SELECTED = 5  # pytest's exit status when no test was chosen
-MOST_WORKERS = 8
+MOST_WORKERS, MOST_ENGINES = 8, 4
 
 
 def run(marks: str, *options: str, **environment: str) -> int:
@@ -22,10 +22,11 @@ def run(marks: str, *options: str, **environment: str) -> int:
 
 
 def main() -> int:
-    workers = min(os.cpu_count() or 1, MOST_WORKERS)
-    results = [run("vllm"),
-               # One thread each: the threads of several processes would wait for each other.
-               run("not vllm", "-n", str(workers), OMP_NUM_THREADS="1")]
+    cores = os.cpu_count() or 1
+    # One thread each: the threads of several processes would wait for each other.
+    results = [run("vllm", "-n", str(min(cores, MOST_ENGINES)), "--dist", "loadfile",
+                   OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind"),
+               run("not vllm", "-n", str(min(cores, MOST_WORKERS)), OMP_NUM_THREADS="1")]
     failed = [status for status in results if status not in (0, NOTHING_SELECTED)]
     nothing = all(status == NOTHING_SELECTED for status in results)
     return failed[0] if failed else NOTHING_SELECTED if nothing else 0
