@@ -52,6 +52,10 @@ more devices'
         >>> advice({"time/step": 2.0, "time/wait": 0.0, "time/train": 1.8}, [0.4])
         'training was the bottleneck: the workers were idle 40% of the time; give train_model more \
 devices, or inference_model fewer'
+        >>> advice({"time/step": 3.4, "time/wait": 0.0, "time/train": 2.0, "time/reference": 1.0},
+        ...        [0.4])
+        'training was the bottleneck: the workers were idle 40% of the time; give train_model more \
+devices, or the reference, which took 29% of the step, one of its own'
     """
     step = middle["time/step"]
     waited, resting = middle.get("time/wait", 0.0) / step, sum(idle) / max(1, len(idle))
@@ -66,6 +70,9 @@ devices, or inference_model fewer'
         return (f"weights and their proof took {moved:.0%} of the time; raise env.num_envs, so "
                 "that there are fewer updates")
     if resting >= _MUCH:
+        scoring = middle.get("time/reference", 0.0) / step
+        way = "inference_model fewer" if scoring < _MUCH else (
+            f"the reference, which took {scoring:.0%} of the step, one of its own")
         return (f"training was the bottleneck: the workers were idle {resting:.0%} of the time; "
-                "give train_model more devices, or inference_model fewer")
+                f"give train_model more devices, or {way}")
     return "nothing waited: both sides were busy all the time"
