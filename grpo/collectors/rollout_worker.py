@@ -29,6 +29,7 @@ from grpo.policies import Policy, Sampling, TransformersPolicy, VLLMPolicy
 from grpo.policies.base import Completions
 from grpo.weights.adapters import make_lora
 from grpo.weights.lora_slot import AdapterSlot, lora_request
+from grpo.weights.packed import Packed
 
 # Groups whose rewards are computed at a time.
 _SCORING_THREADS = 4
@@ -246,12 +247,13 @@ class RolloutWorker:
 
     # -- weights that come through Ray's object store ------------------------------------------
 
-    def load_adapter(self, values: dict[str, torch.Tensor], version: int, mode: PauseMode,
-                     timeout: float) -> None:
+    def load_adapter(
+        self, packed: Packed, version: int, mode: PauseMode, timeout: float
+    ) -> None:
         """A new adapter for vLLM, between two steps.
 
         Args:
-            values: ``module.lora_A`` ``[rank, in]`` and ``module.lora_B`` ``[out, rank]``, with the
+            packed: ``module.lora_A`` ``[rank, in]`` and ``module.lora_B`` ``[out, rank]``, with the
                 scaling folded into the latter.
             version: of the tokens sampled from now on.
             mode: ``keep`` what runs, or ``wait`` for it.
@@ -261,6 +263,7 @@ class RolloutWorker:
             EngineError: if that takes longer, or the engine keeps what the old adapter computed; it
                 then stays paused.
         """
+        values = self._adapter_values(packed)
         self.pause(mode, timeout)
         self._between_steps(lambda: self._adapter_slot(values, timeout).write(values), timeout)
         if not self.reset_prefix_cache(timeout):
@@ -269,10 +272,15 @@ class RolloutWorker:
         self.set_version(version)
         self.resume(timeout)
 
-    def differing_adapter(self, values: dict[str, torch.Tensor], timeout: float) -> list[str]:
+    def differing_adapter(self, packed: Packed, timeout: float) -> list[str]:
         """Names of the values that differ in the adapter's slot."""
+        values = self._adapter_values(packed)
         return self._between_steps(
             lambda: self._adapter_slot(values, timeout).differing(values), timeout)
+
+    def _adapter_values(self, packed: Packed) -> dict[str, torch.Tensor]:
+        """On the device of the slot, if there is one; several workers take their shards of it."""
+        return packed.tensors(self.setup.device if self.setup.tensor_parallel_size == 1 else "cpu")
 
     def _adapter_slot(self, values: dict[str, torch.Tensor], timeout: float) -> AdapterSlot:
         if self._slot is None:
@@ -281,12 +289,12 @@ class RolloutWorker:
             self._slot = AdapterSlot(self.engine, shapes, timeout=timeout)
         return self._slot
 
-    def load_state(self, state: dict[str, torch.Tensor], version: int, timeout: float) -> None:
+    def load_state(self, packed: Packed, version: int, timeout: float) -> None:
         """New values of a Transformers model's trained parameters, between two jobs."""
         def load() -> None:
             params = dict(self.policy.model.named_parameters())
             with torch.no_grad():
-                for name, value in state.items():
+                for name, value in packed.tensors().items():
                     params[name].copy_(value)
             self.driver.sampler.set_version(version)
 

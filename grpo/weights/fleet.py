@@ -21,6 +21,7 @@ from grpo.weights.adapters import whole_adapters
 from grpo.weights.channel import TransferError
 from grpo.weights.fingerprint import fingerprint
 from grpo.weights.gather import TrainerRanks, trained_parameters
+from grpo.weights.packed import Packed
 from grpo.weights.transfer import Backend, PauseMode, WeightTransfer
 
 
@@ -130,8 +131,7 @@ class ObjectStoreSync(FleetSync):
 
     @torch.no_grad()
     def _send(self, version: int, numbers: Iterable[int]) -> None:
-        values = self.pool.put({name: value.to("cpu", copy=True)
-                                for name, value in self._trained()})
+        values = self.pool.put(Packed.of(dict(self._trained())))
         calls = [self._give(number, values, version) for number in numbers]
         for call in calls:
             self.pool.result(call, timeout=self.timeout + 10.0)
@@ -188,8 +188,8 @@ class FleetLoRA(ObjectStoreSync):
     @torch.no_grad()
     def differing(self) -> list[str]:
         """Factors that differ in any worker, as ``module.lora_A`` or ``module.lora_B``."""
-        ours = {name: value.to("cpu", copy=True) for name, value in self._trained()}
-        values = self.pool.put(ours)
+        ours = dict(self._trained())
+        values = self.pool.put(Packed.of(ours))
         calls = [self.pool.send(number, "differing_adapter", values, self.timeout)
                  for number in self.pool.usable]
         found = {name for call in calls

@@ -3,6 +3,8 @@ die."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from grpo.engines.handle import EngineError
 from grpo.engines.lora_worker import flat
 from grpo.weights.adapters import adapters, make_lora
 from grpo.weights.fleet import FleetLoRA, ObjectStoreSync
+from grpo.weights.packed import Packed
 
 from ..collectors.asynchronous import LocalPool
 from .test_lora_slot import assert_slot_holds, engine, randomise  # noqa: F401
@@ -28,16 +31,16 @@ class Worker:
     def describe(self) -> dict:
         return {}
 
-    def load_adapter(self, values, version, mode, timeout) -> None:
+    def load_adapter(self, packed, version, mode, timeout) -> None:
         self.given.append((version, mode))
-        self.values = values
+        self.values = packed.tensors()
 
-    def load_state(self, values, version, timeout) -> None:
+    def load_state(self, packed, version, timeout) -> None:
         self.given.append((version, "between jobs"))
-        self.values = values
+        self.values = packed.tensors()
 
-    def differing_adapter(self, values, timeout) -> list[str]:
-        return [name for name, value in values.items()
+    def differing_adapter(self, packed, timeout) -> list[str]:
+        return [name for name, value in packed.tensors().items()
                 if not torch.equal(value, self.values[name])]
 
 
@@ -175,6 +178,7 @@ def worker(engine):  # noqa: F811
         events.append("slot") or look(adapter_id))
     worker = RolloutWorker.__new__(RolloutWorker)
     worker.engine, worker._slot, worker.events = engine, None, events
+    worker.setup = SimpleNamespace(device="cpu", tensor_parallel_size=1)
     worker.driver = EngineDriver(Sampler(events))
     yield worker
     worker.driver.close()
@@ -185,18 +189,18 @@ def test_an_adapter_is_written_between_two_steps_and_what_was_computed_before_is
     for version in (0, 1, 2):
         randomise(model)
         worker.events.clear()
-        worker.load_adapter(scaled(model), version, "keep", 5.0)
+        worker.load_adapter(Packed.of(scaled(model)), version, "keep", 5.0)
         after = worker.events.index("forget")
         assert worker.events[0] == "pause" and set(worker.events[1:after]) == {"slot"}
         assert worker.events[after:] == ["forget", ("version", version), "resume"]
         assert_slot_holds(worker.engine, model, adapter_id=1)
-        assert worker.differing_adapter(scaled(model), 5.0) == []
+        assert worker.differing_adapter(Packed.of(scaled(model)), 5.0) == []
     randomise(model)
-    assert len(worker.differing_adapter(scaled(model), 5.0)) == 28
+    assert len(worker.differing_adapter(Packed.of(scaled(model)), 5.0)) == 28
 
 
 def test_an_engine_that_keeps_old_keys_stays_paused_and_says_so(model, worker):
     worker.engine.idle = False
     with pytest.raises(EngineError, match="the adapter of version 3 is there, but the engine ref"):
-        worker.load_adapter(scaled(model), 3, "keep", 5.0)
+        worker.load_adapter(Packed.of(scaled(model)), 3, "keep", 5.0)
     assert "resume" not in worker.events and worker.driver._paused
