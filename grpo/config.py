@@ -257,10 +257,6 @@ class Config(Section):
                              f"inference_model.max_tokens={self.max_tokens}")
         return self
 
-    def resolved(self) -> Config:
-        """The configuration without what the schema leaves to be chosen."""
-        return self
-
     @property
     def needs_reference(self) -> bool:
         """Whether anything is compared with the reference policy."""
@@ -352,7 +348,7 @@ scale_parameter, relative_step
     if isinstance(values, DictConfig):
         values = OmegaConf.to_container(values, resolve=True)
     try:
-        return schema.model_validate(values).resolved()
+        return schema.model_validate(values)
     except ValidationError as error:
         lines = [_explain(problem, schema) for problem in error.errors()]
         count = f"{len(lines)} error" + "s" * (len(lines) > 1)

@@ -3,23 +3,18 @@ rollouts may be, and Ray."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from grpo.config import Config, TrainConfig
 from grpo.config_model import Device, InferenceModelConfig, RefModelConfig, Sync
 from grpo.config_objective import Section
-from grpo.objectives.terms import Proximal
 
 
 class AsyncTrainConfig(TrainConfig):
     """The loop, and how far generation may run ahead of it."""
 
-    proximal: Proximal | Literal["auto"] = "auto"
-    """auto: decoupled where rollouts may be stale and ``objective`` is ``ppo_clip`` (Hilton et al.,
-    arXiv:2110.00641): ``current`` for one optimizer step a batch, ``scored`` for several, and
-    ``mismatch={tis: 2.0}`` unless another is set; else ``sampled``."""
     staleness: int = Field(1, ge=0)
     """Weight updates that may lie between a token and its training; 0: none, on-policy."""
     update_at: Literal["auto", "in_flight", "group_border"] = "auto"
@@ -33,12 +28,6 @@ class AsyncTrainConfig(TrainConfig):
     ones."""
     rollout_timeout: float = Field(1800.0, gt=0)
     """Seconds without a finished group after which the run ends, resumable."""
-
-    def loss_terms(self) -> dict[str, Any]:
-        terms = super().loss_terms()
-        if self.proximal == "auto":  # not yet resolved: what fits the rest
-            terms["proximal"] = "current" if self.mismatch else "sampled"
-        return terms
 
 
 class PlacedInferenceModel(InferenceModelConfig):
@@ -97,19 +86,6 @@ class AsyncConfig(Config):
                              "own model without its adapters; remove them, or name another model "
                              "as ref_model.name")
         return self
-
-    def resolved(self) -> AsyncConfig:
-        """With ``train.proximal`` and ``train.mismatch`` chosen where the former is ``auto``."""
-        train = self.train
-        if train.proximal != "auto":
-            return self
-        steps = self.turns_per_batch // self.rows_per_optimizer_step * train.epochs
-        chosen: dict[str, Any] = {"proximal": "sampled"}
-        if train.mismatch or (train.staleness and train.objective == "ppo_clip"):
-            chosen = {"proximal": "current" if steps == 1 else "scored",
-                      "mismatch": train.mismatch or {"tis": 2.0}}
-        values = self.model_dump()
-        return AsyncConfig.model_validate({**values, "train": {**values["train"], **chosen}})
 
     @property
     def weight_sync(self) -> Sync:

@@ -12,7 +12,6 @@ from torch import nn
 from grpo import build_async
 from grpo.config import ConfigError, load_config
 from grpo.config_async import AsyncConfig
-from grpo.objectives.terms import LossTerms
 from grpo.placement import DevicePlan
 from grpo.weights.fleet import FleetLoRA
 
@@ -64,22 +63,6 @@ def test_keys_of_the_schedule_are_read(key, value, read):
     collector = build_async.build_collector(config, actor)
     assert read(collector) == value
     assert actor.weights.on_publish == collector.published
-
-
-@pytest.mark.parametrize("train, proximal, mismatch", [
-    ({}, "current", {"tis": 2.0}),
-    ({"epochs": 2}, "scored", {"tis": 2.0}),
-    ({"mismatch": {"mis": 3.0}}, "current", {"mis": 3.0}),
-    ({"staleness": 0}, "sampled", None),
-    ({"staleness": 0, "mismatch": {"mis": 3.0}}, "current", {"mis": 3.0}),
-    ({"objective": "gspo"}, "sampled", None),
-    ({"proximal": "sampled", "staleness": 3}, "sampled", None)])
-def test_the_objective_is_decoupled_where_rollouts_may_be_stale(train, proximal, mismatch):
-    config = load_config(small(train={"total_dialog_turns": 40, **train}), AsyncConfig)
-    assert config.train.proximal == proximal
-    assert config.train.mismatch == mismatch
-    assert load_config(config.model_dump(mode="json"), AsyncConfig) == config
-    assert LossTerms(**config.train.loss_terms()).proximal == proximal
 
 
 def test_updates_in_flight_need_an_engine_that_can(tmp_path):
