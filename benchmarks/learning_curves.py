@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import statistics
 import sys
 import tempfile
@@ -56,16 +57,19 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--every", type=int, default=4, help="iterations between evaluations")
     parser.add_argument("--staleness", type=int, default=2)
+    parser.add_argument("--async", dest="asynchronous", nargs="*", default=[], metavar="OVERRIDE",
+                        help="further overrides for grpo-async.py alone")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for each run")
     parser.add_argument("--out", type=Path, help="where the JSON result is written")
     parser.add_argument("overrides", nargs="*", help="further keys for both scripts")
     args = parser.parse_args()
     if len(args.seeds) < 2:
         parser.error("--seeds needs at least two, or there is no spread to compare with")
-    asynchronous = [f"train.staleness={args.staleness}"]
+    asynchronous = [f"train.staleness={args.staleness}", *args.asynchronous]
     runs: dict[str, list[dict]] = {"sync": [], "async": []}
     result = {"benchmark": "learning_curves", "staleness": args.staleness,
-              "command": " ".join(["python benchmarks/learning_curves.py", *sys.argv[1:]]),
+              "of_async_alone": args.asynchronous,
+              "command": shlex.join(["python", "benchmarks/learning_curves.py", *sys.argv[1:]]),
               **describe_machine(also=("ray",)), "runs": runs}
     with tempfile.TemporaryDirectory() as work:
         for seed in args.seeds:
