@@ -129,11 +129,7 @@ def build_actor(
     others = None
     if len(places.plan.train) > 1:  # they load the model while the workers start
         others = at_end.enter_context(start_others(setup, gpus, checkpoint, transfer=transfer))
-    pool = WorkerPool(
-        _make_worker(setup, prompts, places, backend), count=len(places.plan.engines),
-        **_patience(config))
-    at_end.callback(pool.close)
-    pool.start()
+    pool = _start_workers(setup, prompts, places, backend, at_end)
     # On its way to being sharded a model needs none of the GPU's own memory.
     device = setup.device if others is None else torch.device("cpu")
     model = load_model(setup.path, config, device=device, dtype=setup.dtype)
@@ -156,6 +152,16 @@ def build_actor(
                          max_model_len=setup.max_model_len, version=lambda: weights.version,
                          **options)
     return AsyncActor(model, policy, weights, pool, learner, scorer)
+
+
+def _start_workers(setup: Setup, prompts: Prompts, places: Places, backend: str,
+                   at_end: ExitStack) -> WorkerPool:
+    pool = WorkerPool(
+        _make_worker(setup, prompts, places, backend), count=len(places.plan.engines),
+        **_patience(setup.config))
+    at_end.callback(pool.close)
+    pool.start()
+    return pool
 
 
 def _build_weights(config: AsyncConfig, model: nn.Module, pool: WorkerPool, backend: str,

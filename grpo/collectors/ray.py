@@ -63,6 +63,7 @@ class RayCollector:
         self._unscored: dict[int, TensorDictBase] = {}  # by lease
         self._waiting: dict[int, TensorDictBase] = {}  # being scored, by lease
         self._scoring: dict[Call, int] = {}
+        self._scored: Any = None  # the reference's last answer
         self.seconds = {"wait": 0.0}
         self.metrics: dict[str, float] = {}
         self._changed = threading.Condition()
@@ -72,7 +73,7 @@ class RayCollector:
         self._late: dict[int, int] = {}  # life -> groups it was late with, since its last good one
         self._rewards: list[float] = []  # of all that was finished since the last batch
         self._latest: dict[int, Any] = {}  # worker -> its last report
-        self._before: dict[int, Any] = {}  # worker -> that of the last batch
+        self._before: dict[Any, Any] = {}  # worker or "reference" -> that of the last batch
 
     @property
     def env(self) -> RayCollector:
@@ -238,13 +239,13 @@ class RayCollector:
         for call in answered:
             lease = self._scoring[call]
             try:
-                log_probs = self.reference.result(call, timeout=60.0)
+                scored = self._scored = self.reference.result(call, timeout=60.0)
             except EngineError as error:
                 self.reference.bury(call, str(error))
                 return
             del self._scoring[call]
             group = self._waiting.pop(lease)
-            group[data.REF_LOG_PROBS] = log_probs
+            group[data.REF_LOG_PROBS] = scored.log_probs
             self._finish(lease, group)
             self._changed.notify_all()
         if 0 not in self.reference.dead:
@@ -296,17 +297,25 @@ class RayCollector:
             share = sum(version - done.version == age for done in batch) / len(batch)
             metrics[f"async/age_{age}"] = share
         for number, report in latest.items():
-            before = self._before.get(number)
-            if before is None or report.seconds < before.seconds:  # replaced in between
-                busy, tokens, seconds = report.busy, report.tokens, report.seconds
-            else:
-                busy, tokens, seconds = (getattr(report, name) - getattr(before, name)
-                                         for name in ("busy", "tokens", "seconds"))
+            busy, seconds, tokens = _since(self._before.get(number), report, "tokens")
             if seconds > 0:
                 metrics[f"async/worker_{number}_idle"] = max(0.0, 1.0 - busy / seconds)
                 metrics[f"async/worker_{number}_tokens_per_second"] = tokens / seconds
+        if self._scored is not None:
+            latest["reference"] = self._scored
+            busy, seconds = _since(self._before.get("reference"), self._scored)
+            if seconds > 0:
+                metrics["async/reference_idle"] = max(0.0, 1.0 - busy / seconds)
         metrics["async/restarts"] = float(self.pool.restarts)
         self._before, self.metrics = latest, metrics
+
+
+def _since(before: Any, report: Any, *counts: str) -> list[float]:
+    """Seconds at work, seconds in all and other counts of a worker, since an earlier report."""
+    names = ("busy", "seconds", *counts)
+    if before is None or report.seconds < before.seconds:  # replaced in between
+        return [getattr(report, name) for name in names]
+    return [getattr(report, name) - getattr(before, name) for name in names]
 
 
 def _rank(group: TensorDictBase) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +13,21 @@ from torch import Tensor
 
 from grpo import data
 from grpo.policies.scoring import ReferenceScorer
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A scored group.
+
+    Attributes:
+        log_probs: float32 ``[B, T]``, on the CPU.
+        busy: seconds that the worker has scored since it started.
+        seconds: since then.
+    """
+
+    log_probs: Tensor
+    busy: float
+    seconds: float
 
 
 class ReferenceWorker:
@@ -38,11 +55,16 @@ class ReferenceWorker:
             model, temperature=checked.inference_model.temperature,
             max_tokens=scoring_budget(checked))
         self.path = path
+        self._busy, self._started = 0.0, time.monotonic()
 
     def describe(self) -> dict[str, Any]:
         """Who and where this is; an answer proves that it has started."""
         return {"pid": os.getpid(), "host": os.uname().nodename, "model": self.path}
 
-    def score(self, group: TensorDictBase) -> Tensor:
-        """Its log-probs of a group's tokens, float32 ``[B, T]``."""
-        return self.scorer(group.clone())[data.REF_LOG_PROBS]
+    def score(self, group: TensorDictBase) -> Scored:
+        """Its log-probs of a group's tokens."""
+        start = time.monotonic()
+        log_probs_BT = self.scorer(group.clone())[data.REF_LOG_PROBS].cpu()
+        now = time.monotonic()
+        self._busy += now - start
+        return Scored(log_probs_BT, self._busy, now - self._started)

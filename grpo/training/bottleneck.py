@@ -29,17 +29,20 @@ def bottleneck_table(metrics: Path) -> list[str]:
     lines += [f"  {key.removeprefix('time/'):<12} {middle[key]:8.3g} s  {middle[key] / step:4.0%}"
               for key in middle if key.startswith("time/") and key not in ("time/step", "time/eval")
               and middle[key] / step >= 0.005]
-    idle = [middle[key] for key in middle if key.endswith("_idle")]
-    for number, share in enumerate(idle):
+    idle = {int(key.split("_")[1]): middle[key] for key in middle
+            if key.startswith("async/worker_") and key.endswith("_idle")}
+    for number, share in sorted(idle.items()):
         speed = middle.get(f"async/worker_{number}_tokens_per_second", 0.0)
         lines.append(f"  worker {number}: idle {share:.0%}, {speed:,.0f} tokens/s")
+    if "async/reference_idle" in middle:
+        lines.append(f"  reference: idle {middle['async/reference_idle']:.0%}")
     last = rows[-1]
     refused = {name: int(last.get(f"async/groups_{name}", 0))
                for name in ("too_old", "expired", "failed", "lost", "dropped")}
     if any(refused.values()):
         lines.append("  groups " + ", ".join(f"{name.replace('_', ' ')} {count}"
                                              for name, count in refused.items() if count))
-    return [*lines, advice(middle, idle)]
+    return [*lines, advice(middle, list(idle.values()))]
 
 
 def advice(middle: dict[str, float], idle: list[float]) -> str:
@@ -60,6 +63,11 @@ devices, or the reference, which took 29% of the step, one of its own'
     step = middle["time/step"]
     waited, resting = middle.get("time/wait", 0.0) / step, sum(idle) / max(1, len(idle))
     moved = (middle.get("time/sync", 0.0) + middle.get("time/canary", 0.0)) / step
+    scorer = middle.get("async/reference_idle", 1.0)
+    if waited >= _MUCH and resting >= _MUCH and scorer < _MUCH:
+        return (f"the reference was the bottleneck: it was idle {scorer:.0%} of the time while the "
+                f"trainer waited {waited:.0%}; raise train.max_tokens_per_micro_batch, by which it "
+                "scores, or let the trainer score with ref_model.num_devices=null")
     if waited >= _MUCH and resting >= _MUCH:
         return (f"trainer and workers waited for each other ({waited:.0%} and {resting:.0%} of the "
                 "time); raise train.staleness, or train.oversample where few rows are long")

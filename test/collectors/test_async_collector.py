@@ -205,6 +205,7 @@ def test_the_reference_scores_groups_as_they_come_and_is_replaced_when_it_dies(s
         scored = batch[data.REF_LOG_PROBS].clone()
         assert torch.allclose(scored, here(batch)[data.REF_LOG_PROBS], atol=1e-6)
         assert scored.min() < 0
+        assert 0 <= trainer.collector.metrics["async/reference_idle"] < 1
         trainer.collector.published(step + 1)
         trainer.collector.pool.actors[0].set_version(step + 1)
         trainer.collector.pool.actors[1].set_version(step + 1)
