@@ -1,5 +1,5 @@
-"""Every command and every program in README.md and docs/objectives.md runs, and the names, settings
-and messages in the latter are those of the code."""
+"""Every command and every program in README.md, docs/objectives.md and docs/async.md runs, and the
+names, settings and messages in the guide to the objectives are those of the code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from grpo.presets import preset_names
 REPO = Path(__file__).resolve().parents[1]
 README = (REPO / "README.md").read_text()
 GUIDE = (REPO / "docs" / "objectives.md").read_text()
+ASYNC_GUIDE = (REPO / "docs" / "async.md").read_text()
 SCRIPT = "sota-implementations/grpo/grpo.py"
+ASYNC_SCRIPT = "sota-implementations/grpo/grpo-async.py"
 
 #: Appended to every command of the script: the same code on less work.
 SMALLER = ["model.warm_start_steps=5", "env.num_envs=2", "env.repeats=2",
@@ -75,9 +77,11 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.parametrize("page", [README, GUIDE], ids=["README", "objectives"])
+@pytest.mark.parametrize("page", [README, GUIDE, ASYNC_GUIDE],
+                         ids=["README", "objectives", "async"])
 def test_no_command_is_left_out(page):
-    known = len(commands("make ", page)) + len(commands(f"python {SCRIPT}", page))
+    known = sum(len(commands(prefix, page))
+                for prefix in ("make ", f"python {SCRIPT}", f"python {ASYNC_SCRIPT}"))
     lines = [line for block in blocks("bash", page) for line in block.splitlines() if line.strip()]
     assert known == len(lines) > 0
 
@@ -118,6 +122,18 @@ def test_other_script_commands_run(tmp_path, cache, model_folder, gsm8k_rows):
     output = run([sys.executable, "-c", SEVERAL, str(REPO / SCRIPT), json.dumps(runs), str(REPO)],
                  tmp_path, cache)
     assert output.count("held-out accuracy") == len(runs) > 0
+
+
+@pytest.mark.parametrize("command", [
+    *commands(f"python {ASYNC_SCRIPT}"),
+    *(pytest.param(command, marks=pytest.mark.slow)
+      for command in commands(f"python {ASYNC_SCRIPT}", ASYNC_GUIDE))])
+def test_asynchronous_command_runs(command, tmp_path, cache, model_folder, gsm8k_rows):
+    pytest.importorskip("ray")
+    arguments = [*on_less_work(command, model_folder, gsm8k_rows),
+                 "inference_model.backend=transformers", "device=cpu"]
+    output = run([sys.executable, str(REPO / ASYNC_SCRIPT), *arguments], tmp_path, cache)
+    assert "held-out accuracy" in output and "a step took" in output
 
 
 @pytest.fixture(scope="module")
