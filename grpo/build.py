@@ -259,6 +259,8 @@ def describe(
 
 def describe_device(config: Config, device: torch.device) -> str:
     """What the trainer computes on, such as ``2 x NVIDIA H200``."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     ranks = config.train_model.ranks
-    return name if ranks == 1 else f"{ranks} x {name}" if name != "CPU" else f"CPU, {ranks} ranks"
+    if device.type != "cuda":
+        return "CPU" if ranks == 1 else f"CPU, {ranks} ranks"
+    name = torch.cuda.get_device_name(device)
+    return name if ranks == 1 else f"{ranks} x {name}"

@@ -129,23 +129,25 @@ def engine_ledger(plan: MemoryPlan, *, devices: int = 1) -> Ledger:
         >>> [row.name for row in ledger.rows]
         ['weights', 'KV cache', 'generation', 'reserve']
     """
-    def rows(plan: MemoryPlan, devices: int) -> tuple[Row, ...]:
+    def ledger(plan: MemoryPlan, devices: int) -> Ledger:
         b, share = plan.dtype.itemsize, "" if devices == 1 else f"1/{devices} of "
         weights = Row("weights", plan.shape.parameters * b // devices,
                       f"{share}{plan.shape.parameters / 1e6:,.1f} M x {b} bytes")
         slots = [_adapter_slots(plan)] if plan.lora is not None and plan.lora_slots else []
-        return (weights, *slots, *_generation_rows(plan), _reserve(plan, working=0, graphs=True))
+        return Ledger((weights, *slots, *_generation_rows(plan),
+                       _reserve(plan, working=0, graphs=True)))
 
-    total = Ledger(rows(plan, devices)).total
+    found, savings = ledger(plan, devices), []
     halved = replace(plan, kv_cache_bytes=plan.kv_cache_bytes // 2)
-    savings = [] if not plan.in_engine else [
-        Saving(f"inference_model.kv_cache_memory_bytes={halved.kv_cache_bytes} (rows then wait for "
-               "each other)", total - Ledger(rows(halved, devices)).total)]
+    if plan.in_engine:
+        savings.append(Saving(
+            f"inference_model.kv_cache_memory_bytes={halved.kv_cache_bytes} (rows then wait for "
+            "each other)", found.total - ledger(halved, devices).total))
     if plan.in_engine and plan.device == "cuda":
         savings.append(Saving(
             f"inference_model.tensor_parallel_size={2 * devices} (of as many more devices)",
-            total - Ledger(rows(halved, 2 * devices)).total))
-    return Ledger(rows(plan, devices), tuple(savings))
+            found.total - ledger(halved, 2 * devices).total))
+    return replace(found, savings=tuple(savings))
 
 
 def reference_ledger(plan: MemoryPlan, parameters: int) -> Ledger:

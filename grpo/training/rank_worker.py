@@ -1,9 +1,7 @@
-"""A trainer's rank other than the first: a Ray actor, or a process of this machine
-(:mod:`grpo.training.local_ranks`)."""
+"""A trainer's rank other than the first; :mod:`grpo.training.local_ranks` starts its process."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,10 +34,6 @@ class TrainerRank:
         self.config, self.path, self.dtype = config, path, getattr(torch, dtype)
         self.transfer, self.join, self.asynchronous = transfer, join, asynchronous
         self.checkpoint = checkpoint and Checkpoint(Path(checkpoint[0]), checkpoint[1])
-
-    def describe(self) -> dict[str, Any]:
-        """Who and where this is."""
-        return {"pid": os.getpid(), "host": os.uname().nodename}
 
     def run(self, ready: Callable[[], object] = lambda: None) -> None:
         """Meet the others, then follow the leader to the end.
