@@ -48,7 +48,10 @@ def make_model(shape: str, folder: Path) -> int:
             bos_token_id=None, **SHAPES[shape]))
     model.to(torch.bfloat16 if cuda else torch.float32).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    return sum(param.numel() for param in model.parameters())
+    parameters = sum(param.numel() for param in model.parameters())
+    del model
+    torch.cuda.empty_cache()  # what is measured next wants the memory
+    return parameters
 
 
 def make_problems(folder: Path, *, count: int, prompt_tokens: int) -> None:

@@ -79,7 +79,8 @@ def http_request(
 def _read(sock: socket.socket, response: http.client.HTTPResponse, deadline: float) -> bytes:
     """The body; each piece waits only as long as the call has left."""
     pieces = []
-    while True:
+    # From Python 3.12.3 on the last piece closes the response, and the socket with it.
+    while not response.isclosed():
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError

@@ -8,7 +8,7 @@ import torch
 from grpo.engines.client import EngineCallError
 from grpo.engines.process import EngineProcess, server_command
 
-pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(400)]
 PROMPT = list(range(10, 42))
 CACHE_BYTES = 4 << 30
 

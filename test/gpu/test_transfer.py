@@ -41,12 +41,21 @@ def visible(devices: str):
 
 
 def start(folder, devices: str):
-    from grpo.engines.inprocess import start_engine
+    """An engine that vLLM's own transfer reaches, too: ``start_engine`` has no use for that."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+    from vllm.config import WeightTransferConfig
 
-    with visible(devices):
-        return start_engine(str(folder), device=torch.device("cuda"), dtype=torch.bfloat16,
-                            max_model_len=256, gpu_memory_utilization=0.2, separate_process=True,
-                            tensor_parallel_size=len(devices.split(",")))
+    from grpo.engines.lifecycle import remember, starting
+
+    with visible(devices), starting():
+        llm = LLM(str(folder), dtype="bfloat16", max_model_len=256, gpu_memory_utilization=0.2,
+                  logprobs_mode="processed_logprobs", distributed_executor_backend="mp",
+                  worker_extension_cls="grpo.engines.worker.WeightWorker",
+                  tensor_parallel_size=len(devices.split(",")),
+                  weight_transfer_config=WeightTransferConfig(backend="nccl"))
+    remember(llm)
+    return llm
 
 
 def need(count: int) -> None:
