@@ -313,7 +313,7 @@ class RayCollector:
 def _since(before: Any, report: Any, *counts: str) -> list[float]:
     """Seconds at work, seconds in all and other counts of a worker, since an earlier report."""
     names = ("busy", "seconds", *counts)
-    if before is None or report.seconds < before.seconds:  # replaced in between
+    if before is None or report.started != before.started:  # replaced in between
         return [getattr(report, name) for name in names]
     return [getattr(report, name) - getattr(before, name) for name in names]
 

@@ -23,11 +23,13 @@ class Scored:
         log_probs: float32 ``[B, T]``, on the CPU.
         busy: seconds that the worker has scored since it started.
         seconds: since then.
+        started: Unix time of that start, which tells a worker from the one that it replaces.
     """
 
     log_probs: Tensor
     busy: float
     seconds: float
+    started: float
 
 
 class ReferenceWorker:
@@ -55,7 +57,7 @@ class ReferenceWorker:
             model, temperature=checked.inference_model.temperature,
             max_tokens=scoring_budget(checked))
         self.path = path
-        self._busy, self._started = 0.0, time.monotonic()
+        self._busy, self._started, self._started_at = 0.0, time.monotonic(), time.time()
 
     def describe(self) -> dict[str, Any]:
         """Who and where this is; an answer proves that it has started."""
@@ -67,4 +69,4 @@ class ReferenceWorker:
         log_probs_BT = self.scorer(group.clone())[data.REF_LOG_PROBS].cpu()
         now = time.monotonic()
         self._busy += now - start
-        return Scored(log_probs_BT, self._busy, now - self._started)
+        return Scored(log_probs_BT, self._busy, now - self._started, self._started_at)

@@ -71,12 +71,14 @@ class Report:
         busy: seconds that the engine has been at work since the worker started.
         tokens: sampled since then.
         seconds: since then.
+        started: Unix time of that start, which tells a worker from the one that it replaces.
     """
 
     groups: list[tuple[int, TensorDictBase | None, str | None]]
     busy: float
     tokens: int
     seconds: float
+    started: float
 
 
 class RolloutWorker:
@@ -116,7 +118,7 @@ class RolloutWorker:
         self._jobs: dict[int, Job] = {}
         self._finished: queue.SimpleQueue[tuple[int, Any, str | None]] = queue.SimpleQueue()
         self._scoring = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix="rewards")
-        self._started = time.monotonic()
+        self._started, self._started_at = time.monotonic(), time.time()
 
     def describe(self) -> dict[str, Any]:
         """Who and where this is; an answer proves that it has started."""
@@ -169,7 +171,7 @@ class RolloutWorker:
         except queue.Empty:
             pass
         return Report(groups, self.driver.busy, self.driver.sampler.tokens,
-                      time.monotonic() - self._started)
+                      time.monotonic() - self._started, self._started_at)
 
     def _sampled(self, lease: int, number: int, future: Future) -> None:
         self._jobs.pop(lease, None)

@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict
 
 from grpo import data
-from grpo.collectors.ray import RolloutsFailed
-from grpo.collectors.reference_worker import ReferenceWorker
+from grpo.collectors.ray import RolloutsFailed, _since
+from grpo.collectors.reference_worker import ReferenceWorker, Scored
 from grpo.engines.ray_engine import WorkersLost
 from grpo.training.checkpoint import list_checkpoints
 
@@ -210,3 +210,10 @@ def test_the_reference_scores_groups_as_they_come_and_is_replaced_when_it_dies(s
         trainer.collector.pool.actors[0].set_version(step + 1)
         trainer.collector.pool.actors[1].set_version(step + 1)
     assert pool.restarts == 1
+
+
+def test_a_replaced_worker_is_measured_from_its_own_start():
+    before = Scored(None, busy=5.0, seconds=6.0, started=1.0)
+    assert _since(before, Scored(None, busy=6.0, seconds=9.0, started=1.0)) == [1.0, 3.0]
+    # It lives longer than the other had when that was asked last.
+    assert _since(before, Scored(None, busy=2.0, seconds=8.0, started=2.0)) == [2.0, 8.0]

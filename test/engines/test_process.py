@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import time
 
+import orjson
 import pytest
 
 from grpo.engines.client import EngineClient, EngineTimeoutError, EngineUnreachableError
@@ -290,6 +292,34 @@ def test_client_deadline_holds_for_an_answer_that_drips():
         assert 0.4 < time.monotonic() - started < 2
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("size", [0, 5, 300_000])
+def test_client_reads_answers_that_pythons_since_3_12_3_close_early(monkeypatch, size):
+    """They close the socket with the last piece; here any Python does."""
+    read1 = http.client.HTTPResponse.read1
+
+    def closing_read1(response, n=-1):
+        piece = read1(response, n)
+        if response.length == 0:
+            response.close()
+        return piece
+
+    monkeypatch.setattr(http.client.HTTPResponse, "read1", closing_read1)
+    answer = orjson.dumps({"padding": "x" * size})
+    server = child(f"""
+        class Answer(Handler):
+            def do_GET(self):
+                self.send_response(200)
+                self.send_header("Content-Length", {len(answer)})
+                self.send_header("Connection", "close")
+                self.end_headers()
+                self.wfile.write({answer[:12]!r} + b"x" * {size} + {answer[-2:]!r})
+        Handler = Answer
+        serve()
+    """)
+    with server:
+        assert server.client(timeout=10).info() == {"padding": "x" * size}
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "https://a:1", "http://a", "http://a:1/v1"])

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import random
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_a_checkpoint_has_state_information_and_a_model(save, tmp_path):
     info = saved.info()
     assert info["step"] == 7
     assert info["config"]["train"]["exp_name"] == "run"
-    assert info["versions"]["torch"] == torch.__version__
+    assert info["versions"]["torch"] == metadata.version("torch")
 
 
 def test_the_newest_are_kept(save, tmp_path):
