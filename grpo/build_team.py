@@ -75,9 +75,6 @@ def choose_devices(config: Config, *, backend: str) -> tuple[int, ...]:
         raise ConfigError(f"train_model wants GPU {', '.join(map(str, wanted))}, but there "
                           f"{'is' if there == 1 else 'are'} {there}: no GPU {missing[0]}; lower "
                           "train_model.num_devices, or change train_model.devices")
-    if len(set(wanted)) < len(wanted):
-        raise ConfigError(f"train_model.devices={train.devices} names a GPU twice; give each rank "
-                          "its own")
     torch.cuda.set_device(wanted[0])
     return wanted
 

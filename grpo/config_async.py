@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from grpo.config import Config, TrainConfig
-from grpo.config_model import Device, InferenceModelConfig, RefModelConfig, Sync
+from grpo.config_model import Device, InferenceModelConfig, RefModelConfig, RoleDevices, Sync
 from grpo.config_objective import Section
 
 
@@ -30,18 +30,21 @@ class AsyncTrainConfig(TrainConfig):
     """Seconds without a finished group after which the run ends, resumable."""
 
 
-class PlacedInferenceModel(InferenceModelConfig):
+class PlacedInferenceModel(InferenceModelConfig, RoleDevices):
     """How responses are generated, and where."""
+
+    role = "inference_model"
 
     num_devices: int | None = Field(None, ge=1)
     """Devices that generate, on a CPU processes; null: those of one engine."""
-    devices: list[Device] | None = Field(None, min_length=1)
     tensor_parallel_size: int = Field(1, ge=1)
     """Devices of one engine; there are ``num_devices / tensor_parallel_size`` engines."""
 
 
-class PlacedRefModel(RefModelConfig):
+class PlacedRefModel(RefModelConfig, RoleDevices):
     """The reference policy, and where it computes."""
+
+    role = "ref_model"
 
     num_devices: int | None = Field(None, ge=1, le=1)
     """1: a device of its own; null: the trainer's."""

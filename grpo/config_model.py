@@ -5,7 +5,7 @@ between the two. :mod:`grpo.config` puts the sections into a run; ``docs/weights
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -72,8 +72,33 @@ class LoRAConfig(Section):
         return {key: value for key, value in self.given().items() if key != "enabled"}
 
 
-class TrainModelConfig(Section):
+class RoleDevices(Section):
+    """How many devices a role has, or which."""
+
+    #: The section's key, for messages.
+    role: ClassVar[str]
+
+    num_devices: int | None = Field(None, ge=1)
+    devices: list[Device] | None = Field(None, min_length=1)
+    """Their numbers; null: the first that are free."""
+
+    @model_validator(mode="after")
+    def _devices_agree(self) -> RoleDevices:
+        if self.devices is None:
+            return self
+        if self.num_devices not in (None, len(self.devices)):
+            raise ValueError(f"{self.role}.num_devices={self.num_devices} and {self.role}.devices="
+                             f"{self.devices} contradict each other; remove one of them")
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError(f"{self.role}.devices={self.devices} names a GPU twice; name each "
+                             "once")
+        return self
+
+
+class TrainModelConfig(RoleDevices):
     """How the trainer's model computes, and where."""
+
+    role = "train_model"
 
     torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """``auto``: bfloat16 on a GPU, float32 on a CPU. Masters are always float32."""
@@ -89,21 +114,12 @@ class TrainModelConfig(Section):
     """Decoder layers that are trained, everything else being frozen; null: all of the model."""
     num_devices: int | None = Field(None, ge=1)
     """Devices that train together, each with a part of the model; null: 1."""
-    devices: list[Device] | None = Field(None, min_length=1)
-    """Their numbers; null: the first that are free."""
     lora: LoRAConfig = Field(default_factory=LoRAConfig)
 
     @property
     def ranks(self) -> int:
         """Processes that train, one a device."""
         return len(self.devices) if self.devices else self.num_devices or 1
-
-    @model_validator(mode="after")
-    def _devices_agree(self) -> TrainModelConfig:
-        if self.devices is not None and self.num_devices not in (None, len(self.devices)):
-            raise ValueError(f"train_model.num_devices={self.num_devices} and train_model.devices="
-                             f"{self.devices} contradict each other; remove one of them")
-        return self
 
     @model_validator(mode="after")
     def _layers_are_the_models_or_the_adapters(self) -> TrainModelConfig:

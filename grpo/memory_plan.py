@@ -138,11 +138,9 @@ def engine_ledger(plan: MemoryPlan, *, devices: int = 1) -> Ledger:
                        _reserve(plan, working=0, graphs=True)))
 
     found, savings = ledger(plan, devices), []
-    halved = replace(plan, kv_cache_bytes=plan.kv_cache_bytes // 2)
+    key, halved = _half_the_cache(plan)
     if plan.in_engine:
-        savings.append(Saving(
-            f"inference_model.kv_cache_memory_bytes={halved.kv_cache_bytes} (rows then wait for "
-            "each other)", found.total - ledger(halved, devices).total))
+        savings.append(Saving(key, found.total - ledger(halved, devices).total))
     if plan.in_engine and plan.device == "cuda":
         savings.append(Saving(
             f"inference_model.tensor_parallel_size={2 * devices} (of as many more devices)",
@@ -281,6 +279,13 @@ def _reserve(plan: MemoryPlan, *, working: int, graphs: bool) -> Row:
                "allowance: CUDA context, graphs, gaps between allocations")
 
 
+def _half_the_cache(plan: MemoryPlan) -> tuple[str, MemoryPlan]:
+    """Half the KV cache in whole MiB: what to set, and the plan that gives."""
+    half = plan.kv_cache_bytes // 2**21 * 2**20
+    return (f"inference_model.kv_cache_memory_bytes={half} (rows then wait for each other)",
+            replace(plan, kv_cache_bytes=half))
+
+
 def _alternatives(plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
     """What could be set differently, each with the plan it gives."""
     if not plan.gradient_checkpointing:
@@ -298,9 +303,7 @@ def _alternatives(plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
     if plan.head == "fused" and (plan.head_chunk_size or plan.tokens) > 1024:
         yield "train_model.head_chunk_size=1024", replace(plan, head_chunk_size=1024)
     if plan.in_engine and plan.kv_cache_bytes > 128 * 2**20:
-        half = plan.kv_cache_bytes // 2**21 * 2**20
-        yield (f"inference_model.kv_cache_memory_bytes={half} (rows then wait for each other)",
-               replace(plan, kv_cache_bytes=half))
+        yield _half_the_cache(plan)
     if plan.sharing == "two_copies" and plan.ranks == 1:
         yield ("inference_model.weight_sync=auto (one copy of the weights for trainer and engine)",
                replace(plan, sharing="one_copy"))

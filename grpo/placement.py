@@ -72,7 +72,8 @@ def plan_devices(config: AsyncConfig, *, kind: Kind, available: int | None) -> D
     size = config.inference_model.tensor_parallel_size
     sections = {"train_model": (config.train_model, 1), "ref_model": (config.ref_model, 0),
                 "inference_model": (config.inference_model, size)}
-    wanted = {name: _wanted(name, section, default)
+    wanted = {name: (len(section.devices), section.devices) if section.devices else
+              (section.num_devices or default, None)
               for name, (section, default) in sections.items()}
     request = "; ".join(f"{name} wants {_words(count, devices)}"
                         for name, (count, devices) in wanted.items() if count)
@@ -102,15 +103,6 @@ def plan_devices(config: AsyncConfig, *, kind: Kind, available: int | None) -> D
     return DevicePlan(
         kind, chosen["train_model"], chosen["ref_model"],
         tuple(engines[i:i + size] for i in range(0, len(engines), size)), available)
-
-
-def _wanted(name: str, section: Any, default: int) -> tuple[int, list[int] | None]:
-    if section.devices is None:
-        return section.num_devices or default, None
-    if section.num_devices not in (None, len(section.devices)):
-        raise ConfigError(f"{name}.num_devices={section.num_devices} and {name}.devices="
-                          f"{section.devices} contradict each other; remove one of them")
-    return len(section.devices), section.devices
 
 
 def _explicit(wanted: dict[str, tuple[int, list[int] | None]], available: int | None,

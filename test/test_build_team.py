@@ -41,7 +41,6 @@ def test_the_first_gpus_train_unless_others_are_named(gpus, keys, expected):
 
 @pytest.mark.parametrize(("keys", "parts"), [
     ({"num_devices": 5}, "GPU 0, 1, 2, 3, 4, but there are 4: no GPU 4; lower train_model.num"),
-    ({"devices": [1, 1]}, "train_model.devices=[1, 1] names a GPU twice"),
     ({"devices": [1, 7]}, "GPU 1, 7, but there are 4: no GPU 7"),
     ({"devices": [2]}, "devices=[2]: on one device .* CUDA_VISIBLE_DEVICES=2 and remove the key")])
 def test_gpus_that_are_not_there_are_refused(gpus, keys, parts):

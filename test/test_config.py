@@ -339,6 +339,7 @@ def test_one_training_device_shares_its_weights_as_before(keys):
     ({}, {"weight_sync": "single_copy"}, "weight_sync=single_copy is not how weights are"),
     ({}, {"weight_sync": "reload"}, "use transfer, or auto, or train on one device"),
     ({"devices": [1]}, {}, "num_devices=2 and train_model.devices=[1] contradict each other"),
+    ({"devices": [1, 1]}, {}, "train_model.devices=[1, 1] names a GPU twice; name each once"),
 ])
 def test_what_several_training_devices_cannot_work_with_is_named(train_model, inference, parts):
     values = small(train_model={**SEVERAL["train_model"], **train_model},

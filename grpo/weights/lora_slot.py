@@ -77,8 +77,8 @@ class AdapterSlot:
         if (slot := self.access.slot()) != self.slot:
             raise RuntimeError(
                 f"the engine moved adapter {self.name!r} from slot {self.slot} to {slot}; removing "
-                "it or reloading the engine's weights does that. Make a new LoRASync, which gives "
-                "it a slot again")
+                "it or reloading the engine's weights does that. A new LoRASync gives it a "
+                "slot again, and so does a run that goes on with resume=auto")
         targets = {name: held for name, held in self.held.items()
                    if held.data_ptr() != values[name].data_ptr()}
         if targets:
