@@ -34,7 +34,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     license_files=["LICENSE"],
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     # The Hydra recipes stay at the top of the repository, where scripts and readers expect them,
     # and are installed as grpo/recipes.
     packages=[*find_packages(include=["grpo", "grpo.*"]), "grpo.recipes"],

@@ -107,7 +107,7 @@ class Service:
         try:
             async with self.changed:
                 await asyncio.wait_for(self.changed.wait_for(answerable), self.wait_for_room)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise full from None
         finally:
             self.waiting_bytes -= size

@@ -170,6 +170,6 @@ async def before(work: Awaitable[Result], timeout: float, what: str) -> Result:
     """The result of ``work``, or a 504 that says what was waited for."""
     try:
         return await asyncio.wait_for(work, timeout)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise ApiError(f"waited {timeout:g} s for {what}; give it more time with timeout, or see "
                        "the server's log", status=504, type="timeout") from None
