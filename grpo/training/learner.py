@@ -82,10 +82,11 @@ class Learner:
             Loss terms, diagnostics and gradient norm under the names of ``metrics.jsonl``: means
             over the optimizer steps, and of extremes the extremes.
         """
-        self.seconds = {"train": 0.0, "optimizer": 0.0}
+        start = time.perf_counter()
         self.loss.train()  # gradient checkpointing is only active in training mode
         rollout = rollout.to(self.device)
         self._check_proximal(rollout)
+        self.seconds = {"train": time.perf_counter() - start, "optimizer": 0.0}
         if self.proximal is not None:
             start = time.perf_counter()
             self.proximal(rollout)
