@@ -41,6 +41,8 @@ class RayCollector:
         timeout: seconds without a finished group after which :meth:`collect` gives up.
         reference: pool of one :class:`~grpo.collectors.reference_worker.ReferenceWorker`, which
             scores groups as they come; None: the trainer does, if anybody.
+        layout: what rows and widths of a group follow from. Finished groups of a checkpoint with
+            another one are generated anew.
 
     Attributes:
         seconds: ``"wait"``: what the last batch was waited for.
@@ -53,13 +55,13 @@ class RayCollector:
     def __init__(
         self, pool: WorkerPool, schedule: RolloutSchedule, policy: Policy, *,
         heal: Callable[[], None], groups_each: int, timeout: float = 1800.0,
-        reference: WorkerPool | None = None,
+        reference: WorkerPool | None = None, layout: dict[str, Any] | None = None,
     ) -> None:
         if groups_each < 1:
             raise ValueError(f"groups_each={groups_each} must be at least 1")
         self.pool, self.schedule, self.policy = pool, schedule, policy
         self.heal, self.groups_each, self.timeout = heal, groups_each, timeout
-        self.reference = reference
+        self.reference, self.layout = reference, layout
         self._unscored: dict[int, TensorDictBase] = {}  # by lease
         self._waiting: dict[int, TensorDictBase] = {}  # being scored, by lease
         self._scoring: dict[Call, int] = {}
@@ -84,13 +86,16 @@ class RayCollector:
         with self._changed:
             state = self.schedule.state_dict()
         state["ready"] = [[*ticket, group.to_dict()] for *ticket, group in state["ready"]]
-        return state
+        return state | {"layout": self.layout}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         ready = [[*ticket, TensorDict(group, batch_size=[len(group["group_id"])])]
                  for *ticket, group in state["ready"]]
+        unfinished = state["unfinished"]
+        if state.get("layout", self.layout) != self.layout:  # they fit no batch of this run
+            unfinished, ready = [*unfinished, *(done[:2] for done in ready)], []
         with self._changed:
-            self.schedule.load_state_dict({**state, "ready": ready})
+            self.schedule.load_state_dict({**state, "unfinished": unfinished, "ready": ready})
 
     def published(self, version: int) -> None:
         """The workers have new weights: hand out what that admits."""
@@ -168,6 +173,7 @@ class RayCollector:
                 self._receive(pending)
                 with self._changed:
                     self._receive_scores()
+                    self._lose_gone()
                     self._end_late()
                     self._hand_out()
         except Exception as error:  # raised where the trainer waits
@@ -183,10 +189,13 @@ class RayCollector:
                 pending.append(self.pool.send(number, "finished", _POLL))
 
     def _receive(self, pending: list[Call]) -> None:
-        if not pending:  # all are dead; the trainer replaces them
+        awaited = [*pending, *self._scoring]
+        if not awaited:  # all are dead; the trainer replaces them
             time.sleep(_LOOK)
             return
-        for call in self.pool.wait(pending, timeout=_LOOK):
+        for call in self.pool.wait(awaited, timeout=_LOOK):
+            if call not in pending:  # the reference's
+                continue
             pending.remove(call)
             try:
                 report = self.pool.result(call, timeout=60.0)
@@ -253,10 +262,18 @@ class RayCollector:
                 group = self._waiting[lease] = self._unscored.pop(lease)
                 self._scoring[self.reference.send(0, "score", group)] = lease
 
+    def _lose_gone(self) -> None:
+        """Take back what is held by workers that the trainer's side found dead."""
+        there = {life for number, life in enumerate(self.pool.lives)
+                 if number not in self.pool.dead}
+        for life in self.schedule.holders() - there:
+            self.schedule.lose(life)
+
     def _end_late(self) -> None:
         numbers = {life: number for number, life in enumerate(self.pool.lives)}
         late: dict[int, list[int]] = {}
-        for lease in self.schedule.expire(time.monotonic()):
+        generated = {*self._unscored, *self._waiting}  # and waiting for the reference
+        for lease in self.schedule.expire(time.monotonic(), but=generated):
             late.setdefault(lease.worker, []).append(lease.id)
         for life, leases in late.items():
             self._late[life] = self._late.get(life, 0) + len(leases)

@@ -121,9 +121,11 @@ class RolloutWorker:
         self._started, self._started_at = time.monotonic(), time.time()
 
     def describe(self) -> dict[str, Any]:
-        """Who and where this is; an answer proves that it has started."""
+        """Who and where this is, and what its engine has failed with; an answer proves that it has
+        started."""
         return {"pid": os.getpid(), "host": os.uname().nodename, "device": self.setup.device,
-                "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
+                "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+                "failure": self.driver.failure}
 
     # -- rollouts ------------------------------------------------------------------------------
 

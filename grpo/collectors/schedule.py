@@ -11,6 +11,7 @@ bound on what is *started* is not enough: what is taken is checked as well.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,6 +142,10 @@ class RolloutSchedule:
         """Groups in the hands of one worker."""
         return sum(lease.worker == worker for lease in self._leases.values())
 
+    def holders(self) -> set[int]:
+        """Workers that have groups in their hands."""
+        return {lease.worker for lease in self._leases.values()}
+
     def admits(self) -> bool:
         """Whether one more group may be started and still be fresh when its turn comes."""
         wanted = (self.version + 1 + self.staleness) * self.batch_groups - self._taken
@@ -199,12 +204,17 @@ class RolloutSchedule:
         self.counts["lost"] += len(gone)
         return gone
 
-    def expire(self, now: float) -> list[Lease]:
-        """End the leases past their deadline; the workers need not go on with these groups."""
+    def expire(self, now: float, *, but: Container[int] = ()) -> list[Lease]:
+        """End the leases past their deadline; the workers need not go on with these groups.
+
+        Args:
+            now: monotonic time, in seconds.
+            but: leases whose groups are generated already.
+        """
         if self.group_deadline is None:
             return []
         late = [lease for lease in self._leases.values()
-                if now - lease.since > self.group_deadline]
+                if now - lease.since > self.group_deadline and lease.id not in but]
         for lease in late:
             del self._leases[lease.id]
             self._retry(lease.ticket)

@@ -173,6 +173,11 @@ class EngineDriver:
         """Whether the thread runs and no step has failed."""
         return self._failure is None and self._thread.is_alive() and not self._closed
 
+    @property
+    def failure(self) -> str | None:
+        """What a step failed with, after which nothing is generated any more."""
+        return None if self._failure is None else repr(self._failure)
+
     def close(self) -> None:
         """End thread and engine."""
         if self._closed:
@@ -217,7 +222,7 @@ class EngineDriver:
             return
         try:
             self.sampler.add(job)
-        except ValueError as error:  # a request that the engine refuses
+        except Exception as error:  # a request that the engine refuses; it goes on with others
             future.set_exception(error)
         else:
             self._open[job] = future

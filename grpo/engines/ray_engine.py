@@ -12,6 +12,7 @@ puts a new one in its place, which has the weights that the run began with until
 from __future__ import annotations
 
 import importlib.util
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from grpo.weights.channel import in_background
 
 # What a message may take beyond the time that the worker was given.
 _GRACE = 10.0
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class EngineDied(EngineError):
@@ -49,22 +51,34 @@ def answer(ref: Any, *, timeout: float, who: str, what: str) -> Any:
         what: was asked of it.
 
     Raises:
-        EngineDied: if the actor's process is gone.
+        EngineDied: if the actor's process, its node or the answer itself is gone.
         EngineError: if the answer does not come in time, or is an error.
     """
     import ray
-    from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
     try:
         return ray.get(ref, timeout=timeout)
     except GetTimeoutError:
         raise EngineError(f"{who}: no answer to {what} within {timeout:g} s; see its log in Ray's "
                           "session folder") from None
-    except RayActorError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise EngineDied(f"{who} died during {what}: {reason}") from None
     except RayTaskError as error:
         raise EngineError(f"{who}: {what} failed: {error.cause!r}") from error
+    except RayError as error:  # Ray has a class for each way to go, such as out of memory
+        raise EngineDied(f"{who} died during {what}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """What Ray says of a death; of one in the actor's constructor also what was raised there."""
+    lines = _COLOURS.sub("", str(error)).strip().splitlines() or [type(error).__name__]
+    if not getattr(error, "actor_init_failed", False):
+        return lines[0]
+    raised: list[str] = []
+    for line in reversed(lines[1:]):  # what comes after the last frame, whose lines are indented
+        if line.startswith(" "):
+            break
+        raised.insert(0, line)
+    return "\n".join([lines[0], *raised])
 
 
 @dataclass(frozen=True)
@@ -158,14 +172,29 @@ class WorkerPool:
         """Those of some calls that are answered; waits until one is, or ``timeout`` has passed."""
         import ray
 
-        done, _ = ray.wait([call.ref for call in calls], num_returns=1, timeout=timeout)
-        answered = set(done)
+        refs = [call.ref for call in calls]
+        ray.wait(refs, num_returns=1, timeout=timeout)
+        # The call above names one answer at most, however many are there.
+        answered = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
         return [call for call in calls if call.ref in answered]
 
     def bury(self, call: Call, reason: str) -> None:
         """Note that a worker is of no use any more, unless another has already taken its place."""
         if self.lives[call.number] == call.life:
             self.dead.setdefault(call.number, reason)
+
+    def look(self) -> None:
+        """Note which workers are gone, or live with an engine that has failed."""
+        for number in range(self.count):
+            if number in self.dead:
+                continue
+            call = self.send(number, "describe")
+            try:
+                about = self.result(call, timeout=30.0)
+            except EngineError:  # a death is noted; one that is slow to answer is none
+                continue
+            if about.get("failure"):
+                self.bury(call, f"{self.name(number)}: {about['failure']}")
 
     def put(self, value: Any) -> Any:
         """Keep a large argument where every worker finds it."""

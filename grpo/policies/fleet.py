@@ -8,7 +8,8 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from grpo.engines.driver import Job
-from grpo.engines.ray_engine import EngineDied, WorkerPool
+from grpo.engines.handle import EngineError
+from grpo.engines.ray_engine import WorkerPool
 from grpo.policies.base import Completions, Policy, Sampling
 
 
@@ -55,7 +56,10 @@ class FleetPolicy(Policy):
         while True:
             try:
                 return self._joined(calls)
-            except EngineDied:
+            except EngineError:
+                self.pool.look()
+                if not self.pool.dead:
+                    raise
                 self.heal()  # the pool limits how often
                 calls = self._send(prompts, number)
 

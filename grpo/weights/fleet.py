@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from grpo.engines.handle import EngineError
 from grpo.engines.lora_worker import flat
-from grpo.engines.ray_engine import Call, EngineDied, EngineFleet, RayEngine, WorkerPool
+from grpo.engines.ray_engine import Call, EngineFleet, RayEngine, WorkerPool
 from grpo.weights.adapters import whole_adapters
 from grpo.weights.channel import TransferError
 from grpo.weights.fingerprint import fingerprint
@@ -82,7 +82,7 @@ class FleetSync(ABC):
             try:
                 send()
             except (EngineError, TransferError):
-                self._find_dead()
+                self.pool.look()
                 if not self.pool.dead:
                     raise
             else:
@@ -91,14 +91,6 @@ class FleetSync(ABC):
                 self.pool.outdated.clear()
                 return
             self.pool.revive()
-
-    def _find_dead(self) -> None:
-        for number in range(self.pool.count):
-            if number not in self.pool.dead:
-                try:
-                    self.pool.ask(number, "describe", timeout=30.0)
-                except EngineDied:
-                    continue  # noted by the pool
 
     @abstractmethod
     def _publish(self) -> None:

@@ -166,7 +166,8 @@ def run(cfg: DictConfig, at_end: ExitStack) -> None:
         config = load_config(cfg, AsyncConfig)
         run_dir, checkpoint = open_run(config, Path(HydraConfig.get().runtime.output_dir))
         trainer = build_trainer(config, run_dir, checkpoint, at_end)
-    except (ValueError, OSError, ImportError) as error:  # nearly always bad input
+    except (ValueError, OSError, ImportError, EngineError, WorkersLost) as error:
+        # Nearly always bad input, some of which shows in the workers first.
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         sys.exit(f"error: {error}\n(set HYDRA_FULL_ERROR=1 to see where it was raised)")

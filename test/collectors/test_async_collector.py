@@ -212,6 +212,37 @@ def test_the_reference_scores_groups_as_they_come_and_is_replaced_when_it_dies(s
     assert pool.restarts == 1
 
 
+def test_the_groups_of_a_worker_that_nobody_asked_meanwhile_are_taken_back(start):
+    collector = start().collector
+    schedule = collector.schedule
+    lease = schedule.lease(worker=99, now=0.0)  # a life that the trainer's side has replaced
+    kept = schedule.lease(worker=collector.pool.lives[1], now=0.0)
+    collector._lose_gone()
+    assert schedule.holders() == {kept.worker}
+    assert schedule.lease(worker=kept.worker, now=0.0).ticket == lease.ticket
+
+
+@pytest.mark.parametrize("max_tokens", [5, 4])
+def test_finished_groups_of_a_checkpoint_are_made_anew_where_they_no_longer_fit(start, max_tokens):
+    trainer = start(train={"staleness": 2})
+    trainer.iterate()
+    while not trainer.collector.state_dict()["ready"]:
+        time.sleep(0.01)
+    checkpoint = trainer.save()
+    trainer.collector.close()
+    state = checkpoint.state()["env"]
+    resumed = start(checkpoint, train={"staleness": 2},
+                    inference_model={"max_tokens": max_tokens})
+    found = resumed.collector.state_dict()
+    if max_tokens == 5:
+        assert len(found["ready"]) >= len(state["ready"]) > 0
+    else:
+        assert found["ready"] == []
+        assert found["unfinished"] == sorted(
+            [*state["unfinished"], *(ready[:2] for ready in state["ready"])])
+    resumed.iterate()
+
+
 def test_a_replaced_worker_is_measured_from_its_own_start():
     before = Scored(None, busy=5.0, seconds=6.0, started=1.0)
     assert _since(before, Scored(None, busy=6.0, seconds=9.0, started=1.0)) == [1.0, 3.0]

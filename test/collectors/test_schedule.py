@@ -204,6 +204,13 @@ class TestLongTail:
         assert schedule.counts["expired"] == 2 and schedule.counts["dropped"] == 1
         assert schedule.lease(worker=0, now=40.0).ticket.index == 1
 
+    def test_what_is_generated_already_does_not_expire(self):
+        schedule = RolloutSchedule(2, staleness=0, group_deadline=1.0)
+        first, second = (schedule.lease(worker=worker, now=0.0) for worker in (3, 4))
+        assert schedule.holders() == {3, 4}
+        assert schedule.expire(2.0, but={first.id}) == [second]
+        assert schedule.holders() == {3}
+
     def test_the_answer_of_an_expired_lease_is_ignored_and_counted(self):
         schedule = RolloutSchedule(1, staleness=0, group_deadline=1.0)
         lease = schedule.lease(worker=0, now=0.0)

@@ -28,8 +28,10 @@ class Worker:
     def __init__(self) -> None:
         self.given: list[tuple] = []
 
+    failure: str | None = None
+
     def describe(self) -> dict:
-        return {}
+        return {"failure": self.failure}
 
     def load_adapter(self, packed, version, mode, timeout) -> None:
         self.given.append((version, mode))
@@ -104,6 +106,24 @@ def test_a_worker_that_takes_a_dead_ones_place_gets_the_present_adapter(model, p
     assert weights.version == 2 and pool.restarts == 1 and pool.usable == [0, 1]
     assert pool.actors[0].given == [(2, "keep")] and pool.actors[1].given[-1] == (2, "keep")
     assert weights.differing() == []
+
+
+def test_a_worker_whose_engine_has_failed_is_replaced_though_its_process_lives(model, pool):
+    weights = FleetLoRA(model, pool)
+    weights.publish()
+    broken = pool.actors[0]
+    broken.failure, broken.load_adapter = "OutOfMemoryError()", lambda *args: 1 / 0
+    assert weights.publish() == 2
+    assert pool.restarts == 1 and pool.actors[0] is not broken
+    assert weights.differing() == []
+
+
+def test_an_error_of_a_healthy_worker_is_raised(model, pool):
+    weights = FleetLoRA(model, pool)
+    pool.actors[0].load_adapter = lambda *args: 1 / 0
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        weights.publish()
+    assert pool.restarts == 0
 
 
 def test_a_death_that_is_noticed_after_an_update_does_not_make_another_version(model, pool):
