@@ -29,7 +29,8 @@ class AtroposSection(Section):
     max_staleness: int | None = Field(None, ge=0)
     """Tokens sampled more than so many updates ago are not trained; null: all are."""
     restart_interval: int | None = Field(None, ge=1)
-    """Steps between two engines, where each update starts a new one; null: 1."""
+    """Steps between two engines, where each update starts a new one; null: 1. An evaluation that
+    is due in between starts one, too, so that it is of its step's model."""
     vllm_port: int = Field(9001, ge=1, le=65535)
     vllm_gpu: int | None = Field(None, ge=0)
     """GPU of the engine; null: the trainer's."""

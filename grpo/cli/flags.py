@@ -167,8 +167,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(("--max-model-len",), "inference_model.max_model_len",
              "prompt and response (default: 4096, or the model's context if that is less)", int),
         Flag(("--vllm-restart-interval",), "atropos.restart_interval",
-             "steps between two engines; 0 with mode none: the engine reads each step's checkpoint "
-             "in place", int, 3, modes=_RESTARTED),
+             "steps between two engines, and one more before an evaluation that is due in between; "
+             "0 with mode none: the engine reads each step's checkpoint in place", int, 3,
+             modes=_RESTARTED),
         Flag(("--vllm-config-path",), "atropos.bridge_config",
              "vllm_bridge_config.json of a running engine, which is waited for and used",
              modes=("shared_vllm",)),
