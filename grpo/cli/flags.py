@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -349,18 +349,26 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
-def choose_gpu(args: argparse.Namespace) -> None:
+def choose_gpu(args: argparse.Namespace, config: AtroposConfig) -> None:
     """Make ``--device cuda:N`` the GPU of this process.
 
     Raises:
-        ConfigError: if it is not there.
+        ConfigError: if it is not there, or the engine of this process would be on another.
     """
-    number: Sequence[str] = (args.device or "").partition(":")
-    if not number[2]:
+    _, _, text = (args.device or "").partition(":")
+    if not text:
         return
     import torch
 
-    if int(number[2]) >= torch.cuda.device_count():
+    from grpo.build import resolve_backend
+
+    number = int(text)
+    # vLLM in process takes the first GPU that it sees, and parameters that it shares move there.
+    if number and config.atropos.bridge and resolve_backend(config) == "vllm":
+        raise ConfigError(f"--device {args.device}: with --weight-bridge-mode bridge vLLM is in "
+                          "this process, where it always takes the first GPU; start the command "
+                          f"with CUDA_VISIBLE_DEVICES={number} and --device cuda")
+    if number >= torch.cuda.device_count():
         raise ConfigError(f"--device {args.device}: this machine shows "
                           f"{torch.cuda.device_count()} GPUs, numbered from 0")
-    torch.cuda.set_device(int(number[2]))
+    torch.cuda.set_device(number)

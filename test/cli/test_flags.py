@@ -11,8 +11,9 @@ from typing import get_args
 
 import pytest
 
+from grpo import build
 from grpo.cli import atropos, run
-from grpo.cli.flags import FLAGS, Mode, dtype, layer_indices, to_config
+from grpo.cli.flags import FLAGS, Mode, choose_gpu, dtype, layer_indices, to_config
 from grpo.config import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -179,3 +180,36 @@ def test_wrong_layers_are_refused(text):
 def test_float16_is_refused_with_the_reason():
     with pytest.raises(argparse.ArgumentTypeError, match="small gradients vanish"):
         dtype("float16")
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The GPUs that were made this process' own, on a machine with two of them and vLLM."""
+    numbers: list[int] = []
+    monkeypatch.setattr(build, "vllm_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", numbers.append)
+
+    def choose(*argv: str) -> list[int]:
+        args = atropos.parser().parse_intermixed_args(["--model-name", "m", *argv])
+        choose_gpu(args, to_config(args))
+        return numbers
+
+    return choose
+
+
+@pytest.mark.parametrize(("argv", "numbers"), [
+    ([], []), (["--device", "cuda"], []), (["--device", "cuda:1"], [1]),
+    (["--device", "cuda:0", "--weight-bridge-mode", "bridge"], [0]),
+    (["--device", "cuda:1", "--weight-bridge-mode", "bridge",
+      "inference_model.backend=transformers"], [1])])
+def test_the_gpu_of_this_process_is_that_of_the_flag(chosen, argv, numbers):
+    assert chosen(*argv) == numbers
+
+
+def test_another_gpu_than_that_of_vllm_in_process_is_refused(chosen):
+    with pytest.raises(ConfigError, match="start the command with CUDA_VISIBLE_DEVICES=1 and "
+                                          "--device cuda"):
+        chosen("--device", "cuda:1", "--weight-bridge-mode", "bridge")
+    with pytest.raises(ConfigError, match="--device cuda:2: this machine shows 2 GPUs"):
+        chosen("--device", "cuda:2")
