@@ -72,6 +72,8 @@ _UNREAD = {
     ("train", "dialog_turns_per_batch"): "atropos.batch_size",
     ("train", "max_sampling_rounds"): "the environments' ensure_scores_are_not_same",
     ("train", "overlong_buffer"): "the environments' own length penalty",
+    ("inference_model", "max_tokens"): "the environments' own max_tokens, atropos.seq_len for what "
+                                       "is trained, atropos.eval_max_tokens for evaluations",
 }
 
 

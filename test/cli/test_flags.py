@@ -124,6 +124,8 @@ def test_a_flag_is_refused_without_the_one_that_switches_it_on(flag):
     (["--distill-enabled", "distill.teacher=t"], "groups bring its tokens"),
     (["env.dataset=gsm8k"], "environments bring problems"),
     (["train.total_dialog_turns=9"], "use atropos.steps"),
+    (["inference_model.max_tokens=7"], "inference_model.max_tokens=7 is not read with Atropos "
+     "environments; use the environments' own max_tokens"),
     (["train.objective=maxent_listwise", "train.aggregation=prompt"], "groups of one size"),
     (["optimizer.warmup_step=1"], "did you mean 'warmup_steps'"),
     (["--weight-bridge-mode", "bridge", "inference_model.engine=server"], "does not go with"),
