@@ -7,6 +7,7 @@ can be given as ``section.key=value``. A flag that the chosen mode would not rea
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -363,12 +364,14 @@ def choose_gpu(args: argparse.Namespace, config: AtroposConfig) -> None:
     from grpo.build import resolve_backend
 
     number = int(text)
-    # vLLM in process takes the first GPU that it sees, and parameters that it shares move there.
-    if number and config.atropos.bridge and resolve_backend(config) == "vllm":
-        raise ConfigError(f"--device {args.device}: with --weight-bridge-mode bridge vLLM is in "
-                          "this process, where it always takes the first GPU; start the command "
-                          f"with CUDA_VISIBLE_DEVICES={number} and --device cuda")
     if number >= torch.cuda.device_count():
         raise ConfigError(f"--device {args.device}: this machine shows "
                           f"{torch.cuda.device_count()} GPUs, numbered from 0")
+    # vLLM in process takes the first GPU that it sees, and parameters that it shares move there.
+    if number and config.atropos.bridge and resolve_backend(config) == "vllm":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # which this process counts anew
+        name = visible.split(",")[number] if visible else number
+        raise ConfigError(f"--device {args.device}: with --weight-bridge-mode bridge vLLM is in "
+                          "this process, where it always takes the first GPU; start the command "
+                          f"with CUDA_VISIBLE_DEVICES={name} and --device cuda")
     torch.cuda.set_device(number)

@@ -209,9 +209,11 @@ def test_the_gpu_of_this_process_is_that_of_the_flag(chosen, argv, numbers):
     assert chosen(*argv) == numbers
 
 
-def test_another_gpu_than_that_of_vllm_in_process_is_refused(chosen):
-    with pytest.raises(ConfigError, match="start the command with CUDA_VISIBLE_DEVICES=1 and "
-                                          "--device cuda"):
+@pytest.mark.parametrize(("visible", "name"), [("", "1"), ("4,6", "6")])
+def test_another_gpu_than_that_of_vllm_in_process_is_refused(chosen, monkeypatch, visible, name):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError, match=f"start the command with CUDA_VISIBLE_DEVICES={name} "
+                                          "and --device cuda"):
         chosen("--device", "cuda:1", "--weight-bridge-mode", "bridge")
     with pytest.raises(ConfigError, match="--device cuda:2: this machine shows 2 GPUs"):
         chosen("--device", "cuda:2")
