@@ -29,7 +29,8 @@ class AtroposSection(Section):
     max_staleness: int | None = Field(None, ge=0)
     """Tokens sampled more than so many updates ago are not trained; null: all are."""
     restart_interval: int | None = Field(None, ge=1)
-    """Steps between two engines, where each update starts a new one; null: 1."""
+    """Steps between two engines, where each update starts a new one; null: 1. An evaluation that
+    is due in between starts one, too, so that it is of its step's model."""
     vllm_port: int = Field(9001, ge=1, le=65535)
     vllm_gpu: int | None = Field(None, ge=0)
     """GPU of the engine; null: the trainer's."""
@@ -71,6 +72,8 @@ _UNREAD = {
     ("train", "dialog_turns_per_batch"): "atropos.batch_size",
     ("train", "max_sampling_rounds"): "the environments' ensure_scores_are_not_same",
     ("train", "overlong_buffer"): "the environments' own length penalty",
+    ("inference_model", "max_tokens"): "the environments' own max_tokens, atropos.seq_len for what "
+                                       "is trained, atropos.eval_max_tokens for evaluations",
 }
 
 

@@ -189,6 +189,50 @@ def test_the_environment_is_rebuilt_only_for_another_device(tmp_path, monkeypatc
     assert len(created) == (1 if kept else 2)
 
 
+@pytest.fixture
+def venv(tmp_path, monkeypatch):
+    """A .venv that is made without a command; that of a set-up that is killed stops half-way."""
+    venv = tmp_path / ".venv"
+    monkeypatch.setattr(setup_env, "VENV", venv)
+    monkeypatch.setattr(setup_env, "VENV_PYTHON", venv / "bin" / "python")
+
+    def run(*command, what, killed=False):
+        (venv / "bin").mkdir()
+        (venv / "bin" / "python").touch()
+        if killed:
+            raise KeyboardInterrupt
+        (venv / "bin" / "pip").touch()
+
+    monkeypatch.setattr(setup_env, "run", run)
+    return venv
+
+
+def test_a_virtual_environment_of_the_users_own_is_not_removed(venv):
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").touch()
+    with pytest.raises(setup_env.SetupError, match=r"\.venv was not made by this set-up.*move it "
+                                                   "elsewhere, or remove it yourself"):
+        setup_env.prepare_venv("cpu")
+    assert [path.name for path in venv.rglob("*")] == ["bin", "python"]
+
+
+def test_a_set_up_that_was_cut_short_is_taken_up_again(venv, monkeypatch):
+    whole = setup_env.run
+    monkeypatch.setattr(setup_env, "run", lambda *command, what: whole(*command, what=what,
+                                                                       killed=True))
+    with pytest.raises(KeyboardInterrupt):
+        setup_env.prepare_venv("cpu")
+    monkeypatch.setattr(setup_env, "run", whole)
+    setup_env.prepare_venv("cpu")  # what is half made is not taken for whole
+    assert (venv / "bin" / "pip").exists()
+
+
+def test_an_empty_folder_is_nobodys_environment(venv):
+    venv.mkdir()
+    setup_env.prepare_venv("cpu")
+    assert (venv / "bin" / "pip").exists()
+
+
 # Makefile
 
 

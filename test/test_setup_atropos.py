@@ -65,11 +65,35 @@ def test_it_is_kept_for_the_same_interpreter_and_made_anew_for_another(setup_atr
     assert len(commands) == 2 and not (venv / "old").exists()
 
 
-def test_a_folder_that_is_no_virtual_environment_is_not_removed(setup_atropos, commands, tmp_path):
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(setup_atropos.SetupError, match="is no virtual environment"):
+@pytest.mark.parametrize("names", [["thesis.tex"], ["pyvenv.cfg"], ["kind", "thesis.tex"]])
+def test_a_folder_that_was_not_made_here_is_not_removed(setup_atropos, commands, tmp_path, names):
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(setup_atropos.SetupError, match="was not made by this set-up.*name another "
+                                                       "folder with --venv, or remove it yourself"):
         setup_atropos.main(["--venv", str(tmp_path)])
-    assert (tmp_path / "thesis.tex").exists() and not commands
+    assert sorted(path.name for path in tmp_path.iterdir()) == names and not commands
+
+
+def test_a_file_is_not_removed_either(setup_atropos, commands, tmp_path):
+    (tmp_path / "notes").touch()
+    with pytest.raises(setup_atropos.SetupError, match="was not made by this set-up"):
+        setup_atropos.prepare_venv(tmp_path / "notes")
+    assert (tmp_path / "notes").exists()
+
+
+def test_one_that_was_cut_short_is_made_anew(setup_atropos, commands, tmp_path, monkeypatch):
+    venv = tmp_path / "deeper" / "new"
+
+    def killed(*command, what):
+        (venv / "half").touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(setup_atropos, "run", killed)
+        setup_atropos.prepare_venv(venv)
+    setup_atropos.prepare_venv(venv)
+    assert len(commands) == 1 and not (venv / "half").exists()
 
 
 def test_a_failing_step_shows_the_end_of_its_output(setup_atropos):

@@ -27,6 +27,8 @@ TRANSFORMERS = "transformers>=4.50,<5"
 IMPORTED = (TRANSFORMERS, "aiohttp", "fastapi", "jinja2", "jsonlines", "markdown", "numpy",
             "openai", "pydantic-cli", "pyyaml", "rich", "tenacity", "tqdm", "uvicorn", "wandb")
 
+UNFINISHED = "unfinished\n"  # in the file `kind`, until the virtual environment is whole
+
 VERIFY = """
 import importlib.metadata as metadata
 import atroposlib.api.server, atroposlib.envs.base, atroposlib.utils.tokenize_for_trainer
@@ -61,18 +63,35 @@ def run(*command: str | Path, what: str) -> str:
 
 
 def prepare_venv(venv: Path) -> None:
-    """Create the environment, or keep the one there is if it has the same interpreter."""
+    """Create the environment, or keep the one there is if it has the same interpreter.
+
+    Raises:
+        SetupError: the folder is there and was not made here.
+    """
     kind = f"Python {platform.python_version()} at {sys.executable}\n"
     record = venv / "kind"
     if record.exists() and record.read_text() == kind:
         return
     if venv.exists():
-        if not (venv / "pyvenv.cfg").exists():
-            raise SetupError(f"{venv} is there and is no virtual environment; name another folder "
-                             "with --venv, or remove it")
+        if not _made_here(venv):
+            raise SetupError(f"{venv} is there and was not made by this set-up, so it is not "
+                             "replaced; name another folder with --venv, or remove it yourself if "
+                             "nothing in it is needed")
         shutil.rmtree(venv)
+    venv.mkdir(parents=True)
+    record.write_text(UNFINISHED)  # first of all, so that one that is cut short is known as ours
     run(sys.executable, "-m", "venv", venv, what="virtual environment")
     record.write_text(kind)
+
+
+def _made_here(venv: Path) -> bool:
+    """Whether a folder may be replaced: one that an earlier set-up made, or an empty one."""
+    if not venv.is_dir():
+        return False
+    record = venv / "kind"
+    if record.is_file():
+        return (venv / "pyvenv.cfg").exists() or record.read_text() == UNFINISHED
+    return not any(venv.iterdir())
 
 
 def install(venv: Path, *, everything: bool) -> None:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
+UNFINISHED = "unfinished\n"  # in the file `kind`, until the virtual environment is whole
 
 DEVICES = ("cpu", "cuda")
 MINIMUM_PYTHON = (3, 11)  # of the CPU build of vLLM
@@ -129,14 +130,23 @@ def run(*command: str | Path, what: str, extra_env: Mapping[str, str] | None = N
 
 
 def prepare_venv(device: str) -> None:
-    """Create .venv, or keep the one there is if it has the same device and interpreter."""
+    """Create .venv, or keep the one there is if it has the same device and interpreter.
+
+    Raises:
+        SetupError: there is a .venv that was not made here.
+    """
     kind = f"{device}, Python {platform.python_version()} at {sys.executable}\n"
     record = VENV / "kind"
     if record.exists() and record.read_text() == kind and VENV_PYTHON.exists():
         return
     if VENV.exists():
+        if not record.exists() and any(VENV.iterdir()):
+            raise SetupError(f"{VENV} was not made by this set-up (it has no file `kind`), so it "
+                             "is not replaced; move it elsewhere, or remove it yourself if "
+                             "nothing in it is needed, and run the same command again.")
         shutil.rmtree(VENV)
     VENV.mkdir()
+    record.write_text(UNFINISHED)  # first of all, so that one that is cut short is known as ours
     run(sys.executable, "-m", "venv", VENV, what="virtual environment")
     record.write_text(kind)
 

@@ -13,7 +13,8 @@ key                                       dtype    shape       meaning
 ``("given", "advantage")``                float32  ``[B, 1]``  of groups that bring their own
 ``("given", "token_advantage")``          float32  ``[B, T]``  the same, one a token
 ``("given", "zero_advantage")``           bool     ``[B, 1]``  ``overrides.set_advantage_to_zero``
-``"temperature"``                         float32  ``[B, 1]``  the row was sampled at
+``"temperature"``                         float32  ``[B, 1]``  the row was sampled at; NaN also
+                                                               where other options shaped it
 ========================================  =======  ==========  ===================================
 
 with NaN where nothing is given. :class:`~grpo.atropos.advantages.GivenAdvantage` applies them.
@@ -35,6 +36,7 @@ from torch import Tensor
 
 from grpo import data
 from grpo.atropos.schemas import IGNORED, ScoredGroup
+from grpo.engines.neutral import altering
 
 GIVEN_ADVANTAGE = ("given", "advantage")
 GIVEN_TOKEN_ADVANTAGE = ("given", "token_advantage")
@@ -311,13 +313,18 @@ def _override(group: ScoredGroup, i: int) -> dict[str, Any]:
 
 
 def _temperature(group: ScoredGroup, known: Sampled | None, i: int) -> float | None:
-    """What the row was sampled at: as recorded, else as the environment says, else None."""
+    """What the row was sampled at: as recorded, else as the environment says, else None.
+
+    NaN where it says that more than a temperature shaped the distribution, such as ``top_p``.
+    """
     if known and known.temperatures[i] is not None:
         return known.temperatures[i]
-    for source in (_override(group, i), group.generation_params, group.group_overrides):
-        if source and source.get("temperature") is not None:
-            return float(source["temperature"])
-    return None
+    said: dict[str, Any] = {}
+    for source in (group.group_overrides, group.generation_params, _override(group, i)):
+        said |= {name: value for name, value in (source or {}).items() if value is not None}
+    if altering(said):
+        return math.nan
+    return None if "temperature" not in said else float(said["temperature"])
 
 
 def _given_advantage(group: ScoredGroup, i: int) -> tuple[float, list[float]]:

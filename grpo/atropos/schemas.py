@@ -104,7 +104,9 @@ class ScoredGroup:
             prompts.
         ref_logprobs: log-prob of each token under the reference policy.
         messages: the conversation of each sequence.
-        generation_params: how the group was sampled, for example ``{"temperature": 1.0}``.
+        generation_params: how the group was sampled, for example ``{"temperature": 1.0}``. Options
+            that truncate or shift the distribution (``top_p``, ``min_p``, penalties) keep its rows
+            out of the loss.
         overrides: settings of each sequence, such as ``set_advantage_to_zero``.
         group_overrides: settings of the group.
         images: whatever the environment sent.

@@ -100,7 +100,8 @@ class BatchStream:
 
         Raises:
             AtroposTimeoutError: if there is none in time; says what the API answered last.
-            AtroposError: if the API refuses, for example for a wrong token.
+            AtroposError: if the API refuses, for example for a wrong token, or answers in a way
+                that is not the API's.
         """
         while True:
             self.acknowledge()
@@ -182,6 +183,14 @@ class BatchStream:
                     self._ready.put(error)
                     return
                 self._waiting_for = str(error)
+            except Exception as error:  # nobody else sees what ends this thread
+                failure = AtroposError(
+                    f"{self.client.url} gave an answer that cannot be used, "
+                    f"{type(error).__name__}: {error}; does another program listen there, or "
+                    "another version of the API?")
+                failure.__cause__ = error
+                self._ready.put(failure)
+                return
             if batch is not None:
                 if batch.lease is not None:
                     self._held[batch.lease] = batch

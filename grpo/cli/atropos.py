@@ -39,7 +39,7 @@ def set_up(args: argparse.Namespace) -> AtroposConfig:
     # SIGTERM unwinds the stack, and so ends what was started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     config = to_config(args)
-    choose_gpu(args)
+    choose_gpu(args, config)
     return config
 
 

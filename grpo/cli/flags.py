@@ -7,8 +7,9 @@ can be given as ``section.key=value``. A flag that the chosen mode would not rea
 from __future__ import annotations
 
 import argparse
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -167,8 +168,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(("--max-model-len",), "inference_model.max_model_len",
              "prompt and response (default: 4096, or the model's context if that is less)", int),
         Flag(("--vllm-restart-interval",), "atropos.restart_interval",
-             "steps between two engines; 0 with mode none: the engine reads each step's checkpoint "
-             "in place", int, 3, modes=_RESTARTED),
+             "steps between two engines, and one more before an evaluation that is due in between; "
+             "0 with mode none: the engine reads each step's checkpoint in place", int, 3,
+             modes=_RESTARTED),
         Flag(("--vllm-config-path",), "atropos.bridge_config",
              "vllm_bridge_config.json of a running engine, which is waited for and used",
              modes=("shared_vllm",)),
@@ -348,18 +350,28 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
-def choose_gpu(args: argparse.Namespace) -> None:
+def choose_gpu(args: argparse.Namespace, config: AtroposConfig) -> None:
     """Make ``--device cuda:N`` the GPU of this process.
 
     Raises:
-        ConfigError: if it is not there.
+        ConfigError: if it is not there, or the engine of this process would be on another.
     """
-    number: Sequence[str] = (args.device or "").partition(":")
-    if not number[2]:
+    _, _, text = (args.device or "").partition(":")
+    if not text:
         return
     import torch
 
-    if int(number[2]) >= torch.cuda.device_count():
+    from grpo.build import resolve_backend
+
+    number = int(text)
+    if number >= torch.cuda.device_count():
         raise ConfigError(f"--device {args.device}: this machine shows "
                           f"{torch.cuda.device_count()} GPUs, numbered from 0")
-    torch.cuda.set_device(int(number[2]))
+    # vLLM in process takes the first GPU that it sees, and parameters that it shares move there.
+    if number and config.atropos.bridge and resolve_backend(config) == "vllm":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # which this process counts anew
+        name = visible.split(",")[number] if visible else number
+        raise ConfigError(f"--device {args.device}: with --weight-bridge-mode bridge vLLM is in "
+                          "this process, where it always takes the first GPU; start the command "
+                          f"with CUDA_VISIBLE_DEVICES={name} and --device cuda")
+    torch.cuda.set_device(number)

@@ -106,7 +106,7 @@ def start_hub(
     if args.hub_journal is not None:
         command += ["--journal", str(args.hub_journal)]
     hub = started.enter_context(EngineProcess(
-        command, host="127.0.0.1", port=port, token=token,
+        command, host=host, port=port, token=token,
         log_path=Path(config.atropos.log_dir) / "hub.log",
         start_timeout=_HUB_START, env=package_environment()))
     checks.append(hub.check)

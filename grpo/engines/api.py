@@ -9,6 +9,8 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.requests import ClientDisconnect
 
+from grpo.engines.neutral import altering
+
 Prompt = str | list[int] | dict[str, Any]
 # JSON has no infinity. OpenAI's format writes this for a token that cannot be sampled.
 IMPOSSIBLE = -9999.0
@@ -84,11 +86,7 @@ class SamplingFields(Body):
 
     def altered_by(self) -> list[str]:
         """Fields that make the sampled distribution another one than softmax(logits / T)."""
-        neutral = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "presence_penalty": (0.0,),
-                   "frequency_penalty": (0.0,), "repetition_penalty": (1.0,), "min_tokens": (0,),
-                   "logit_bias": (None, {}), "allowed_token_ids": (None,),
-                   "bad_words": (None, [])}
-        return [name for name, values in neutral.items() if getattr(self, name) not in values]
+        return altering(dict(self))
 
     def sampling_options(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's ``SamplingParams``."""

@@ -79,12 +79,13 @@ class CheckedCollector(AtroposCollector):
         if self.dump_to is not None:
             write_atomically(self.dump_to, dumped(batch).decode())
         if not batch[data.ROW_MASK].any():
-            found = sorted(set(batch[TEMPERATURE].flatten().tolist()))
+            found = sorted({f"{value:g}" for value in batch[TEMPERATURE].flatten().tolist()})
             raise ValueError(
                 f"all {len(batch)} rows of a batch were sampled at temperature "
-                f"{', '.join(f'{value:g}' for value in found)} (nan: also with other options), but "
-                f"the trainer scores at {self.assembler.converter.temperature:g}; set "
-                "inference_model.temperature to the environments' own")
+                f"{', '.join(found)} (nan: with other options, such as top_p), but the trainer "
+                f"scores at {self.assembler.converter.temperature:g}; set "
+                "inference_model.temperature to the environments' own, and let them sample with "
+                "a temperature alone")
         return batch
 
 

@@ -28,6 +28,7 @@ from grpo.training.checkpoint import (
 from grpo.training.learner import Learner
 from grpo.training.reporter import Reporter
 from grpo.weights import Canary, CanaryReport, WeightSync
+from grpo.weights.in_flight import PeriodicUpdates
 
 
 class Trainer:
@@ -52,7 +53,9 @@ class Trainer:
         run_dir: folder of the run.
         config: resolved configuration, saved with checkpoints.
         iterations: how many to run in all.
-        eval_frequency: iterations between evaluations; 0: only at the start and the end.
+        eval_frequency: iterations between evaluations; 0: only at the start and the end. Before
+            each the engine gets the present weights, also where
+            :class:`~grpo.weights.in_flight.PeriodicUpdates` would let it wait.
         checkpoint_frequency: iterations between checkpoints; 0: none.
         keep_checkpoints: how many stay.
         reference: writes the reference policy's log-probs into a rollout, where anything is
@@ -157,9 +160,12 @@ class Trainer:
             metrics |= advantage_metrics(rollout) | advantage_counts(rollout)
         metrics |= self.learner.update(rollout, iteration=self.step)
         self.step += 1  # the model is that of the next step, whoever gets to know its weights
+        evaluate = self.evaluator is not None and self._due(self.eval_frequency)
         with self._timed("sync"):
             metrics["policy/version"] = self.weights.publish()
-        evaluate = self.evaluator is not None and self._due(self.eval_frequency)
+            # An accuracy is that of its step's model, the last one that of the model that is kept.
+            if evaluate and isinstance(self.weights, PeriodicUpdates):
+                metrics["policy/version"] = self.weights.catch_up()
         save = self.checkpoint_frequency > 0 and self._due(self.checkpoint_frequency)
         first = self._report is None
         self._prove(now=not self.overlap_canary or evaluate or save or first)

@@ -54,7 +54,9 @@ class PausedUpdates(WrappedSync):
 class PeriodicUpdates(WrappedSync):
     """Publish at every ``interval``-th call only, where each update costs a new engine.
 
-    In between the engine samples with older weights, and the version stays.
+    In between the engine samples with older weights, and the version stays. What must be asked of
+    the present weights, such as an evaluation, calls :meth:`catch_up` before; the next interval
+    begins there.
 
     Args:
         weights: how an update is made.
@@ -80,6 +82,12 @@ class PeriodicUpdates(WrappedSync):
     def publish(self) -> int:
         self.pending += 1
         if self.pending == self.interval:
+            self.catch_up()
+        return self.version
+
+    def catch_up(self) -> int:
+        """Make the update that is pending now, if one is; returns the version."""
+        if self.pending:
             super().publish()
             self.pending = 0
         return self.version

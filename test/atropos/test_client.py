@@ -254,6 +254,21 @@ def test_a_wrong_token_ends_the_stream():
                 next(batches)
 
 
+@pytest.mark.parametrize(("path", "answer", "said"), [
+    ("/register", {}, "KeyError: 'uuid'"), ("/batch", {"batches": 3}, "KeyError: 'batch'"),
+    ("/batch", [], "AttributeError")])
+def test_an_answer_that_cannot_be_used_ends_the_stream_at_once(path, answer, said):
+    class OtherApi(AtroposClient):
+        def call(self, method, asked, *args, **options):
+            known = {"/register": {"uuid": 1}} | {path: answer}
+            return known[asked.partition("?")[0]]
+
+    with stream(OtherApi("http://127.0.0.1:1"), timeout=20.0) as batches:
+        with pytest.raises(AtroposError, match=f"answer that cannot be used, {said}") as caught:
+            next(batches)
+    assert not isinstance(caught.value, TimeoutError) and caught.value.__cause__ is not None
+
+
 def test_two_trainers_share_the_groups(client):
     fill(client, 20)
     with stream(client) as one, stream(AtroposClient(client.url)) as two:

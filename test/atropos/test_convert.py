@@ -202,6 +202,33 @@ def test_priority_of_temperatures(fields, expected):
     assert batch[TEMPERATURE].item() == pytest.approx(expected, nan_ok=True)
 
 
+@pytest.mark.parametrize("option", [
+    {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"presence_penalty": 0.5},
+    {"frequency_penalty": -0.5}, {"repetition_penalty": 1.1}, {"min_tokens": 3}])
+@pytest.mark.parametrize("where", ["generation_params", "group_overrides", "overrides"])
+def test_rows_of_a_distribution_that_was_not_only_tempered_leave_the_loss(option, where):
+    converter = GroupConverter(pad_token_id=PAD, temperature=0.7)
+    said = {"temperature": 0.7, **option}
+    batch = converter([group(([5], [6]), **{where: [said] if where == "overrides" else said})])
+    assert batch[TEMPERATURE].isnan().all() and not batch[data.ROW_MASK].any()
+    assert converter.counts["rows_other_sampling"] == 1
+
+
+def test_options_that_change_nothing_keep_their_rows():
+    said = {"temperature": 0.7, "top_p": 1, "top_k": -1, "min_p": 0.0, "presence_penalty": None,
+            "repetition_penalty": 1.0, "max_tokens": 9, "stop": ["."], "logit_bias": {}}
+    batch = groups_to_batch([group(([5], [6]), generation_params=said)], pad_token_id=PAD,
+                            temperature=0.7)
+    assert batch[TEMPERATURE].item() == pytest.approx(0.7) and batch[data.ROW_MASK].all()
+
+
+def test_a_record_precedes_what_the_environment_says_of_its_options():
+    known = Sampled([[math.nan, -0.5]], [[-1, 0]], [0.7], [False])
+    batch = GroupConverter(pad_token_id=PAD, temperature=0.7)(
+        [group(([5], [6]), generation_params={"top_p": 0.8})], sampled=[known])
+    assert batch[data.ROW_MASK].all()
+
+
 def test_rows_of_another_temperature_leave_the_loss_and_are_counted():
     converter = GroupConverter(pad_token_id=PAD, temperature=1.0)
     rows = group(([5], [6]), ([5], [7]), ([5], [8]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -230,3 +230,20 @@ def test_what_the_run_command_cannot_start_is_refused(argv, parts, monkeypatch):
     with pytest.raises(SystemExit) as error:
         run.main(["--model", "m", *argv])
     assert parts in str(error.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "[::1]"])
+def test_a_hub_is_started_at_the_loopback_address_that_was_asked_for(host, tmp_path):
+    family = socket.AF_INET6 if "[" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as sock:
+            sock.bind((host.strip("[]"), 0))
+            port = sock.getsockname()[1]
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    args = run.parser().parse_intermixed_args([
+        "--model", "m", "--atropos-url", f"http://{host}:{port}", "--log-dir", str(tmp_path)])
+    config, checks = to_config(args), []
+    with ExitStack() as started:
+        run.start_hub(args, config, started, checks)
+        assert AtroposClient(config.atropos.url).alive() and len(checks) == 1

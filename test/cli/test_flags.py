@@ -11,8 +11,9 @@ from typing import get_args
 
 import pytest
 
+from grpo import build
 from grpo.cli import atropos, run
-from grpo.cli.flags import FLAGS, Mode, dtype, layer_indices, to_config
+from grpo.cli.flags import FLAGS, Mode, choose_gpu, dtype, layer_indices, to_config
 from grpo.config import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -123,6 +124,8 @@ def test_a_flag_is_refused_without_the_one_that_switches_it_on(flag):
     (["--distill-enabled", "distill.teacher=t"], "groups bring its tokens"),
     (["env.dataset=gsm8k"], "environments bring problems"),
     (["train.total_dialog_turns=9"], "use atropos.steps"),
+    (["inference_model.max_tokens=7"], "inference_model.max_tokens=7 is not read with Atropos "
+     "environments; use the environments' own max_tokens"),
     (["train.objective=maxent_listwise", "train.aggregation=prompt"], "groups of one size"),
     (["optimizer.warmup_step=1"], "did you mean 'warmup_steps'"),
     (["--weight-bridge-mode", "bridge", "inference_model.engine=server"], "does not go with"),
@@ -179,3 +182,38 @@ def test_wrong_layers_are_refused(text):
 def test_float16_is_refused_with_the_reason():
     with pytest.raises(argparse.ArgumentTypeError, match="small gradients vanish"):
         dtype("float16")
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The GPUs that were made this process' own, on a machine with two of them and vLLM."""
+    numbers: list[int] = []
+    monkeypatch.setattr(build, "vllm_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", numbers.append)
+
+    def choose(*argv: str) -> list[int]:
+        args = atropos.parser().parse_intermixed_args(["--model-name", "m", *argv])
+        choose_gpu(args, to_config(args))
+        return numbers
+
+    return choose
+
+
+@pytest.mark.parametrize(("argv", "numbers"), [
+    ([], []), (["--device", "cuda"], []), (["--device", "cuda:1"], [1]),
+    (["--device", "cuda:0", "--weight-bridge-mode", "bridge"], [0]),
+    (["--device", "cuda:1", "--weight-bridge-mode", "bridge",
+      "inference_model.backend=transformers"], [1])])
+def test_the_gpu_of_this_process_is_that_of_the_flag(chosen, argv, numbers):
+    assert chosen(*argv) == numbers
+
+
+@pytest.mark.parametrize(("visible", "name"), [("", "1"), ("4,6", "6")])
+def test_another_gpu_than_that_of_vllm_in_process_is_refused(chosen, monkeypatch, visible, name):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError, match=f"start the command with CUDA_VISIBLE_DEVICES={name} "
+                                          "and --device cuda"):
+        chosen("--device", "cuda:1", "--weight-bridge-mode", "bridge")
+    with pytest.raises(ConfigError, match="--device cuda:2: this machine shows 2 GPUs"):
+        chosen("--device", "cuda:2")

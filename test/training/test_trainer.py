@@ -20,6 +20,7 @@ from grpo.training.checkpoint import find_checkpoint, list_checkpoints
 from grpo.training.loggers import read_jsonl
 from grpo.training.trainer import advantage_counts, advantage_metrics, rollout_metrics
 from grpo.weights import StaleWeightsError
+from grpo.weights.in_flight import PeriodicCanary, PeriodicUpdates
 
 from .runs import make_trainer, timeless, weights
 
@@ -153,6 +154,27 @@ def test_frequencies_of_zero_leave_the_first_and_the_last_evaluation(make_config
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2]
     assert not list_checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize(("interval", "eval_frequency", "published", "evaluated"), [
+    (3, 0, [3, 4], [4]), (9, 0, [4], [4]), (3, 2, [2, 4], [2, 4]), (2, 3, [2, 3, 4], [3, 4])])
+def test_evaluations_are_of_their_steps_model_also_where_updates_wait(
+        make_config, tmp_path, monkeypatch, interval, eval_frequency, published, evaluated):
+    config = make_config(iterations=4, train={"eval_frequency": eval_frequency})
+    trainer = make_trainer(config, tmp_path)
+    weights = trainer.weights = PeriodicUpdates(trainer.weights, interval=interval)
+    trainer.canary = PeriodicCanary(trainer.canary, weights)
+    pending: list[int] = []
+    run = trainer.evaluator.run
+    monkeypatch.setattr(trainer.evaluator, "run", lambda: (pending.append(weights.pending),
+                                                           run())[1])
+    trainer.fit()
+    rows = read_jsonl(tmp_path / "metrics.jsonl")[1:]
+    versions = [0] + [row["policy/version"] for row in rows]
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == evaluated
+    assert pending == [0] * (1 + len(evaluated))  # with those before any update
+    assert [step for step in range(1, 5) if versions[step] > versions[step - 1]] == published
+    assert [row["step"] for row in rows if row["canary/max_abs_diff"] is not None] == published
 
 
 @pytest.mark.slow

@@ -91,6 +91,14 @@ def test_the_canary_speaks_when_the_engine_has_the_weights():
     assert canary.check() == CanaryReport(0.0, 0.0)
 
 
+def test_what_is_pending_can_be_published_early_and_the_interval_begins_anew():
+    calls: list[str] = []
+    weights = PeriodicUpdates(Weights(calls), interval=3)
+    assert (weights.catch_up(), calls) == (0, [])  # the engine has what there is
+    assert (weights.publish(), weights.catch_up(), weights.pending) == (0, 1, 0)
+    assert [weights.publish() for _ in range(3)] == [1, 1, 2]
+
+
 def test_an_interval_below_one_is_refused():
     with pytest.raises(ValueError, match="interval=0 must be at least 1"):
         PeriodicUpdates(Weights([]), interval=0)
