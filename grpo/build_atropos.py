@@ -90,7 +90,7 @@ def _build(
     config = start.config
     environment_tokenizer(start.model, start.run_dir / TOKENIZER)
     memory = run_ledger(config, start.model, start.device, start.dtype, start.backend,
-                        max_model_len=start.max_model_len)
+                        max_model_len=start.max_model_len, trained_tokens=config.atropos.seq_len)
     console.info("\n".join(memory.table(capacity(start.device))))
     check_fits(memory, capacity(start.device))
     loggers = _loggers(start, console)

@@ -37,7 +37,7 @@ from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH
 
 def run_ledger(
     config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str, *,
-    max_model_len: int | None = None,
+    max_model_len: int | None = None, trained_tokens: int | None = None,
 ) -> Ledger:
     """The ledger of a run, before its model and engine are started.
 
@@ -49,13 +49,16 @@ def run_ledger(
         backend: ``"vllm"`` or ``"transformers"``.
         max_model_len: prompt plus response in tokens, once the prompts are known; None: the
             configuration's, or else the model's context, which is often far too much.
+        trained_tokens: of the longest row that is trained, where rows are cut; None: what the
+            engine may make.
 
     Raises:
         ValueError: if ``max_model_len`` is None and neither the configuration nor the model says,
             and for adapters of layers that the model does not have.
     """
     return memory_ledger(_memory_plan(config, model_path, device, dtype, backend, max_model_len,
-                                      sharing=_sharing(config, backend == "vllm")))
+                                      sharing=_sharing(config, backend == "vllm"),
+                                      trained_tokens=trained_tokens))
 
 
 def role_ledgers(
@@ -117,9 +120,11 @@ def check_roles_fit(ledgers: dict[str, Ledger], places: DevicePlan, capacity: in
 def _memory_plan(
     config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str,
     max_model_len: int | None, *, sharing: Sharing, alone: bool = False,
+    trained_tokens: int | None = None,
 ) -> MemoryPlan:
     shape, lora = ModelShape.of(model_path), _lora(config)
-    row = max_model_len or _longest_row(config, shape)
+    generated = max_model_len or _longest_row(config, shape)
+    row = min(generated, trained_tokens or generated)
     if config.train_model.compile:
         row = -(-row // 64) * 64
     in_engine = backend == "vllm"
@@ -131,7 +136,8 @@ def _memory_plan(
         tokens=_micro_batch_tokens(config, row), sharing=sharing,
         in_engine=in_engine,
         cuda_graphs=not config.inference_model.enforce_eager, generated_rows=rows,
-        prompt_tokens=max(1, row - config.max_tokens), frozen=tuple(_frozen(config, shape, lora)),
+        prompt_tokens=max(1, generated - config.max_tokens),
+        frozen=tuple(_frozen(config, shape, lora)),
         gradient_checkpointing=config.train_model.gradient_checkpointing,
         compiled=config.train_model.compile,
         eager_attention=config.train_model.attn_implementation == "eager",
@@ -139,7 +145,7 @@ def _memory_plan(
         optimizer=config.optimizer.name,
         trained_layers=config.train_model.layer_indices and tuple(config.train_model.layer_indices),
         **_slots(config, lora, in_engine), pieces=config.train.gradient_accumulation_steps)
-    return _with_kv_cache(plan, config, model_path, device, alone=alone)
+    return _with_kv_cache(plan, config, model_path, device, tokens=generated, alone=alone)
 
 
 def _sharing(config: Config, in_engine: bool) -> Sharing:
@@ -205,21 +211,23 @@ def _head(config: Config, shape: ModelShape) -> Head:
 
 
 def _with_kv_cache(
-    plan: MemoryPlan, config: Config, model_path: str, device: torch.device, *, alone: bool
+    plan: MemoryPlan, config: Config, model_path: str, device: torch.device, *, tokens: int,
+    alone: bool,
 ) -> MemoryPlan:
-    """The plan with the KV cache that :func:`grpo.engines.inprocess.start_engine` will take."""
+    """The plan with the KV cache that :func:`grpo.engines.inprocess.start_engine` will take, for
+    rows of so many ``tokens``."""
     inference, per_token = config.inference_model, plan.shape.kv_bytes_per_token(plan.dtype)
     if plan.sharing == "apart":
         return plan
     if not plan.in_engine:
-        return replace(plan, kv_cache_bytes=plan.generated_rows * plan.row_tokens * per_token)
+        return replace(plan, kv_cache_bytes=plan.generated_rows * tokens * per_token)
     rows = inference.max_num_seqs or min(plan.generated_rows, 1024)
     plan = replace(plan, generated_rows=rows)
     if inference.gpu_memory_utilization is not None:
         engine = int(inference.gpu_memory_utilization * capacity(device))
         return replace(plan, kv_cache_bytes=max(0, engine - engine_bytes(plan)))
     return replace(plan, kv_cache_bytes=inference.kv_cache_memory_bytes or kv_cache_bytes(
-        model_path, rows=rows, tokens=plan.row_tokens, dtype=plan.dtype, device=device,
+        model_path, rows=rows, tokens=tokens, dtype=plan.dtype, device=device,
         devices=getattr(inference, "tensor_parallel_size", 1), alone=alone))
 
 

@@ -112,6 +112,17 @@ def test_every_key_that_changes_the_memory_changes_the_ledger(folder, changes, l
     assert after > before if larger else after < before
 
 
+def test_rows_that_are_cut_are_trained_as_long_as_that_and_generated_in_full(folder):
+    """With environments an engine takes more tokens than ``atropos.seq_len`` lets through."""
+    config = settings("transformers", train={"gradient_accumulation_steps": 2})
+    whole, cut = (ledger_of(config, folder, trained_tokens=tokens) for tokens in (None, 40))
+    assert row(whole, "KV cache") == row(cut, "KV cache")
+    assert row(cut, "activations").note.startswith("80 tokens ")
+    assert row(whole, "activations").note.startswith("128 tokens ")
+    # No row is longer than the engine can make it.
+    assert ledger_of(config, folder, trained_tokens=99) == whole
+
+
 def test_cuda_graphs_are_only_counted_where_they_are_captured(folder, monkeypatch):
     monkeypatch.setattr(devices, "kv_cache_bytes", lambda *args, **options: 0)
     totals = [ledger_of(settings(inference_model={"enforce_eager": eager}), folder, device=CUDA,
