@@ -38,6 +38,7 @@ from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH
 def run_ledger(
     config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str, *,
     max_model_len: int | None = None, trained_tokens: int | None = None,
+    engine_apart: bool = False,
 ) -> Ledger:
     """The ledger of a run, before its model and engine are started.
 
@@ -51,14 +52,24 @@ def run_ledger(
             configuration's, or else the model's context, which is often far too much.
         trained_tokens: of the longest row that is trained, where rows are cut; None: what the
             engine may make.
+        engine_apart: the engine has another device, see :func:`server_ledger`.
 
     Raises:
         ValueError: if ``max_model_len`` is None and neither the configuration nor the model says,
             and for adapters of layers that the model does not have.
     """
+    sharing = "apart" if engine_apart else _sharing(config, backend == "vllm")
     return memory_ledger(_memory_plan(config, model_path, device, dtype, backend, max_model_len,
-                                      sharing=_sharing(config, backend == "vllm"),
-                                      trained_tokens=trained_tokens))
+                                      sharing=sharing, trained_tokens=trained_tokens))
+
+
+def server_ledger(
+    config: Config, model_path: str, device: torch.device, dtype: torch.dtype, *,
+    max_model_len: int,
+) -> Ledger:
+    """The ledger of an engine server that the run starts on a ``device`` of its own."""
+    return engine_ledger(_memory_plan(config, model_path, device, dtype, "vllm", max_model_len,
+                                      sharing="two_copies"))
 
 
 def role_ledgers(

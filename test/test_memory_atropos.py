@@ -1,0 +1,98 @@
+"""What an Atropos run is told about its memory: rows, devices, refusals. GPUs are stand-ins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo import devices, memory_atropos
+from grpo.cli import atropos
+from grpo.cli.flags import to_config
+from grpo.ledger import GIB, DoesNotFitError, Ledger
+from grpo.memory_atropos import check_memory
+from grpo.start_atropos import Start, _with_engine_defaults
+
+from .memory_probe import family
+from .test_ledger import BIG
+
+CUDA = torch.device("cuda", 0)
+
+
+class Shown:
+    """A console that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tables: list[str] = []
+
+    def info(self, text: str) -> None:
+        self.tables.append(text)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """The configuration of Qwen2.5-1.5B."""
+    path = tmp_path_factory.mktemp("shape")
+    family("Qwen2Config", **BIG, max_position_embeddings=32_768).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def gpus(monkeypatch) -> None:
+    """Two GPUs of 80 GiB, the trainer on the first."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for module in (devices, memory_atropos):
+        monkeypatch.setattr(module, "capacity", lambda device: 80 * GIB)
+
+
+@pytest.fixture
+def start_of(folder, gpus):
+    def make(*argv: str, url: str | None = None) -> Start:
+        config = to_config(atropos.parser().parse_intermixed_args(
+            ["--model", folder, "--device", "cuda", *argv]))
+        if url is not None:
+            config = config.changed(inference_model={"url": url})
+        config, length = _with_engine_defaults(config, folder, CUDA, "vllm")
+        return Start(config=config, model=folder, tokenizer=None, adapter=None, checkpoint=None,
+                     task=None, device=CUDA, dtype=torch.bfloat16, backend="vllm",
+                     max_model_len=length)
+    return make
+
+
+def ledgers(start: Start) -> dict[str, Ledger]:
+    return {who: ledger for who, ledger, _ in memory_atropos._ledgers(start)}
+
+
+def sizes(ledger: Ledger) -> dict[str, int]:
+    return {row.name: row.bytes for row in ledger.rows}
+
+
+def test_the_default_run_of_a_1_5b_model_fits_a_gpu_of_80_gib(start_of):
+    """Rows are cut to 2048 tokens, the engine takes 4096."""
+    start, shown = start_of(), Shown()
+    assert (start.max_model_len, start.config.atropos.seq_len) == (4096, 2048)
+    check_memory(start, shown)
+    assert "4,096 tokens x" in shown.tables[0]  # two rows a micro-batch
+
+
+@pytest.mark.parametrize("mode", ["none", "lora_restart"])
+def test_an_engine_on_another_gpu_is_counted_there(mode, start_of):
+    together = sizes(ledgers(start_of("--weight-bridge-mode", mode))["this run"])
+    found = ledgers(start_of("--weight-bridge-mode", mode, "--vllm-gpu", "1"))
+    trainer, engine = (sizes(found[who]) for who in ("the trainer", "the engine on GPU 1"))
+    assert {"engine", "KV cache", "generation"} <= set(together)
+    assert not {"engine", "KV cache", "generation"} & set(trainer)
+    assert engine["weights"] == together["engine"] and engine["KV cache"] == together["KV cache"]
+    assert sizes(ledgers(start_of("--weight-bridge-mode", mode, "--vllm-gpu", "0"))["this run"]) \
+        == together
+
+
+def test_each_gpu_has_a_table_and_is_refused_by_its_own_memory(start_of):
+    shown = Shown()
+    argv = "--weight-bridge-mode", "none", "--vllm-gpu", "1", "--kv-cache-memory-bytes"
+    check_memory(start_of(*argv, str(GIB)), shown)
+    assert [table.splitlines()[0] for table in shown.tables] == [
+        "memory of the trainer", "memory of the engine on GPU 1"]
+    with pytest.raises(DoesNotFitError, match="the engine on GPU 1 needs .* KV cache 78.00 GiB"):
+        check_memory(start_of(*argv, str(78 * GIB)), shown)
