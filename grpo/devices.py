@@ -1,8 +1,8 @@
 """The devices of a run: how much memory they have, and what the run will need of it.
 
     ledger = run_ledger(config, model_path, device, dtype, backend, max_model_len=...)
-    print("\n".join(ledger.table(capacity(device))))
-    check_fits(ledger, capacity(device))  # grpo.ledger
+    print("\n".join(ledger.table(available(config, device))))
+    check_fits(ledger, available(config, device))  # grpo.ledger
 
 Where trainer, engines and reference have devices of their own: :func:`role_ledgers`.
 """
@@ -58,7 +58,7 @@ def run_ledger(
         ValueError: if ``max_model_len`` is None and neither the configuration nor the model says,
             and for adapters of layers that the model does not have.
     """
-    sharing = "apart" if engine_apart else _sharing(config, backend == "vllm")
+    sharing = "apart" if engine_apart else _sharing(config, device, backend == "vllm")
     return memory_ledger(_memory_plan(config, model_path, device, dtype, backend, max_model_len,
                                       sharing=sharing, trained_tokens=trained_tokens))
 
@@ -159,12 +159,13 @@ def _memory_plan(
     return _with_kv_cache(plan, config, model_path, device, tokens=generated, alone=alone)
 
 
-def _sharing(config: Config, in_engine: bool) -> Sharing:
+def _sharing(config: Config, device: torch.device, in_engine: bool) -> Sharing:
     """An engine that runs already has taken its memory, shared or not, before this run."""
     if not in_engine:
         return "one_copy"
     if config.inference_model.url is not None:
-        return "apart"
+        # Of a GPU there is what that engine has left; a CPU's memory is counted as a whole.
+        return "lent" if config.shares_weights and device.type == "cuda" else "apart"
     return "one_copy" if config.shares_weights else "two_copies"
 
 
@@ -228,7 +229,7 @@ def _with_kv_cache(
     """The plan with the KV cache that :func:`grpo.engines.inprocess.start_engine` will take, for
     rows of so many ``tokens``."""
     inference, per_token = config.inference_model, plan.shape.kv_bytes_per_token(plan.dtype)
-    if plan.sharing == "apart":
+    if not plan.engine_counts:
         return plan
     if not plan.in_engine:
         return replace(plan, kv_cache_bytes=plan.generated_rows * tokens * per_token)
@@ -256,6 +257,17 @@ def capacity(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *cgroup_limits()])
+
+
+def available(config: Config, device: torch.device) -> int:
+    """Bytes of a device's memory that a run may take, of which its ledger is.
+
+    All of it, unless the run uses an engine that runs already: on a GPU that may have taken its
+    part, which is in no ledger.
+    """
+    if config.inference_model.url is None or device.type != "cuda":
+        return capacity(device)
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def cgroup_limits(root: Path = Path("/")) -> list[int]:

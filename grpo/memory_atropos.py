@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from grpo.config_atropos import AtroposConfig
-from grpo.devices import capacity, run_ledger, server_ledger
+from grpo.devices import available, run_ledger, server_ledger
 from grpo.engine_attach import engine_gpu, trainer_gpu
 from grpo.ledger import Ledger, check_fits
 from grpo.start_atropos import Start
@@ -26,23 +26,24 @@ def check_memory(start: Start, console: Console) -> None:
         ConfigError: for a GPU of the engine that cannot be used.
     """
     found = list(_ledgers(start))
-    for who, ledger, available in found:
+    for who, ledger, room in found:
         title = [f"memory of {who}"] if len(found) > 1 else []
-        console.info("\n".join([*title, *ledger.table(available)]))
-    for who, ledger, available in found:
-        check_fits(ledger, available, who=who)
+        console.info("\n".join([*title, *ledger.table(room)]))
+    for who, ledger, room in found:
+        check_fits(ledger, room, who=who)
 
 
 def _ledgers(start: Start) -> Iterator[tuple[str, Ledger, int]]:
     """For each device who needs it, how much, and how much there is."""
     gpu = _own_gpu(start.config, start.device)
     ledger = _trainer_ledger(start, start.config)
-    yield "this run" if gpu is None else "the trainer", ledger, capacity(start.device)
+    yield ("this run" if gpu is None else "the trainer"), ledger, available(
+        start.config, start.device)
     if gpu is not None:
         device = torch.device("cuda", gpu)
         ledger = server_ledger(start.config, start.model, device, start.dtype,
                                max_model_len=start.max_model_len)
-        yield f"the engine on GPU {gpu}", ledger, capacity(device)
+        yield f"the engine on GPU {gpu}", ledger, available(start.config, device)
 
 
 def _trainer_ledger(start: Start, config: AtroposConfig) -> Ledger:

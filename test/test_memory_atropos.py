@@ -42,8 +42,8 @@ def gpus(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for module in (devices, memory_atropos):
-        monkeypatch.setattr(module, "capacity", lambda device: 80 * GIB)
+    monkeypatch.setattr(devices, "capacity", lambda device: 80 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
 
 
 @pytest.fixture
@@ -96,3 +96,17 @@ def test_each_gpu_has_a_table_and_is_refused_by_its_own_memory(start_of):
         "memory of the trainer", "memory of the engine on GPU 1"]
     with pytest.raises(DoesNotFitError, match="the engine on GPU 1 needs .* KV cache 78.00 GiB"):
         check_memory(start_of(*argv, str(78 * GIB)), shown)
+
+
+def test_beside_an_engine_that_runs_already_only_free_memory_counts(start_of, monkeypatch):
+    """It holds its part of the GPU, and weights that both read are in that part."""
+    url, argv = "http://127.0.0.1:9001", ("--batch-size", "1")
+    lent = ledgers(start_of(*argv, url=url))["this run"]
+    assert sizes(lent)["weights"] == 0 and "KV cache" not in sizes(lent)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (lent.total, 80 * GIB))
+    check_memory(start_of(*argv, url=url), Shown())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (lent.total - 1, 80 * GIB))
+    with pytest.raises(DoesNotFitError, match="this run needs .* the device has room for"):
+        check_memory(start_of(*argv, url=url), Shown())
+    # Without an engine of others on it, all of the GPU is the run's.
+    check_memory(start_of(*argv), Shown())
