@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from grpo import devices, memory_atropos
 from grpo.cli import atropos
-from grpo.cli.flags import to_config
+from grpo.cli.flags import in_flags, to_config
 from grpo.ledger import GIB, DoesNotFitError, Ledger
 from grpo.memory_atropos import check_memory
 from grpo.start_atropos import Start, _with_engine_defaults
@@ -110,3 +114,77 @@ def test_beside_an_engine_that_runs_already_only_free_memory_counts(start_of, mo
         check_memory(start_of(*argv, url=url), Shown())
     # Without an engine of others on it, all of the GPU is the run's.
     check_memory(start_of(*argv), Shown())
+
+
+# -- advice ----------------------------------------------------------------------------------------
+
+
+def advised(start: Start) -> dict[str, list[str]]:
+    """By who needs the memory, what is advised, without remarks."""
+    return {who: [saving.change.partition(" (")[0] for saving in ledger.savings]
+            for who, ledger in ledgers(start).items()}
+
+
+MODES = [["shared_vllm"], ["none"], ["none", "--vllm-restart-interval", "0"], ["lora_only"],
+         ["lora_restart"], ["bridge"], ["none", "--vllm-gpu", "1"],
+         ["lora_restart", "--vllm-gpu", "1"], ["shared_vllm", "--kv-cache-memory-bytes", "8000000"],
+         ["none", "--batch-size", "6", "--train-layer-indices", "0-5"],
+         ["shared_vllm", "train.optim_batch_size=32"]]
+
+
+@pytest.mark.parametrize("argv", MODES, ids=" ".join)
+def test_every_advice_is_taken_on_the_same_command_line_and_saves_what_it_says(argv, start_of):
+    argv = ["--weight-bridge-mode", *argv]
+    for who, before in ledgers(start_of(*argv)).items():
+        assert before.savings or "8000000" in argv
+        for saving in before.savings:
+            change, _, remark = saving.change.partition(" (")
+            given = list(argv)
+            if "no --vllm-restart-interval" in remark and "--vllm-restart-interval" in given:
+                at = given.index("--vllm-restart-interval")
+                del given[at:at + 2]
+            after = ledgers(start_of(*given, *change.split()))[who]
+            assert before.total - after.total == saving.bytes > 0, saving
+
+
+def test_what_is_advised_in_each_mode(start_of):
+    batch = "atropos.batch_size=1 train.gradient_accumulation_steps=64"
+    share = "inference_model.gpu_memory_utilization=0.26"
+    every = {"train_model.gradient_checkpointing=true", "train_model.compile=true", batch}
+    for argv, more in {
+        "shared_vllm": {share, "--weight-bridge-mode lora_only"},
+        "none": {share, "--weight-bridge-mode lora_only", "--weight-bridge-mode shared_vllm"},
+        "lora_restart": {share, "--weight-bridge-mode lora_only",
+                         "train_model.head_chunk_size=1024"},
+        "bridge": {share, "train_model.lora.enabled=true"},
+    }.items():
+        found = advised(start_of("--weight-bridge-mode", argv))
+        assert set(found["this run"]) == every | more
+    apart = advised(start_of("--weight-bridge-mode", "none", "--vllm-gpu", "1"))
+    assert set(apart["the trainer"]) == every | {
+        "--weight-bridge-mode lora_restart --vllm-restart-interval 3"}
+    assert apart["the engine on GPU 1"] == [share]
+    # Its mode and size were chosen when it was started.
+    assert set(advised(start_of(url="http://127.0.0.1:9001"))["this run"]) == every
+
+
+def test_layers_a_batch_of_one_and_a_small_cache_leave_nothing_to_advise_there(start_of):
+    changes = advised(start_of("--train-layer-indices", "0-5", "--batch-size", "1",
+                               "--kv-cache-memory-bytes", str(150 << 20)))["this run"]
+    # The cache holds one row of 4096 tokens, but half of it would not.
+    assert set(changes) == {"train_model.gradient_checkpointing=true", "train_model.compile=true"}
+
+
+def test_a_resumed_run_is_not_told_to_train_something_else(start_of):
+    start = replace(start_of(), checkpoint=SimpleNamespace(folder=Path("here")))
+    assert not any("lora" in change for change in advised(start)["this run"])
+
+
+def test_the_refusal_names_the_flags(start_of):
+    start = start_of("--batch-size", "8")
+    with pytest.raises(DoesNotFitError) as error:
+        check_memory(start, Shown())
+    text = in_flags(str(error.value))
+    assert "atropos.batch_size (--batch-size)=4 train.gradient_accumulation_steps " \
+        "(--gradient-accumulation-steps)=64 saves" in text
+    assert "and the device has room for 80.00 GiB" in text
