@@ -29,13 +29,12 @@ from grpo.build_bridge import serve_policy
 from grpo.build_model import load_model
 from grpo.collectors.atropos import Driver
 from grpo.config_atropos import AtroposConfig
-from grpo.devices import capacity, run_ledger
 from grpo.engine_attach import engine_environment
 from grpo.engines.child import TOKEN_VARIABLE
 from grpo.envs.prompts import render_all
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.evaluation import Evaluator
-from grpo.ledger import check_fits
+from grpo.memory_atropos import check_memory
 from grpo.policies import Policy
 from grpo.start_atropos import ENGINE_ROWS, Start, resolve
 from grpo.tokenizer_files import environment_tokenizer
@@ -89,10 +88,7 @@ def _build(
     start = resolve(config, console)
     config = start.config
     environment_tokenizer(start.model, start.run_dir / TOKENIZER)
-    memory = run_ledger(config, start.model, start.device, start.dtype, start.backend,
-                        max_model_len=start.max_model_len)
-    console.info("\n".join(memory.table(capacity(start.device))))
-    check_fits(memory, capacity(start.device))
+    check_memory(start, console)
     loggers = _loggers(start, console)
     cleanup.callback(loggers.close)
 

@@ -1,8 +1,8 @@
 """The devices of a run: how much memory they have, and what the run will need of it.
 
     ledger = run_ledger(config, model_path, device, dtype, backend, max_model_len=...)
-    print("\n".join(ledger.table(capacity(device))))
-    check_fits(ledger, capacity(device))  # grpo.ledger
+    print("\n".join(ledger.table(available(config, device))))
+    check_fits(ledger, available(config, device))  # grpo.ledger
 
 Where trainer, engines and reference have devices of their own: :func:`role_ledgers`.
 """
@@ -37,7 +37,8 @@ from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH
 
 def run_ledger(
     config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str, *,
-    max_model_len: int | None = None,
+    max_model_len: int | None = None, trained_tokens: int | None = None,
+    engine_apart: bool = False,
 ) -> Ledger:
     """The ledger of a run, before its model and engine are started.
 
@@ -49,13 +50,26 @@ def run_ledger(
         backend: ``"vllm"`` or ``"transformers"``.
         max_model_len: prompt plus response in tokens, once the prompts are known; None: the
             configuration's, or else the model's context, which is often far too much.
+        trained_tokens: of the longest row that is trained, where rows are cut; None: what the
+            engine may make.
+        engine_apart: the engine has another device, see :func:`server_ledger`.
 
     Raises:
         ValueError: if ``max_model_len`` is None and neither the configuration nor the model says,
             and for adapters of layers that the model does not have.
     """
+    sharing = "apart" if engine_apart else _sharing(config, device, backend == "vllm")
     return memory_ledger(_memory_plan(config, model_path, device, dtype, backend, max_model_len,
-                                      sharing=_sharing(config, backend == "vllm")))
+                                      sharing=sharing, trained_tokens=trained_tokens))
+
+
+def server_ledger(
+    config: Config, model_path: str, device: torch.device, dtype: torch.dtype, *,
+    max_model_len: int,
+) -> Ledger:
+    """The ledger of an engine server that the run starts on a ``device`` of its own."""
+    return engine_ledger(_memory_plan(config, model_path, device, dtype, "vllm", max_model_len,
+                                      sharing="two_copies"))
 
 
 def role_ledgers(
@@ -117,9 +131,11 @@ def check_roles_fit(ledgers: dict[str, Ledger], places: DevicePlan, capacity: in
 def _memory_plan(
     config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str,
     max_model_len: int | None, *, sharing: Sharing, alone: bool = False,
+    trained_tokens: int | None = None,
 ) -> MemoryPlan:
     shape, lora = ModelShape.of(model_path), _lora(config)
-    row = max_model_len or _longest_row(config, shape)
+    generated = max_model_len or _longest_row(config, shape)
+    row = min(generated, trained_tokens or generated)
     if config.train_model.compile:
         row = -(-row // 64) * 64
     in_engine = backend == "vllm"
@@ -131,7 +147,8 @@ def _memory_plan(
         tokens=_micro_batch_tokens(config, row), sharing=sharing,
         in_engine=in_engine,
         cuda_graphs=not config.inference_model.enforce_eager, generated_rows=rows,
-        prompt_tokens=max(1, row - config.max_tokens), frozen=tuple(_frozen(config, shape, lora)),
+        prompt_tokens=max(1, generated - config.max_tokens),
+        frozen=tuple(_frozen(config, shape, lora)),
         gradient_checkpointing=config.train_model.gradient_checkpointing,
         compiled=config.train_model.compile,
         eager_attention=config.train_model.attn_implementation == "eager",
@@ -139,15 +156,16 @@ def _memory_plan(
         optimizer=config.optimizer.name,
         trained_layers=config.train_model.layer_indices and tuple(config.train_model.layer_indices),
         **_slots(config, lora, in_engine), pieces=config.train.gradient_accumulation_steps)
-    return _with_kv_cache(plan, config, model_path, device, alone=alone)
+    return _with_kv_cache(plan, config, model_path, device, tokens=generated, alone=alone)
 
 
-def _sharing(config: Config, in_engine: bool) -> Sharing:
+def _sharing(config: Config, device: torch.device, in_engine: bool) -> Sharing:
     """An engine that runs already has taken its memory, shared or not, before this run."""
     if not in_engine:
         return "one_copy"
     if config.inference_model.url is not None:
-        return "apart"
+        # Of a GPU there is what that engine has left; a CPU's memory is counted as a whole.
+        return "lent" if config.shares_weights and device.type == "cuda" else "apart"
     return "one_copy" if config.shares_weights else "two_copies"
 
 
@@ -205,21 +223,23 @@ def _head(config: Config, shape: ModelShape) -> Head:
 
 
 def _with_kv_cache(
-    plan: MemoryPlan, config: Config, model_path: str, device: torch.device, *, alone: bool
+    plan: MemoryPlan, config: Config, model_path: str, device: torch.device, *, tokens: int,
+    alone: bool,
 ) -> MemoryPlan:
-    """The plan with the KV cache that :func:`grpo.engines.inprocess.start_engine` will take."""
+    """The plan with the KV cache that :func:`grpo.engines.inprocess.start_engine` will take, for
+    rows of so many ``tokens``."""
     inference, per_token = config.inference_model, plan.shape.kv_bytes_per_token(plan.dtype)
-    if plan.sharing == "apart":
+    if not plan.engine_counts:
         return plan
     if not plan.in_engine:
-        return replace(plan, kv_cache_bytes=plan.generated_rows * plan.row_tokens * per_token)
+        return replace(plan, kv_cache_bytes=plan.generated_rows * tokens * per_token)
     rows = inference.max_num_seqs or min(plan.generated_rows, 1024)
     plan = replace(plan, generated_rows=rows)
     if inference.gpu_memory_utilization is not None:
         engine = int(inference.gpu_memory_utilization * capacity(device))
         return replace(plan, kv_cache_bytes=max(0, engine - engine_bytes(plan)))
     return replace(plan, kv_cache_bytes=inference.kv_cache_memory_bytes or kv_cache_bytes(
-        model_path, rows=rows, tokens=plan.row_tokens, dtype=plan.dtype, device=device,
+        model_path, rows=rows, tokens=tokens, dtype=plan.dtype, device=device,
         devices=getattr(inference, "tensor_parallel_size", 1), alone=alone))
 
 
@@ -237,6 +257,17 @@ def capacity(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *cgroup_limits()])
+
+
+def available(config: Config, device: torch.device) -> int:
+    """Bytes of a device's memory that a run may take, of which its ledger is.
+
+    All of it, unless the run uses an engine that runs already: on a GPU that may have taken its
+    part, which is in no ledger.
+    """
+    if config.inference_model.url is None or device.type != "cuda":
+        return capacity(device)
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def cgroup_limits(root: Path = Path("/")) -> list[int]:

@@ -53,28 +53,46 @@ def find_engine(config: AtroposConfig, *, timeout: float = 900.0) -> str | None:
     return url
 
 
-def engine_environment(config: AtroposConfig, device: torch.device) -> dict[str, str]:
-    """Variables that put an engine server on its GPU.
+def trainer_gpu(device: torch.device) -> int:
+    """Number of the trainer's GPU, as this process counts them."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def engine_gpu(config: AtroposConfig, device: torch.device) -> int | None:
+    """Number of the GPU of an engine that the run starts; None on a CPU.
 
     Raises:
         ConfigError: for a GPU that is not there, or not the trainer's where both share memory.
     """
     gpu = config.atropos.vllm_gpu
-    verbose = {"VLLM_LOGGING_LEVEL": "INFO"} if config.atropos.debug_loading else {}
     if device.type != "cuda":
         if gpu is not None:
             raise ConfigError(f"atropos.vllm_gpu={gpu} is not read on a CPU; remove it")
-        return verbose
-    trainers = torch.cuda.current_device() if device.index is None else device.index
+        return None
+    trainers = trainer_gpu(device)
     gpu = trainers if gpu is None else gpu
-    # As this process counts them, which may be some of the host's.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-    if gpu >= len(names):
+    if gpu >= len(_visible_gpus()):
         raise ConfigError(f"atropos.vllm_gpu={gpu} is not there: this process sees "
-                          f"{len(names)} GPUs, numbered from 0")
+                          f"{len(_visible_gpus())} GPUs, numbered from 0")
     if gpu != trainers and config.shares_weights:
         raise ConfigError(f"atropos.vllm_gpu={gpu} is not the trainer's GPU {trainers}, but one "
                           "copy of the weights lies on one GPU; leave vllm_gpu out, or use "
                           "weight_sync=restart or reload")
-    return {"CUDA_VISIBLE_DEVICES": names[gpu], **verbose}
+    return gpu
+
+
+def engine_environment(config: AtroposConfig, device: torch.device) -> dict[str, str]:
+    """Variables that put an engine server on its GPU.
+
+    Raises:
+        ConfigError: see :func:`engine_gpu`.
+    """
+    verbose = {"VLLM_LOGGING_LEVEL": "INFO"} if config.atropos.debug_loading else {}
+    gpu = engine_gpu(config, device)
+    return verbose if gpu is None else {"CUDA_VISIBLE_DEVICES": _visible_gpus()[gpu], **verbose}
+
+
+def _visible_gpus() -> list[str]:
+    """Their names for a child, in the order in which this process counts them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]

@@ -116,7 +116,7 @@ def check_fits(ledger: Ledger, capacity: int, *, who: str = "this run") -> None:
 
     Args:
         ledger: of the run, or of a part of it.
-        capacity: bytes of the device.
+        capacity: bytes of the device, or what others have left of them.
         who: needs it, for the message.
 
     Raises:
@@ -127,7 +127,7 @@ def check_fits(ledger: Ledger, capacity: int, *, who: str = "this run") -> None:
         Traceback (most recent call last):
         ...
         grpo.ledger.DoesNotFitError: this run needs 3.00 GiB (generate) and the device has \
-2.00 GiB; the greatest rows are weights 3.00 GiB
+room for 2.00 GiB; the greatest rows are weights 3.00 GiB
     """
     if ledger.fits(capacity):
         return
@@ -135,7 +135,7 @@ def check_fits(ledger: Ledger, capacity: int, *, who: str = "this run") -> None:
                   key=lambda row: row.bytes, reverse=True)
     greatest = ", ".join(f"{row.name} {human(row.bytes)}" for row in rows[:4])
     message = (f"{who} needs {human(ledger.total)} ({ledger.peak}) and the device has "
-               f"{human(capacity)}; the greatest rows are {greatest}")
+               f"room for {human(capacity)}; the greatest rows are {greatest}")
     raise DoesNotFitError("\n  ".join([message, *ledger.advice(capacity)]))
 
 

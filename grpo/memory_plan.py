@@ -25,7 +25,7 @@ from grpo.memory import (
 )
 from grpo.training.optimizers import OptimizerName
 
-Sharing = Literal["one_copy", "two_copies", "apart"]
+Sharing = Literal["one_copy", "two_copies", "apart", "lent"]
 
 #: Allowances: a CUDA context with its libraries, captured CUDA graphs, a Python process on a CPU.
 CONTEXT_BYTES, GRAPH_BYTES, PROCESS_BYTES = int(0.6 * GIB), GIB, GIB
@@ -47,7 +47,8 @@ class MemoryPlan:
         tokens: of a micro-batch, padding included.
         row_tokens: of the longest row.
         sharing: ``"one_copy"``: engine and trainer read the same weights; ``"two_copies"``: each
-            has its own on this device; ``"apart"``: the engine is on another device.
+            has its own on this device; ``"apart"``: the engine is on another device, or was here
+            before this run; ``"lent"``: it was here, and the trainer reads its weights.
         in_engine: vLLM generates, and holds its KV cache all the time; otherwise the trainer's
             model does, and the cache is gone when training starts.
         cuda_graphs: the engine captures them.
@@ -93,6 +94,11 @@ class MemoryPlan:
     optimizer: OptimizerName = "adamw"
     trained_layers: tuple[int, ...] | None = None
     pieces: int | None = None
+
+    @property
+    def engine_counts(self) -> bool:
+        """Whether this run takes this device's memory for an engine."""
+        return self.sharing in ("one_copy", "two_copies")
 
 
 def memory_ledger(plan: MemoryPlan) -> Ledger:
@@ -166,19 +172,21 @@ def engine_bytes(plan: MemoryPlan) -> int:
 def _rows(plan: MemoryPlan) -> Iterator[Row]:
     shape, dtype, b = plan.shape, plan.dtype, plan.dtype.itemsize
     name = str(dtype).removeprefix("torch.")
-    copies = {"one_copy": "one copy", "two_copies": "the trainer's", "apart": "the trainer's"}
+    copies = {"one_copy": "one copy", "two_copies": "the trainer's", "apart": "the trainer's",
+              "lent": "in the engine's memory already"}
     note = f"{shape.parameters / 1e6:,.1f} M x {b} bytes ({name}), {copies[plan.sharing]}"
-    yield from _shards(plan) if plan.ranks > 1 else [Row("weights", shape.parameters * b, note)]
+    weights = 0 if plan.sharing == "lent" else shape.parameters * b
+    yield from _shards(plan) if plan.ranks > 1 else [Row("weights", weights, note)]
     if plan.sharing == "two_copies":
         yield Row("engine", shape.parameters * b, "the engine's own copy of the weights")
     for role, parameters in plan.frozen:
         yield Row(role, parameters * b, f"{parameters / 1e6:,.1f} M x {b} bytes ({name})")
     yield from _optimizer_rows(plan)
     yield from _training_rows(plan)
-    if plan.sharing != "apart":
+    if plan.engine_counts:
         yield from _generation_rows(plan)
     yield _reserve(plan, working=sum(row.bytes for row in _training_rows(plan)),
-                   graphs=plan.sharing != "apart")
+                   graphs=plan.engine_counts)
 
 
 def _shards(plan: MemoryPlan) -> Iterator[Row]:
@@ -203,7 +211,7 @@ def _optimizer_rows(plan: MemoryPlan) -> Iterator[Row]:
         count, tensors = sum(sizes), len(sizes)
         held = count * b if plan.ranks == 1 else count * max(4, b) // plan.ranks  # the masters
         yield Row("adapters", held, f"{count / 1e6:,.2f} M, rank {plan.lora.rank}")
-        if plan.lora_slots and plan.sharing != "apart":
+        if plan.lora_slots and plan.engine_counts:
             yield _adapter_slots(plan)
     elif plan.trained_layers is not None:
         sizes = [ins * outs for layer, _, ins, outs in plan.shape.linears

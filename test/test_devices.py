@@ -15,7 +15,14 @@ from tensordict import TensorDict
 from grpo import data, devices
 from grpo.config import Config, load_config
 from grpo.config_async import AsyncConfig
-from grpo.devices import capacity, cgroup_limits, check_roles_fit, role_ledgers, run_ledger
+from grpo.devices import (
+    available,
+    capacity,
+    cgroup_limits,
+    check_roles_fit,
+    role_ledgers,
+    run_ledger,
+)
 from grpo.engines.inprocess import kv_cache_bytes
 from grpo.ledger import GIB, PHASES, DoesNotFitError, Ledger
 from grpo.memory import LoRA, ModelShape
@@ -112,6 +119,17 @@ def test_every_key_that_changes_the_memory_changes_the_ledger(folder, changes, l
     assert after > before if larger else after < before
 
 
+def test_rows_that_are_cut_are_trained_as_long_as_that_and_generated_in_full(folder):
+    """With environments an engine takes more tokens than ``atropos.seq_len`` lets through."""
+    config = settings("transformers", train={"gradient_accumulation_steps": 2})
+    whole, cut = (ledger_of(config, folder, trained_tokens=tokens) for tokens in (None, 40))
+    assert row(whole, "KV cache") == row(cut, "KV cache")
+    assert row(cut, "activations").note.startswith("80 tokens ")
+    assert row(whole, "activations").note.startswith("128 tokens ")
+    # No row is longer than the engine can make it.
+    assert ledger_of(config, folder, trained_tokens=99) == whole
+
+
 def test_cuda_graphs_are_only_counted_where_they_are_captured(folder, monkeypatch):
     monkeypatch.setattr(devices, "kv_cache_bytes", lambda *args, **options: 0)
     totals = [ledger_of(settings(inference_model={"enforce_eager": eager}), folder, device=CUDA,
@@ -134,6 +152,18 @@ def test_an_engine_elsewhere_takes_nothing_here(folder):
     config = settings(inference_model={"engine": "server", "url": "http://127.0.0.1:9001"})
     names = {row.name for row in ledger_of(config, folder).rows}
     assert not names & {"KV cache", "generation", "engine"}
+
+
+@pytest.mark.parametrize("device, inference, held", [
+    (CUDA, {}, 0),  # the trainer reads them in the engine's memory, which is not this run's
+    (CUDA, {"weight_sync": "reload"}, 1),
+    (CPU, {}, 1)])  # of which all memory is counted, the engine's too
+def test_weights_that_a_running_engine_lends_take_no_memory_of_a_gpu(
+        folder, device, inference, held):
+    config = settings(inference_model={"engine": "server", "url": "http://127.0.0.1:9001",
+                                       **inference})
+    weights = row(ledger_of(config, folder, device=device), "weights")
+    assert weights.bytes == held * 4 * ModelShape.of(folder).parameters
 
 
 @pytest.mark.parametrize("inference, two", [
@@ -319,6 +349,15 @@ def test_the_ram_is_at_most_what_the_machine_has_and_a_container_may_use(monkeyp
 ], ids=["version 2", "version 1", "no limit", "no control groups"])
 def test_control_groups_limit_the_memory(tmp_path, contents, limits):
     assert cgroup_limits(files(tmp_path, contents)) == limits
+
+
+def test_beside_a_running_engine_a_gpu_has_what_that_has_left(monkeypatch):
+    monkeypatch.setattr(devices, "capacity", lambda device: 80)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
+    own = settings()
+    attached = settings(inference_model={"engine": "server", "url": "http://127.0.0.1:9001"})
+    assert [available(config, device) for config in (own, attached) for device in (CUDA, CPU)] == [
+        80, 80, 30, 80]
 
 
 @pytest.mark.gpu

@@ -294,9 +294,13 @@ def in_flags(message: str) -> str:
     Examples:
         >>> in_flags("optimizer.lr=-1.0: Input should be greater than 0")
         'optimizer.lr (--learning-rate)=-1.0: Input should be greater than 0'
+        >>> in_flags("device=cuda: the device is not there")
+        'device (--device)=cuda: the device is not there'
     """
     for flag in FLAGS:
-        message = re.sub(rf"(?<![\w.]){re.escape(flag.key)}(?![\w.]*\w)",
+        # A key without a section, such as device, is also a word.
+        end = r"(?![\w.]*\w)" if "." in flag.key else "(?==)"
+        message = re.sub(rf"(?<![\w.]){re.escape(flag.key)}{end}",
                          f"{flag.key} ({flag.names[0]})", message, count=1)
     return message
 

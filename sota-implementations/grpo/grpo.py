@@ -34,7 +34,7 @@ from grpo.build_engine import Setup  # noqa: E402
 from grpo.build_model import load_model  # noqa: E402
 from grpo.collectors import SyncCollector  # noqa: E402
 from grpo.config import Config, load_config  # noqa: E402
-from grpo.devices import capacity, run_ledger  # noqa: E402
+from grpo.devices import available, run_ledger  # noqa: E402
 from grpo.evaluation import Evaluator  # noqa: E402
 from grpo.ledger import check_fits  # noqa: E402
 from grpo.presets import describe_preset  # noqa: E402
@@ -71,8 +71,9 @@ def build_trainer(
     console = Console(config.iterations)
     memory = run_ledger(config, start_model, device, dtype, backend,
                         max_model_len=prompts.max_model_len)
-    console.info("\n".join(memory.table(capacity(device))))
-    check_fits(memory, capacity(device))
+    room = available(config, device)
+    console.info("\n".join(memory.table(room)))
+    check_fits(memory, room)
 
     loggers = make_loggers(
         config.logging.backends, run_dir=run_dir, config=settings,
