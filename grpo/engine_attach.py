@@ -1,9 +1,12 @@
-"""Which engine server a run uses, and on which GPU one of its own is started."""
+"""Which engine server a run uses, how one that runs already is made to fit, and on which GPU one of
+the run's own is started."""
 
 from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,12 +14,18 @@ from grpo.config import ConfigError
 from grpo.config_atropos import AtroposConfig
 from grpo.engines.child import TOKEN_VARIABLE
 from grpo.engines.client import EngineClient
+from grpo.engines.inprocess import engine_lora_rank
 from grpo.weights.handover_file import Handover, HandoverError
 
+if TYPE_CHECKING:
+    from grpo.build_engine import Setup
+
+# Seconds until a server answers; large models are read from slow disks.
+START_TIMEOUT = 900.0
 _PULSE = 0.2  # seconds
 
 
-def find_engine(config: AtroposConfig, *, timeout: float = 900.0) -> str | None:
+def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str | None:
     """Address of the engine server that runs already; None if the run must start its own.
 
     Without ``atropos.bridge_config`` that is whatever engine answers at the port. With it, the run
@@ -51,6 +60,46 @@ def find_engine(config: AtroposConfig, *, timeout: float = 900.0) -> str | None:
                                f"is process {theirs['pid']}, not {handover.pid}")
                             + "; give the file that it wrote, or its port")
     return url
+
+
+def bring_to_start(client: EngineClient, setup: Setup) -> None:
+    """Make a server that runs already fit this run: the weights that it starts from, no adapter.
+
+    Raises:
+        ConfigError: if it is another run's, or was started with options that do not fit, with those
+            that do.
+    """
+    info, lora = client.info(), setup.config.train_model.lora
+    dtype = str(setup.dtype).removeprefix("torch.")
+    where = f"inference_model.url={setup.config.inference_model.url}: the server"
+    # Before anything is changed: its weights may be the very tensors that the other run trains.
+    if info.get("private"):
+        raise ConfigError(f"{where} belongs to another run and ends with that; use another port "
+                          "(--vllm-port, or inference_model.url), or start a server of its own "
+                          "with `python -m grpo.engines.server`, which runs may use one after "
+                          "another")
+    if info["dtype"] != dtype:
+        raise ConfigError(f"{where} computes in {info['dtype']}, the trainer in {dtype}; start it "
+                          f"with --dtype {dtype}, or set train_model.torch_dtype={info['dtype']}")
+    if info["max_model_len"] < setup.max_model_len:
+        raise ConfigError(f"{where} takes {info['max_model_len']} tokens, but prompt and response "
+                          f"need {setup.max_model_len}; start it with --max-model-len "
+                          f"{setup.max_model_len}, or lower inference_model.max_tokens")
+    if lora.enabled and (info["max_lora_rank"] or 0) < lora.r:
+        raise ConfigError(f"{where} takes no adapters of train_model.lora.r={lora.r}; start it "
+                          f"with --enable-lora --max-lora-rank {engine_lora_rank(lora.r)}")
+    # Others may be asking it already, and a trainer that was killed may have left it paused.
+    client.pause("keep")
+    try:
+        if info["max_lora_rank"]:
+            client.unload_lora()  # vLLM cannot read weights anew beneath adapters, nor has it to
+        # Copies are published in any case; what is shared must be equal beforehand.
+        elif setup.config.shares_weights and Path(setup.path).is_dir():
+            client.collective_rpc("load_checkpoint", str(Path(setup.path).absolute()),
+                                  timeout=START_TIMEOUT)
+        client.set_version(0)
+    finally:
+        client.resume()
 
 
 def engine_environment(config: AtroposConfig, device: torch.device) -> dict[str, str]:

@@ -244,6 +244,21 @@ def test_a_server_that_does_not_fit_is_refused_with_the_option_that_helps(
         build_actor(setup_of(configured(engine="server", url=URL, lora=lora)), backend="vllm")
 
 
+def test_the_server_of_another_run_is_left_as_it_is(setup_of, monkeypatch):
+    with server(info={"dtype": "float32", "max_lora_rank": None, "private": True},
+                rpc_methods=("load_checkpoint",)) as (_, client):
+        called, call = [], client.call
+        client.set_version(7)
+        monkeypatch.setattr(client, "call", lambda method, path, *args, **options: (
+            called.append(path) or call(method, path, *args, **options)))
+        config = configured(engine="server", url=client.url)
+        with pytest.raises(ConfigError, match=f"url={client.url}: the server belongs to another "
+                                              "run .*another port .*grpo.engines.server"):
+            build_engine.bring_to_start(client, setup_of(config))
+        assert called == ["/bridge/info"]  # not even paused
+        assert client.info()["policy_version"] == 7
+
+
 def test_a_server_that_runs_is_brought_to_the_weights_that_the_run_starts_from(
         setup_of, model_folder, monkeypatch):
     with server(info={"dtype": "float32", "max_lora_rank": None},
@@ -278,7 +293,7 @@ def test_a_server_may_be_answering_others_when_a_run_takes_it_over(
         monkeypatch.setattr(engine, "collective_rpc", rpc)
         client.set_version(7)
         answer = pool.submit(client.generate, [[7, 8]], max_tokens=600)
-        while not engine.running:
+        while not (engine.running and engine.running[0].samples[0].counted):  # under version 7
             time.sleep(0.001)
         if left_paused:  # by a trainer that was killed within an update
             client.pause("keep")
@@ -346,7 +361,8 @@ def test_a_stopped_server_is_started_again_at_the_same_address_with_the_same_tok
     finally:
         own.stop()
     assert not second.alive()
-    assert started == [("one", {"max_model_len": 64}), ("two", {"max_model_len": 64})]
+    options = {"max_model_len": 64, "private": True}  # other runs leave it alone
+    assert started == [("one", options), ("two", options)]
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -66,6 +66,8 @@ def parser() -> argparse.ArgumentParser:
         help="that file's path, if not in --log-dir")
     add("--engine-options", type=json.loads, default={}, metavar="JSON",
         help="further fields of vLLM's AsyncEngineArgs")
+    add("--private", action="store_true",
+        help="for the run that starts it; others leave it alone")
     add("--exit-with-parent", action="store_true", help="end when standard input is closed")
     return parser
 
@@ -179,7 +181,7 @@ async def make_app(engine: AsyncLLM, args: argparse.Namespace) -> FastAPI:
               "device": current_platform.device_type, "vllm_version": vllm.__version__,
               "tensor_parallel_size": args.tensor_parallel_size,
               "max_lora_rank": args.max_lora_rank if args.enable_lora else None,
-              "sleep_mode": args.enable_sleep_mode})
+              "sleep_mode": args.enable_sleep_mode, "private": args.private})
 
 
 def http_server(app: FastAPI) -> uvicorn.Server:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from grpo.atropos.hub_server import HubServer
 from grpo.build_atropos import atropos_trainer
 from grpo.cli import atropos, run
 from grpo.cli.flags import to_config
+from grpo.config import ConfigError
 from grpo.training.checkpoint import list_checkpoints
 from grpo.training.loggers import read_jsonl
 
@@ -230,3 +231,30 @@ def test_what_the_run_command_cannot_start_is_refused(argv, parts, monkeypatch):
     with pytest.raises(SystemExit) as error:
         run.main(["--model", "m", *argv])
     assert parts in str(error.value)
+
+
+@pytest.fixture
+def start_hub(tmp_path):
+    """Start the run's hub at an address, unless one can be used there."""
+    with ExitStack() as started:
+        def start(url: str) -> None:
+            args = run.parser().parse_intermixed_args(
+                ["--model", "m", "--atropos-url", url, "--log-dir", str(tmp_path)])
+            run.start_hub(args, to_config(args), started, [])
+
+        yield start
+
+
+def test_the_hub_of_another_run_is_left_alone(start_hub):
+    url = f"http://127.0.0.1:{free_port()}"
+    start_hub(url)
+    assert AtroposClient(url).status()["hub"]["private"] is True
+    with pytest.raises(ConfigError, match=f"--atropos-url {url} belongs to another run .*"
+                                          "another port"):
+        start_hub(url)
+
+
+def test_a_hub_that_is_no_runs_own_is_used(start_hub, capsys):
+    with HubServer() as hub:
+        start_hub(hub.url)
+    assert f"an API answers at {hub.url}; it is used" in capsys.readouterr().out
