@@ -63,6 +63,15 @@ def test_engine_arguments():
     assert cpu["enforce_eager"] and cpu["kv_cache_memory_bytes"] > 0
 
 
+@pytest.mark.parametrize(("options", "kept"), [
+    ([], 16), (["--max-loras", "2"], 16), (["--max-loras", "20"], 20),
+    (["--engine-options", '{"max_cpu_loras": 3}'], 3)])
+def test_adapters_that_open_requests_use_are_not_evicted(options, kept):
+    fields = engine_arguments(parse("--enable-lora", *options), device_type="cuda")
+    assert fields["max_cpu_loras"] == kept
+    assert "max_cpu_loras" not in engine_arguments(parse(), device_type="cuda")
+
+
 def test_options_without_effect_are_refused():
     with pytest.raises(ValueError, match="no effect on a CPU"):
         engine_arguments(parse("--gpu-memory-utilization", "0.5"), device_type="cpu")
