@@ -151,9 +151,9 @@ def environment(
     script: Path, python: Path, config: AtroposConfig, tokenizer: Path, flags: dict[str, Any],
 ) -> EnvironmentProcess:
     """An environment that asks this run's engine and sends to its API."""
-    for_engine = serve_flags(
-        engine_url=f"http://127.0.0.1:{config.atropos.vllm_port}", model=config.model.name,
-        tokenizer=tokenizer, token=os.environ.get(TOKEN_VARIABLE))
+    engine = config.inference_model.url or f"http://127.0.0.1:{config.atropos.vllm_port}"
+    for_engine = serve_flags(engine_url=engine, model=config.model.name, tokenizer=tokenizer,
+                             token=os.environ.get(TOKEN_VARIABLE))
     return EnvironmentProcess(
         script, python=python, api_url=config.atropos.url,
         flags={**for_engine, **flags}, log_path=Path(config.atropos.log_dir) / f"{script.stem}.log",

@@ -258,3 +258,15 @@ def test_a_hub_that_is_no_runs_own_is_used(start_hub, capsys):
     with HubServer() as hub:
         start_hub(hub.url)
     assert f"an API answers at {hub.url}; it is used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("argv", "asked"), [
+    ([], "http://127.0.0.1:9007/v1"),
+    (["--weight-bridge-mode", "bridge"], "http://127.0.0.1:9007/v1"),
+    (["inference_model.url=http://127.0.0.1:9123"], "http://127.0.0.1:9123/v1")])
+def test_environments_ask_the_engine_that_the_run_uses(argv, asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "EnvironmentProcess", lambda script, **options: options["flags"])
+    config = to_config(run.parser().parse_intermixed_args(
+        ["--model", "m", "--vllm-port", "9007", *argv]))
+    flags = run.environment(tmp_path / "env.py", tmp_path / "python", config, tmp_path, {})
+    assert flags["openai.base_url"] == asked
