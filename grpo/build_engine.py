@@ -22,7 +22,7 @@ import grpo
 from grpo.build_model import eos_token_ids, load_model, prepare_model
 from grpo.config import Config
 from grpo.config_model import LORA_SLOTS, Sync
-from grpo.engine_attach import START_TIMEOUT, bring_to_start
+from grpo.engine_attach import START_TIMEOUT, bring_to_start, check_device
 from grpo.engines.child import TOKEN_VARIABLE
 from grpo.engines.client import EngineClient
 from grpo.engines.handle import EngineHandle, InProcessEngine
@@ -171,6 +171,7 @@ def _with_server(setup: Setup, on_failure: ExitStack, server: RunServer | None) 
         server = server or RunServer(server_options(setup), log_path=setup.folder / "server.log")
         on_failure.callback(server.stop)
         client = server.start(setup.path)
+        check_device(client.info(), setup.device, url=None)
     else:
         client = EngineClient(url, token=os.environ.get(TOKEN_VARIABLE), timeout=_CALL_TIMEOUT)
         bring_to_start(client, setup)

