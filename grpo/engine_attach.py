@@ -150,7 +150,8 @@ def engine_environment(config: AtroposConfig, device: torch.device) -> dict[str,
         raise ConfigError(f"atropos.vllm_gpu={gpu} is not there: this process sees "
                           f"{len(names)} GPUs, numbered from 0")
     if gpu != trainers and config.shares_weights:
+        others = "restart" if config.train_model.lora.enabled else "restart or reload"
         raise ConfigError(f"atropos.vllm_gpu={gpu} is not the trainer's GPU {trainers}, but one "
                           "copy of the weights lies on one GPU; leave vllm_gpu out, or use "
-                          "weight_sync=restart or reload")
+                          f"weight_sync={others}")
     return {"CUDA_VISIBLE_DEVICES": names[gpu], **verbose}
