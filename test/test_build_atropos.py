@@ -113,6 +113,20 @@ def test_an_engine_that_runs_does_not_take_options_of_starting_one(config_of, st
 
 
 @pytest.mark.parametrize(("argv", "message"), [
+    (["--vllm-gpu", "0"], "vllm_gpu=0 is not read because the engine at .*another "
+                          "atropos.vllm_port, .*or remove vllm_gpu"),
+    (["--vllm-gpu", "0", "inference_model.url=http://127.0.0.1:9001"], "vllm_gpu=0 is not read"),
+    (["--weight-bridge-mode", "lora_restart"], "cannot be restarted from here with each adapter; "
+                                               "use another atropos.vllm_port, .*lora_only"),
+])
+def test_an_engine_that_runs_refuses_what_only_an_own_one_would_read(
+        argv, message, config_of, started, monkeypatch):
+    monkeypatch.setattr(start_atropos, "find_engine", lambda config: "http://127.0.0.1:9001")
+    with pytest.raises(ConfigError, match=message), atropos_trainer(config_of(*argv)):
+        pass
+
+
+@pytest.mark.parametrize(("argv", "message"), [
     (["--gpu-memory-utilization", "0.4"], "is not read on a CPU"),
     (["--optimizer", "adamw_cpu"], "the run is on the CPU already"),
     (["--vllm-gpu", "1"], "vllm_gpu=1 is not read on a CPU"),
@@ -192,8 +206,10 @@ def test_a_gpu_is_given_as_this_process_counts_it(config_of, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     cuda = torch.device("cuda")
     assert engine_environment(config_of(), cuda) == {"CUDA_VISIBLE_DEVICES": "6"}
-    with pytest.raises(ConfigError, match="one copy of the weights lies on one GPU"):
-        engine_environment(config_of("--vllm-gpu", "2"), cuda)
+    for mode, ways in (("shared_vllm", "restart or reload"), ("lora_only", "restart")):
+        with pytest.raises(ConfigError, match="one copy of the weights lies on one GPU; .*"
+                                              f"weight_sync={ways}$"):
+            engine_environment(config_of("--weight-bridge-mode", mode, "--vllm-gpu", "2"), cuda)
     apart = config_of("--weight-bridge-mode", "none", "--vllm-gpu", "2", "--debug-loading")
     assert engine_environment(apart, cuda) == {"CUDA_VISIBLE_DEVICES": "7",
                                                "VLLM_LOGGING_LEVEL": "INFO"}

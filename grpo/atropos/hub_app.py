@@ -125,6 +125,7 @@ def create_app(
     token: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     wait_for_room: float = WAIT_FOR_ROOM,
+    private: bool = False,
 ) -> FastAPI:
     """The application around a hub.
 
@@ -134,10 +135,12 @@ def create_app(
             it, send it when their ``rollout_server_url`` is ``http://:<token>@host:port``.
         max_body_bytes: greater requests, packed or unpacked, are answered with 413.
         wait_for_room: seconds that a request is held when the queue is full, before 503.
+        private: what ``/status`` says of whether the hub is for the run that started it.
     """
     app = bare_app("grpo hub", token=token, max_body_bytes=max_body_bytes,
                    open_paths=("/health",), advice="send smaller groups, or ")
     app.state.service = Service(hub, asyncio.Condition(), max_body_bytes, wait_for_room)
+    app.state.private = private
     # Plain routes: what FastAPI adds to them would cost more than queueing a group.
     for path, (method, endpoint) in _ROUTES.items():
         app.add_route(path, endpoint, methods=[method])
@@ -193,7 +196,9 @@ async def info(request: Request) -> Response:
 
 
 async def status(request: Request) -> Response:
-    return json_response(_hub(request).status())
+    figures = _hub(request).status()
+    figures["hub"]["private"] = request.app.state.private
+    return json_response(figures)
 
 
 async def status_env(request: Request) -> Response:
@@ -229,8 +234,7 @@ async def batch(request: Request) -> Response:
 
 
 async def ack(request: Request) -> Response:
-    name = await _read(request, LeaseName)
-    return _of_lease(name.lease, _hub(request).acknowledge)
+    return _of_lease((await _read(request, LeaseName)).lease, _hub(request).acknowledge)
 
 
 async def renew(request: Request) -> Response:
@@ -239,8 +243,7 @@ async def renew(request: Request) -> Response:
 
 
 async def release(request: Request) -> Response:
-    name = await _read(request, LeaseName)
-    return _of_lease(name.lease, _hub(request).release)
+    return _of_lease((await _read(request, LeaseName)).lease, _hub(request).release)
 
 
 async def scored_data(request: Request) -> Response:
@@ -288,9 +291,8 @@ async def _queue(
 ) -> None:
     """Queue the groups of a request, unless that was done before and this is a retry."""
     # What the sender gave a name it means once. Of the rest equal ones may be several.
-    service = request.app.state.service
+    service, named = request.app.state.service, all(names)
     hub = service.hub
-    named = all(names)
     digest = hashlib.sha256(orjson.dumps(names) if named else raw).hexdigest()
     held = await service.until_room(len(raw), digest)
     if hub.is_retry(digest):

@@ -152,6 +152,8 @@ def parser() -> argparse.ArgumentParser:
         help="an environment that is silent for so long counts as gone")
     add("--minimum-seconds", type=float, default=60.0,
         help="how long a batch waits for an environment's min_batch_allocation")
+    add("--private", action="store_true",
+        help="for the run that starts it; others leave it alone")
     add("--exit-with-parent", action="store_true", help="end when standard input is closed")
     return parser
 
@@ -167,7 +169,8 @@ def main(argv: list[str] | None = None) -> None:
                         minimum_seconds=args.minimum_seconds)
         server, journal = build(
             args.host, token=args.token or os.environ.get(TOKEN_VARIABLE) or None,
-            journal=args.journal, limits=limits, max_body_bytes=args.max_body_mib << 20)
+            journal=args.journal, limits=limits, max_body_bytes=args.max_body_mib << 20,
+            private=args.private)
         sock = bind(args.host, args.port) if args.fd is None else socket.socket(fileno=args.fd)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         options.error(str(error))

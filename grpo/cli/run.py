@@ -86,7 +86,7 @@ def start_hub(
     """A hub at ``--atropos-url``, unless an API answers there.
 
     Raises:
-        ConfigError: for an address of another machine where nothing answers.
+        ConfigError: for another run's hub, and an address of another machine where nothing answers.
         EngineStartError: with the end of its log, if the hub does not come up.
     """
     url = config.atropos.url
@@ -94,6 +94,10 @@ def start_hub(
     token = os.environ.get(TOKEN_VARIABLE) or None
     client = AtroposClient(url, token=token, timeout=5.0)
     if client.alive():
+        if client.status().get("hub", {}).get("private"):
+            raise ConfigError(f"the hub at --atropos-url {url} belongs to another run and ends "
+                              "with that; give a url with another port, where this run starts its "
+                              "own")
         print(f"an API answers at {url}; it is used, and left running at the end")
         if args.hub_journal is not None:
             raise ConfigError(f"--hub-journal {args.hub_journal} is not read because an API runs "
@@ -102,7 +106,7 @@ def start_hub(
     if not is_loopback(host):
         raise ConfigError(f"no API answers at --atropos-url {url}, and one can be started on this "
                           "machine only; start it there, or use http://127.0.0.1:8000")
-    command = [sys.executable, "-m", "grpo.atropos.hub_server"]
+    command = [sys.executable, "-m", "grpo.atropos.hub_server", "--private"]
     if args.hub_journal is not None:
         command += ["--journal", str(args.hub_journal)]
     hub = started.enter_context(EngineProcess(
@@ -147,9 +151,9 @@ def environment(
     script: Path, python: Path, config: AtroposConfig, tokenizer: Path, flags: dict[str, Any],
 ) -> EnvironmentProcess:
     """An environment that asks this run's engine and sends to its API."""
-    for_engine = serve_flags(
-        engine_url=f"http://127.0.0.1:{config.atropos.vllm_port}", model=config.model.name,
-        tokenizer=tokenizer, token=os.environ.get(TOKEN_VARIABLE))
+    engine = config.inference_model.url or f"http://127.0.0.1:{config.atropos.vllm_port}"
+    for_engine = serve_flags(engine_url=engine, model=config.model.name, tokenizer=tokenizer,
+                             token=os.environ.get(TOKEN_VARIABLE))
     return EnvironmentProcess(
         script, python=python, api_url=config.atropos.url,
         flags={**for_engine, **flags}, log_path=Path(config.atropos.log_dir) / f"{script.stem}.log",

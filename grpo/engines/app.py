@@ -41,7 +41,8 @@ def create_app(
         max_body_bytes: greater requests are answered with 413.
         rpc_methods: what ``/bridge/rpc`` may call on the workers.
         info: facts that ``/bridge/info`` repeats. ``max_lora_rank`` set means adapters can be
-            loaded, ``sleep_mode`` true that the engine can give its memory back.
+            loaded, ``sleep_mode`` true that the engine can give its memory back, ``private`` true
+            that it is for the run that started it.
         handover: description of the shared weights, where they are shared.
     """
     app = bare_app("grpo engine", token=token, max_body_bytes=max_body_bytes,

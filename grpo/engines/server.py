@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _CPU_KV_CACHE_BYTES = 256 << 20
+_CPU_LORAS = 16  # adapters in the host's memory, the greater ones some 100 MB each
 WORKER = "grpo.engines.worker.WeightWorker"
 # vLLM's own calls for weight transfer; their arguments are JSON values.
 TRANSFER_METHODS = ("init_weight_transfer_engine", "start_weight_update", "update_weights",
@@ -66,6 +67,8 @@ def parser() -> argparse.ArgumentParser:
         help="that file's path, if not in --log-dir")
     add("--engine-options", type=json.loads, default={}, metavar="JSON",
         help="further fields of vLLM's AsyncEngineArgs")
+    add("--private", action="store_true",
+        help="for the run that starts it; others leave it alone")
     add("--exit-with-parent", action="store_true", help="end when standard input is closed")
     return parser
 
@@ -127,9 +130,13 @@ def engine_arguments(args: argparse.Namespace, *, device_type: str) -> dict[str,
         # the GPU is free, 0.9 by default.
         fields["gpu_memory_utilization"] = 0.05
     if args.enable_lora:
+        # vLLM keeps `max_loras` adapters unless told otherwise, evicts ones that open requests
+        # still use, and then reads these again from folders that the trainer may have removed,
+        # which ends the engine.
         fields |= {"enable_lora": True, "max_lora_rank": args.max_lora_rank,
-                   "max_loras": args.max_loras}
-    twice = sorted(fields.keys() & args.engine_options.keys() - {"enforce_eager"})
+                   "max_loras": args.max_loras, "max_cpu_loras": max(_CPU_LORAS, args.max_loras)}
+    defaults = {"enforce_eager", "max_cpu_loras"}
+    twice = sorted(fields.keys() & args.engine_options.keys() - defaults)
     if twice:
         raise ValueError(f"--engine-options sets {', '.join(twice)}, which this server sets "
                          "itself; use the option of that name, if there is one")
@@ -179,7 +186,7 @@ async def make_app(engine: AsyncLLM, args: argparse.Namespace) -> FastAPI:
               "device": current_platform.device_type, "vllm_version": vllm.__version__,
               "tensor_parallel_size": args.tensor_parallel_size,
               "max_lora_rank": args.max_lora_rank if args.enable_lora else None,
-              "sleep_mode": args.enable_sleep_mode})
+              "sleep_mode": args.enable_sleep_mode, "private": args.private})
 
 
 def http_server(app: FastAPI) -> uvicorn.Server:

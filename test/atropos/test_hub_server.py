@@ -11,10 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import orjson
 import pytest
 
+from grpo.atropos import hub_server
 from grpo.atropos.client import AtroposClient, AtroposError
 from grpo.atropos.hub import Limits
 from grpo.atropos.hub_server import HubServer, main
@@ -343,6 +345,18 @@ def test_stopping_does_not_wait_for_held_senders():
     hub.stop()
     sender.join(10)
     assert time.monotonic() - started < 5 and not sender.is_alive()
+
+
+def test_a_hub_says_whether_it_is_one_runs_alone(client, monkeypatch):
+    assert client.status()["hub"]["private"] is False
+    with HubServer(private=True) as hub:
+        assert AtroposClient(hub.url).status()["hub"]["private"] is True
+    asked = []
+    monkeypatch.setattr(hub_server, "build", lambda host, **options: (
+        asked.append(options["private"]) or (SimpleNamespace(run=lambda sockets: None), None)))
+    main(["--port", "0"])
+    main(["--port", "0", "--private"])
+    assert asked == [False, True]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from grpo.atropos.hub_server import HubServer
 from grpo.build_atropos import atropos_trainer
 from grpo.cli import atropos, run
 from grpo.cli.flags import to_config
+from grpo.config import ConfigError
 from grpo.training.checkpoint import list_checkpoints
 from grpo.training.loggers import read_jsonl
 
@@ -247,3 +248,42 @@ def test_a_hub_is_started_at_the_loopback_address_that_was_asked_for(host, tmp_p
     with ExitStack() as started:
         run.start_hub(args, config, started, checks)
         assert AtroposClient(config.atropos.url).alive() and len(checks) == 1
+
+
+@pytest.fixture
+def start_hub(tmp_path):
+    """Start the run's hub at an address, unless one can be used there."""
+    with ExitStack() as started:
+        def start(url: str) -> None:
+            args = run.parser().parse_intermixed_args(
+                ["--model", "m", "--atropos-url", url, "--log-dir", str(tmp_path)])
+            run.start_hub(args, to_config(args), started, [])
+
+        yield start
+
+
+def test_the_hub_of_another_run_is_left_alone(start_hub):
+    url = f"http://127.0.0.1:{free_port()}"
+    start_hub(url)
+    assert AtroposClient(url).status()["hub"]["private"] is True
+    with pytest.raises(ConfigError, match=f"--atropos-url {url} belongs to another run .*"
+                                          "another port"):
+        start_hub(url)
+
+
+def test_a_hub_that_is_no_runs_own_is_used(start_hub, capsys):
+    with HubServer() as hub:
+        start_hub(hub.url)
+    assert f"an API answers at {hub.url}; it is used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("argv", "asked"), [
+    ([], "http://127.0.0.1:9007/v1"),
+    (["--weight-bridge-mode", "bridge"], "http://127.0.0.1:9007/v1"),
+    (["inference_model.url=http://127.0.0.1:9123"], "http://127.0.0.1:9123/v1")])
+def test_environments_ask_the_engine_that_the_run_uses(argv, asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "EnvironmentProcess", lambda script, **options: options["flags"])
+    config = to_config(run.parser().parse_intermixed_args(
+        ["--model", "m", "--vllm-port", "9007", *argv]))
+    flags = run.environment(tmp_path / "env.py", tmp_path / "python", config, tmp_path, {})
+    assert flags["openai.base_url"] == asked

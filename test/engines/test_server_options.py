@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from types import SimpleNamespace
+
 import pytest
 
+from grpo.engines import server
 from grpo.engines.process import TOKEN_VARIABLE
 from grpo.engines.server import check, engine_arguments, main, parser
 
@@ -58,6 +63,15 @@ def test_engine_arguments():
     assert cpu["enforce_eager"] and cpu["kv_cache_memory_bytes"] > 0
 
 
+@pytest.mark.parametrize(("options", "kept"), [
+    ([], 16), (["--max-loras", "2"], 16), (["--max-loras", "20"], 20),
+    (["--engine-options", '{"max_cpu_loras": 3}'], 3)])
+def test_adapters_that_open_requests_use_are_not_evicted(options, kept):
+    fields = engine_arguments(parse("--enable-lora", *options), device_type="cuda")
+    assert fields["max_cpu_loras"] == kept
+    assert "max_cpu_loras" not in engine_arguments(parse(), device_type="cuda")
+
+
 def test_options_without_effect_are_refused():
     with pytest.raises(ValueError, match="no effect on a CPU"):
         engine_arguments(parse("--gpu-memory-utilization", "0.5"), device_type="cpu")
@@ -66,3 +80,17 @@ def test_options_without_effect_are_refused():
     with pytest.raises(ValueError, match="--engine-options sets logprobs_mode"):
         engine_arguments(parse("--engine-options", '{"logprobs_mode": "raw_logprobs"}'),
                          device_type="cuda")
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_server_says_whether_it_is_one_runs_alone(private, tokenizer, tmp_path, monkeypatch):
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="1"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(
+        current_platform=SimpleNamespace(device_type="cpu")))
+    monkeypatch.setattr(server, "_rpc_methods", lambda: ())
+    monkeypatch.setattr("grpo.engines.app.create_app", lambda engine, **options: options["info"])
+    engine = SimpleNamespace(model_config=SimpleNamespace(
+        max_model_len=8, dtype="float32", get_vocab_size=lambda: 9))
+    args = parser().parse_args(["--model", str(tmp_path), *(["--private"] if private else [])])
+    assert asyncio.run(server.make_app(engine, args))["private"] is private
