@@ -212,17 +212,28 @@ def random_state() -> dict[str, Any]:
              "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest]}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda_device"] = torch.cuda.current_device()
     return state
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put back what :func:`random_state` returned."""
+    """Put back what :func:`random_state` returned.
+
+    There may be fewer GPUs than there were, or another one in use: it gets the state of the one
+    that was in use then, the others those of the same number, as far as there are any.
+    """
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        states, now = state["cuda"], torch.cuda.current_device()
+        before = state.get("cuda_device", now)  # which earlier versions did not save
+        wanted = dict(enumerate(states[:torch.cuda.device_count()]))
+        if before < len(states):
+            wanted[now] = states[before]
+        for device, saved in wanted.items():
+            torch.cuda.set_rng_state(saved, device)
 
 
 def versions() -> dict[str, str]:

@@ -170,6 +170,38 @@ def test_random_numbers_continue_exactly_after_a_restart(save, tmp_path):
     assert draw() == expected
 
 
+class Gpus:
+    """Stands in for ``torch.cuda``: so many GPUs, each with a state."""
+
+    def __init__(self, monkeypatch, states: list[int], *, current: int) -> None:
+        self.states = [torch.tensor(state) for state in states]
+        for name, value in (("is_available", lambda: True), ("current_device", lambda: current),
+                            ("device_count", lambda: len(self.states)),
+                            ("get_rng_state_all", lambda: list(self.states)),
+                            ("set_rng_state", self._set)):
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def _set(self, state: torch.Tensor, device: int) -> None:
+        self.states[device] = state
+
+
+@pytest.mark.parametrize("saved, used, present, now, expected", [
+    ([1, 2, 3, 4], 0, 2, 0, [1, 2]),
+    ([1, 2, 3, 4], 3, 2, 1, [1, 4]),  # the one in use goes on, whatever its number
+    ([1, 2], 1, 3, 0, [2, 2, 0]),
+    ([1, 2, 3], None, 2, 1, [1, 2]),  # of an earlier version
+    ([1], None, 2, 1, [1, 0])])
+def test_a_checkpoint_goes_on_with_other_gpus(monkeypatch, saved, used, present, now, expected):
+    with monkeypatch.context() as patch:
+        Gpus(patch, saved, current=used or 0)
+        state = random_state()
+    if used is None:
+        state.pop("cuda_device", None)
+    gpus = Gpus(monkeypatch, [0] * present, current=now)
+    restore_random_state(state)
+    assert [int(value) for value in gpus.states] == expected
+
+
 def test_reading_the_random_state_draws_nothing():
     torch.manual_seed(0)
     expected = torch.rand(2)
