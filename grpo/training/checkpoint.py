@@ -107,6 +107,7 @@ def save_checkpoint(
     state: dict[str, Any],
     config: dict[str, Any],
     keep: int = 3,
+    protect: Path | None = None,
 ) -> Checkpoint:
     """Write ``run_dir/checkpoints/step_NNNNNN`` and drop all but the ``keep`` newest up to it.
 
@@ -122,6 +123,7 @@ def save_checkpoint(
         state: tensors and plain values; random number states are added here.
         config: resolved configuration of the run.
         keep: number of checkpoints that stay.
+        protect: folder of one that stays beside them, wherever it is.
     """
     root = run_dir / "checkpoints"
     target = root / f"{_PREFIX}{step:06d}"
@@ -146,7 +148,8 @@ def save_checkpoint(
     # they would pass for the newest ones.
     later = [found for found in list_checkpoints(run_dir) if found.step > step]
     for old in later + earlier[:-keep]:
-        _remove(old.folder)
+        if protect is None or old.folder.resolve() != protect.resolve():
+            _remove(old.folder)
     return Checkpoint(target, step)
 
 

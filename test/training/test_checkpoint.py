@@ -43,9 +43,9 @@ def model(tokenizer):
 
 @pytest.fixture
 def save(model, tokenizer):
-    def save(run_dir, step, *, exp_name="run", state=None, keep=3):
+    def save(run_dir, step, *, exp_name="run", state=None, keep=3, **options):
         return save_checkpoint(run_dir, step, model=model, tokenizer=tokenizer, state=state or {},
-                               config={"train": {"exp_name": exp_name}}, keep=keep)
+                               config={"train": {"exp_name": exp_name}}, keep=keep, **options)
 
     return save
 
@@ -78,6 +78,16 @@ def test_the_newest_are_kept(save, tmp_path):
     for step in (1, 2, 10, 11):
         save(tmp_path, step, keep=2)
     assert folders(tmp_path) == {"step_000010", "step_000011"}
+
+
+def test_one_checkpoint_may_be_kept_beside_the_newest(save, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    protected = save(tmp_path, 1).folder.relative_to(tmp_path)
+    for step in (2, 3, 4):
+        save(tmp_path, step, keep=1, protect=protected)
+    assert folders(tmp_path) == {"step_000001", "step_000004"}
+    save(tmp_path, 5, keep=1)  # the next process went on from another one
+    assert folders(tmp_path) == {"step_000005"}
 
 
 def test_a_run_resumed_from_an_earlier_checkpoint_leaves_no_later_one_of_its_former_self(
