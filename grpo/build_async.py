@@ -79,8 +79,9 @@ def open_ray(config: AsyncConfig, at_end: ExitStack) -> Places:
         available = torch.cuda.device_count()
     plan = plan_devices(config, kind=kind, available=available)
     if not cluster:
-        at_end.callback(_start_ray(num_cpus=4 + len(plan.engines) + len(plan.train), num_gpus=0,
-                                   include_dashboard=False))
+        # Not a cluster that RAY_ADDRESS names, or that a `ray start` left on this machine.
+        at_end.callback(_start_ray(address="local", include_dashboard=False, num_gpus=0,
+                                   num_cpus=4 + len(plan.engines) + len(plan.train)))
     places = Places(plan, cluster=cluster)
     at_end.callback(places.release)
     if kind == "cuda":

@@ -115,3 +115,21 @@ def test_keys_of_ray_are_read(key, value, read, monkeypatch):
     with pytest.raises(Stop), ExitStack() as at_end:
         build_async.build_actor(SimpleNamespace(config=config), None, places,
                                 backend="transformers", at_end=at_end)
+
+
+@pytest.mark.parametrize("ray, wanted", [({}, "local"), ({"address": "10.0.0.1:6379"},
+                                                        "10.0.0.1:6379")])
+def test_without_an_address_ray_is_the_runs_own(ray, wanted, monkeypatch):
+    """Whatever cluster the environment names."""
+    class Stop(Exception):
+        pass
+
+    def init(**options):
+        assert options["address"] == wanted
+        raise Stop
+
+    module = pytest.importorskip("ray")
+    monkeypatch.setattr(module, "init", init)
+    monkeypatch.setattr(module, "is_initialized", lambda: False)
+    with pytest.raises(Stop), ExitStack() as at_end:
+        build_async.open_ray(load_config(small(device="cpu", ray=ray), AsyncConfig), at_end)
