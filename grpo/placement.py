@@ -239,11 +239,21 @@ class Places:
         return [*self.plan.engines, *([self.plan.reference] if self.plan.reference else [])]
 
     def _options(self, devices: tuple[int, ...], bundle: int) -> dict[str, Any]:
+        threads = self._threads() if self.plan.kind == "cpu" else {}
         if self._group is not None:
-            return {"num_cpus": 1, **self._bundle(bundle)}
-        if self.plan.kind == "cpu":
-            return {"num_cpus": 1}
-        return {"num_cpus": 1, **_sees(devices)}
+            return {"num_cpus": 1, **self._bundle(bundle), **threads}
+        return {"num_cpus": 1, **(threads or _sees(devices))}
+
+    def _threads(self) -> dict[str, Any]:
+        """Ray's options for a share of this machine's cores, unless the user has given one."""
+        processes = len(self.plan.train) + len(self._others())
+        # Of those that this process may use, where the system tells.
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        share = max(1, cores // processes)
+        # Where it is not set, Ray sets it to num_cpus.
+        return {"runtime_env": {"env_vars": {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}}}
 
     def _bundle(self, number: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

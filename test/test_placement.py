@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from grpo.config import ConfigError, load_config
 from grpo.config_async import AsyncConfig
-from grpo.placement import plan_devices, positions, visible
+from grpo.placement import Places, plan_devices, positions, visible
 
 KL = {"train": {"kl_to_ref_coeff": 0.1}}
 
@@ -83,6 +85,19 @@ def test_visible_devices_are_those_that_this_process_sees(monkeypatch):
     assert visible((0, 2)) == "4,7"
 
 
+@pytest.mark.parametrize("given, cores, threads", [(None, 16, "4"), (None, 2, "1"), ("7", 16, "7")])
+def test_processes_on_a_cpu_share_its_cores(monkeypatch, given, cores, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    places = Places(plan(available=None, kind="cpu", inference_model={"num_devices": 2},
+                         ref_model={"num_devices": 1}, **KL), cluster=False)
+    for options in (places.engine(1), places.reference()):
+        assert options == {"num_cpus": 1,
+                           "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}}}
+
+
 @pytest.mark.parametrize("ours, ids, expected", [
     (None, ["3", "1"], (1, 3)),
     ("", ["0"], (0,)),
@@ -113,12 +128,10 @@ def test_ray_puts_actors_where_the_plan_says_and_a_cluster_reserves_them(
         numbers, monkeypatch):
     """Ray counts GPUs that it is told of, so no real one is needed."""
     ray = pytest.importorskip("ray")
-    from grpo.placement import DevicePlan, Places
+    from grpo.placement import DevicePlan
 
     class Seeing:
         def devices(self):
-            import os
-
             return os.environ["CUDA_VISIBLE_DEVICES"]
 
     def seen(options: dict) -> str:
