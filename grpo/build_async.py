@@ -79,8 +79,9 @@ def open_ray(config: AsyncConfig, at_end: ExitStack) -> Places:
         available = torch.cuda.device_count()
     plan = plan_devices(config, kind=kind, available=available)
     if not cluster:
-        at_end.callback(_start_ray(num_cpus=4 + len(plan.engines) + len(plan.train), num_gpus=0,
-                                   include_dashboard=False))
+        # Not a cluster that RAY_ADDRESS names, or that a `ray start` left on this machine.
+        at_end.callback(_start_ray(address="local", include_dashboard=False, num_gpus=0,
+                                   num_cpus=4 + len(plan.engines) + len(plan.train)))
     places = Places(plan, cluster=cluster)
     at_end.callback(places.release)
     if kind == "cuda":
@@ -205,7 +206,8 @@ def build_reference_pool(
     from grpo.collectors.reference_worker import ReferenceWorker
 
     actor_class = ray.remote(ReferenceWorker)
-    values, name = config.model_dump(mode="json"), str(dtype).removeprefix("torch.")
+    values, name = _sent(config), str(dtype).removeprefix("torch.")
+    path = _absolute(path)
     pool = WorkerPool(
         lambda number: actor_class.options(**places.reference()).remote(
             values, path, places.plan.kind, name),
@@ -255,10 +257,24 @@ def worker_setup(setup: Setup, prompts: Prompts, places: Places, backend: str) -
     """What all rollout workers are built from."""
     config = setup.config
     return WorkerSetup(
-        config=config.model_dump(mode="json"), path=setup.path, prompt_width=prompts.width,
+        config=_sent(config), path=_absolute(setup.path), prompt_width=prompts.width,
         max_model_len=setup.max_model_len, rows=_rows(config), backend=backend,
         device=places.plan.kind, dtype=str(setup.dtype).removeprefix("torch."),
         tensor_parallel_size=config.inference_model.tensor_parallel_size)
+
+
+def _sent(config: AsyncConfig) -> dict[str, Any]:
+    """A configuration as workers get it."""
+    values = config.model_dump(mode="json")
+    if (folder := values["env"]["data_path"]) is not None:
+        values["env"]["data_path"] = _absolute(folder)
+    return values
+
+
+def _absolute(name: str) -> str:
+    """A folder's whole path, because workers on a cluster run in another folder; else the name."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.is_dir() else name
 
 
 def _make_worker(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from grpo.engines.inprocess import (
 from grpo.engines.process import EngineProcess, server_command
 from grpo.policies import Policy, Sampling, ServerPolicy, TransformersPolicy, VLLMPolicy
 from grpo.weights import SameModule, SharedCopy, SingleCopy, WeightSync
+from grpo.weights.channel import address_towards
 from grpo.weights.lora import HTTPLoRASync, LoRASync
 from grpo.weights.reload import CheckpointReload, EngineRestart
 from grpo.weights.transfer import WeightTransfer
@@ -309,19 +309,6 @@ class FreshServer:
     def load_lora(self, path: str, *, name: str, version: int) -> str:
         self.server.stop()
         return self.server.start(self.path).load_lora(path, name=name, version=version)
-
-
-def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to another; nothing is sent.
-
-    Examples:
-        >>> address_towards("127.0.0.1", 9001)
-        '127.0.0.1'
-    """
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
 
 
 def child_environment() -> dict[str, str]:

@@ -11,6 +11,7 @@ The same keys serve one machine and a cluster: ``train_model.num_devices``,
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -138,6 +139,27 @@ def visible(devices: tuple[int, ...]) -> str:
     return ",".join(names[device] if names else str(device) for device in devices)
 
 
+def positions(ids: Sequence[str]) -> tuple[int, ...]:
+    """Numbers, ascending, that GPUs have in this process, by the names that Ray gives them.
+
+    Raises:
+        ConfigError: for one that this process does not see.
+
+    Examples:
+        >>> positions(["2", "1"]) if "CUDA_VISIBLE_DEVICES" not in os.environ else (1, 2)
+        (1, 2)
+    """
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in ours.split(",")] if ours else None
+    found = [int(device) if names is None else names.index(device) for device in ids
+             if (device.isdigit() if names is None else device in names)]
+    if len(found) < len(ids):
+        raise ConfigError(f"Ray gave the trainer the GPUs {','.join(ids)}, but this process has "
+                          f"CUDA_VISIBLE_DEVICES={'(not set)' if ours is None else ours}; start "
+                          "the script with the CUDA_VISIBLE_DEVICES that `ray start` had here")
+    return tuple(sorted(found))
+
+
 class Places:
     """Where Ray starts the actors of a plan.
 
@@ -150,7 +172,8 @@ class Places:
         timeout: seconds that the cluster may take to reserve the devices.
 
     Raises:
-        ConfigError: if the cluster cannot do so, with the plan and what it has.
+        ConfigError: if the cluster cannot do so, with the plan and what it has; or if it gives
+            the trainer GPUs that this process does not see.
     """
 
     def __init__(self, plan: DevicePlan, *, cluster: bool, timeout: float = 300.0) -> None:
@@ -174,7 +197,12 @@ class Places:
                 + "\n  ".join(self.plan.table()) + f"\nit has {ray.cluster_resources()}; lower "
                 "num_devices, or wait until they are free")
         holder = ray.remote(_Holder).options(num_cpus=1, **self._bundle(0)).remote()
-        self._holder, self.train_devices = holder, ray.get(holder.devices.remote(), timeout=60)
+        self._holder = holder
+        try:
+            self.train_devices = positions(ray.get(holder.devices.remote(), timeout=60))
+        except BaseException:
+            self.release()
+            raise
 
     @property
     def trainer(self) -> tuple[int, ...]:
@@ -211,11 +239,21 @@ class Places:
         return [*self.plan.engines, *([self.plan.reference] if self.plan.reference else [])]
 
     def _options(self, devices: tuple[int, ...], bundle: int) -> dict[str, Any]:
+        threads = self._threads() if self.plan.kind == "cpu" else {}
         if self._group is not None:
-            return {"num_cpus": 1, **self._bundle(bundle)}
-        if self.plan.kind == "cpu":
-            return {"num_cpus": 1}
-        return {"num_cpus": 1, **_sees(devices)}
+            return {"num_cpus": 1, **self._bundle(bundle), **threads}
+        return {"num_cpus": 1, **(threads or _sees(devices))}
+
+    def _threads(self) -> dict[str, Any]:
+        """Ray's options for a share of this machine's cores, unless the user has given one."""
+        processes = len(self.plan.train) + len(self._others())
+        # Of those that this process may use, where the system tells.
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        share = max(1, cores // processes)
+        # Where it is not set, Ray sets it to num_cpus.
+        return {"runtime_env": {"env_vars": {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}}}
 
     def _bundle(self, number: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -236,7 +274,8 @@ def _sees(devices: tuple[int, ...]) -> dict[str, Any]:
 class _Holder:
     """Keeps the trainer's GPUs from being given to others."""
 
-    def devices(self) -> tuple[int, ...]:
+    def devices(self) -> list[str]:
+        """As the raylet names them: numbers of this machine, or UUIDs."""
         import ray
 
-        return tuple(int(device) for device in ray.get_gpu_ids())
+        return [str(device) for device in ray.get_gpu_ids()]

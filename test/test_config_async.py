@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -115,3 +116,61 @@ def test_keys_of_ray_are_read(key, value, read, monkeypatch):
     with pytest.raises(Stop), ExitStack() as at_end:
         build_async.build_actor(SimpleNamespace(config=config), None, places,
                                 backend="transformers", at_end=at_end)
+
+
+@pytest.mark.parametrize("ray, wanted", [({}, "local"), ({"address": "10.0.0.1:6379"},
+                                                        "10.0.0.1:6379")])
+def test_without_an_address_ray_is_the_runs_own(ray, wanted, monkeypatch):
+    """Whatever cluster the environment names."""
+    class Stop(Exception):
+        pass
+
+    def init(**options):
+        assert options["address"] == wanted
+        raise Stop
+
+    module = pytest.importorskip("ray")
+    monkeypatch.setattr(module, "init", init)
+    monkeypatch.setattr(module, "is_initialized", lambda: False)
+    with pytest.raises(Stop), ExitStack() as at_end:
+        build_async.open_ray(load_config(small(device="cpu", ray=ray), AsyncConfig), at_end)
+
+
+@pytest.mark.parametrize("model, sent", [("models/tiny", "{}/models/tiny"),
+                                         ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-1.5B")])
+def test_workers_get_whole_paths_because_they_run_in_another_folder(model, sent, tmp_path,
+                                                                    monkeypatch):
+    class Stop(Exception):
+        pass
+
+    class Reference:
+        """As much of a pool as starts one worker, whose arguments it has a look at."""
+
+        def __init__(self, make, **options):
+            make(0)
+
+    class Actor:
+        @classmethod
+        def options(cls, **options):
+            return cls
+
+        @staticmethod
+        def remote(values, path, *rest):
+            assert (values["env"]["data_path"], path) == expected
+            raise Stop
+
+    for folder in ("models/tiny", "data"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    expected = (f"{tmp_path}/data", sent.format(tmp_path))
+    config = load_config(small(env={"data_path": "data", "dataset": "gsm8k", "task": {}}),
+                         AsyncConfig)
+    places = SimpleNamespace(plan=DevicePlan("cpu", (0,), (1,), ((2,),)), reference=dict)
+    setup = SimpleNamespace(config=config, path=model, dtype=torch.float32, max_model_len=9)
+    worker = build_async.worker_setup(setup, SimpleNamespace(width=3), places, "transformers")
+    assert (worker.config["env"]["data_path"], worker.path) == expected
+    assert config.env.data_path == "data"  # as checkpoints have it
+    monkeypatch.setattr(pytest.importorskip("ray"), "remote", lambda actor_class: Actor)
+    monkeypatch.setattr(build_async, "WorkerPool", Reference)
+    with pytest.raises(Stop):
+        build_async.build_reference_pool(config, places, model, torch.float32)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from grpo.config import ConfigError, load_config
 from grpo.config_async import AsyncConfig
-from grpo.placement import plan_devices, visible
+from grpo.placement import Places, plan_devices, positions, visible
 
 KL = {"train": {"kl_to_ref_coeff": 0.1}}
 
@@ -83,16 +85,53 @@ def test_visible_devices_are_those_that_this_process_sees(monkeypatch):
     assert visible((0, 2)) == "4,7"
 
 
+@pytest.mark.parametrize("given, cores, threads", [(None, 16, "4"), (None, 2, "1"), ("7", 16, "7")])
+def test_processes_on_a_cpu_share_its_cores(monkeypatch, given, cores, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    places = Places(plan(available=None, kind="cpu", inference_model={"num_devices": 2},
+                         ref_model={"num_devices": 1}, **KL), cluster=False)
+    for options in (places.engine(1), places.reference()):
+        assert options == {"num_cpus": 1,
+                           "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}}}
+
+
+@pytest.mark.parametrize("ours, ids, expected", [
+    (None, ["3", "1"], (1, 3)),
+    ("", ["0"], (0,)),
+    ("4,6,7", ["7", "4"], (0, 2)),
+    ("GPU-a, GPU-b", ["GPU-b"], (1,)),
+    ("4,6", [], ())])
+def test_gpus_that_ray_names_are_numbered_as_this_process_does(monkeypatch, ours, ids, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if ours is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
+    assert positions(ids) == expected
+
+
+@pytest.mark.parametrize("ours, ids, message", [
+    ("0,1", ["1", "4"], "the GPUs 1,4, .*CUDA_VISIBLE_DEVICES=0,1; start"),
+    (None, ["GPU-a"], r"the GPUs GPU-a, .*CUDA_VISIBLE_DEVICES=\(not set\); start")])
+def test_gpus_that_this_process_does_not_see_are_an_error(monkeypatch, ours, ids, message):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if ours is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
+    with pytest.raises(ConfigError, match=message):
+        positions(ids)
+
+
 @pytest.mark.slow
-def test_ray_puts_actors_where_the_plan_says_and_a_cluster_reserves_them():
+@pytest.mark.parametrize("numbers", ["0,1,2,3", "4,5,6,7"])
+def test_ray_puts_actors_where_the_plan_says_and_a_cluster_reserves_them(
+        numbers, monkeypatch):
     """Ray counts GPUs that it is told of, so no real one is needed."""
     ray = pytest.importorskip("ray")
-    from grpo.placement import DevicePlan, Places
+    from grpo.placement import DevicePlan
 
     class Seeing:
         def devices(self):
-            import os
-
             return os.environ["CUDA_VISIBLE_DEVICES"]
 
     def seen(options: dict) -> str:
@@ -102,15 +141,18 @@ def test_ray_puts_actors_where_the_plan_says_and_a_cluster_reserves_them():
         finally:
             ray.kill(actor)
 
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", numbers)
+    names = numbers.split(",")
     ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False,
              logging_level="ERROR")
     try:
         made = DevicePlan("cuda", (0, 1), (2,), ((3,),), 4)
         here = Places(made, cluster=False)
-        assert [seen(here.engine(0)), seen(here.reference())] == ["3", "2"]
+        assert [seen(here.engine(0)), seen(here.reference())] == [names[3], names[2]]
         cluster = Places(made, cluster=True, timeout=60)
-        places = [seen(cluster.engine(0)), seen(cluster.reference()), *map(str, cluster.trainer)]
-        assert sorted(places) == ["0", "1", "2", "3"]
+        places = [seen(cluster.engine(0)), seen(cluster.reference()),
+                  *(names[device] for device in cluster.trainer)]
+        assert sorted(places) == names
         cluster.release()
         too_much = DevicePlan("cuda", (0, 1), (), ((2,), (3,), (4,)), 4)
         with pytest.raises(ConfigError, match="could not reserve(.|\n)*engine 2   GPU 4"):

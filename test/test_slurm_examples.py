@@ -98,3 +98,37 @@ def test_the_sbatch_file_says_where_it_must_be_submitted(tmp_path):
     done = subprocess.run([str(LOCAL.with_name("train.sbatch"))], capture_output=True, text=True,
                           env=os.environ | {"SLURM_SUBMIT_DIR": str(tmp_path)})
     assert done.returncode == 2 and "submit from there" in done.stderr
+
+
+STAND_INS = {
+    "scontrol": "printf 'node1\\nnode2\\n'",
+    "hostname": '[[ $1 == -I ]] && echo "10.1.2.3 172.17.0.1" || echo 127.0.1.1',
+    # Drops its own options and runs the rest, where it is not Ray.
+    "srun": '''echo "srun cpus ${SRUN_CPUS_PER_TASK:-none} $*" >>"$LOG_DIR/srun.log"
+while [[ $1 == -* ]]; do [[ $1 == -w ]] && shift; shift; done
+[[ $1 == hostname ]] && exec "$@"
+exit 0''',
+    # Asked for Ray's nodes, it says that both are there when all steps have begun.
+    "python": '''[[ $1 != -c ]] && exec echo "trainer $*"
+[[ $(grep -c "^srun cpus" "$LOG_DIR/srun.log") == 3 ]] && echo 2'''}
+
+
+@pytest.mark.parametrize("given, cpus", [({"SLURM_CPUS_PER_TASK": "16"}, "16"), ({}, "none")])
+def test_several_nodes_join_at_the_heads_address_with_all_cpus_of_a_task(tmp_path, given, cpus):
+    for name, body in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("S")}
+    done = subprocess.run(
+        [str(LOCAL.with_name("train.sbatch")), "env.dataset=gsm8k"], capture_output=True,
+        text=True, timeout=60, cwd=tmp_path,
+        env=inherited | given | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG_DIR": str(tmp_path),
+            "GRPO_REPO": str(REPO), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "1",
+            "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "VLLM_MODEL": "m"})
+    assert done.returncode == 0, done.stderr
+    assert "model.name=m ray.address=10.1.2.3:6379" in done.stdout
+    assert done.stdout.rstrip().endswith("env.dataset=gsm8k")
+    steps = (tmp_path / "srun.log").read_text().split("srun cpus ")[1:]
+    assert len(steps) == 3 and all(step.startswith(f"{cpus} ") for step in steps)
+    assert any("start --head --block --node-ip-address=10.1.2.3" in step for step in steps)

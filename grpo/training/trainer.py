@@ -96,6 +96,7 @@ class Trainer:
         self.checkpoint_frequency = checkpoint_frequency
         self.keep_checkpoints = keep_checkpoints
         self.step = 0
+        self.resumed_from: Path | None = None
         self.first_accuracy = self.last_accuracy = float("nan")
         self._seconds: dict[str, float] = {}
         self._report: CanaryReport | None = None
@@ -205,7 +206,8 @@ class Trainer:
         state = self.state_dict()
         self.learner.before_saving()
         return save_checkpoint(self.run_dir, self.step, model=self.model, tokenizer=self.tokenizer,
-                               state=state, config=self.config, keep=self.keep_checkpoints)
+                               state=state, config=self.config, keep=self.keep_checkpoints,
+                               protect=self.resumed_from)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the model that the next iteration depends on."""
@@ -223,6 +225,8 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint whose model has already been loaded."""
         state = checkpoint.state()
+        # Engines that die later are started anew from its weights.
+        self.resumed_from = checkpoint.folder
         self.step = state["step"]
         self.learner.optimizer.load_state_dict(state["optimizer"])
         self.collector.env.load_state_dict(state["env"])

@@ -94,6 +94,19 @@ def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Fu
     return future
 
 
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to another; nothing is sent.
+
+    Examples:
+        >>> address_towards("127.0.0.1", 9001)
+        '127.0.0.1'
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
 class Channel:
     """One member of the group: the trainer's sender is rank 0, the engine's workers follow.
 
@@ -121,7 +134,9 @@ class Channel:
         else:
             options = dist.ProcessGroupGloo._Options()
             options._timeout = patience
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=config["host"])]
+            # Gloo listens there, so it has to be an address of this member's own machine.
+            here = config["host"] if rank == 0 else address_towards(config["host"], config["port"])
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
             self.group = dist.ProcessGroupGloo(self.store, rank, self.size, options)
         # NCCL connects at the first message; it should not be the weights.
         hello = torch.zeros(1, dtype=torch.uint8, device=device)

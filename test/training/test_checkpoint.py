@@ -18,6 +18,7 @@ from grpo.training import checkpoint as module
 from grpo.training.checkpoint import (
     changed_keys,
     find_checkpoint,
+    identity_changes,
     list_checkpoints,
     random_state,
     restore_random_state,
@@ -42,9 +43,9 @@ def model(tokenizer):
 
 @pytest.fixture
 def save(model, tokenizer):
-    def save(run_dir, step, *, exp_name="run", state=None, keep=3):
+    def save(run_dir, step, *, exp_name="run", state=None, keep=3, **options):
         return save_checkpoint(run_dir, step, model=model, tokenizer=tokenizer, state=state or {},
-                               config={"train": {"exp_name": exp_name}}, keep=keep)
+                               config={"train": {"exp_name": exp_name}}, keep=keep, **options)
 
     return save
 
@@ -77,6 +78,16 @@ def test_the_newest_are_kept(save, tmp_path):
     for step in (1, 2, 10, 11):
         save(tmp_path, step, keep=2)
     assert folders(tmp_path) == {"step_000010", "step_000011"}
+
+
+def test_one_checkpoint_may_be_kept_beside_the_newest(save, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    protected = save(tmp_path, 1).folder.relative_to(tmp_path)
+    for step in (2, 3, 4):
+        save(tmp_path, step, keep=1, protect=protected)
+    assert folders(tmp_path) == {"step_000001", "step_000004"}
+    save(tmp_path, 5, keep=1)  # the next process went on from another one
+    assert folders(tmp_path) == {"step_000005"}
 
 
 def test_a_run_resumed_from_an_earlier_checkpoint_leaves_no_later_one_of_its_former_self(
@@ -170,6 +181,38 @@ def test_random_numbers_continue_exactly_after_a_restart(save, tmp_path):
     assert draw() == expected
 
 
+class Gpus:
+    """Stands in for ``torch.cuda``: so many GPUs, each with a state."""
+
+    def __init__(self, monkeypatch, states: list[int], *, current: int) -> None:
+        self.states = [torch.tensor(state) for state in states]
+        for name, value in (("is_available", lambda: True), ("current_device", lambda: current),
+                            ("device_count", lambda: len(self.states)),
+                            ("get_rng_state_all", lambda: list(self.states)),
+                            ("set_rng_state", self._set)):
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def _set(self, state: torch.Tensor, device: int) -> None:
+        self.states[device] = state
+
+
+@pytest.mark.parametrize("saved, used, present, now, expected", [
+    ([1, 2, 3, 4], 0, 2, 0, [1, 2]),
+    ([1, 2, 3, 4], 3, 2, 1, [1, 4]),  # the one in use goes on, whatever its number
+    ([1, 2], 1, 3, 0, [2, 2, 0]),
+    ([1, 2, 3], None, 2, 1, [1, 2]),  # of an earlier version
+    ([1], None, 2, 1, [1, 0])])
+def test_a_checkpoint_goes_on_with_other_gpus(monkeypatch, saved, used, present, now, expected):
+    with monkeypatch.context() as patch:
+        Gpus(patch, saved, current=used or 0)
+        state = random_state()
+    if used is None:
+        state.pop("cuda_device", None)
+    gpus = Gpus(monkeypatch, [0] * present, current=now)
+    restore_random_state(state)
+    assert [int(value) for value in gpus.states] == expected
+
+
 def test_reading_the_random_state_draws_nothing():
     torch.manual_seed(0)
     expected = torch.rand(2)
@@ -218,3 +261,10 @@ def test_changed_keys_name_both_values_at_any_depth():
     old = {"a": {"b": 1, "c": {"d": 2}}, "e": 3, "same": 0}
     new = {"a": {"b": 1, "c": {"d": 4}}, "f": 5, "same": 0}
     assert changed_keys(old, new) == ["a.c.d: 2 -> 4", "e: 3 -> None", "f: None -> 5"]
+
+
+def test_where_the_reference_computes_is_no_other_run_but_another_reference_is():
+    old = {"ref_model": {"name": "one", "num_devices": 1, "devices": None}}
+    moved = {"ref_model": {"name": "one", "num_devices": None, "devices": [3]}}
+    assert changed_keys(old, moved) and not identity_changes(old, moved)
+    assert identity_changes(old, {"ref_model": {"name": "two"}}) == ["ref_model.name: one -> two"]

@@ -262,6 +262,17 @@ def test_a_finished_run_that_is_resumed_has_nothing_left_to_do(make_config, tmp_
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 3
 
 
+def test_a_resumed_run_keeps_the_checkpoint_that_its_engines_may_be_restarted_from(
+        make_config, tmp_path):
+    config = make_config(iterations=5, train={"keep_checkpoints": 1})
+    first = make_trainer(config, tmp_path)
+    first.iterate()
+    saved = first.save()
+    resumed = make_trainer(config, tmp_path, saved)
+    resumed.fit()
+    assert [found.step for found in list_checkpoints(tmp_path)] == [1, 5]
+
+
 # -- Metrics --------------------------------------------------------------------------------------
 
 
