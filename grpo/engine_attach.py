@@ -121,12 +121,31 @@ def bring_to_start(client: EngineClient, setup: Setup) -> None:
         if info["max_lora_rank"]:
             client.unload_lora()  # vLLM cannot read weights anew beneath adapters, nor has it to
         # Copies are published in any case; what is shared must be equal beforehand.
-        elif setup.config.shares_weights and Path(setup.path).is_dir():
-            client.collective_rpc("load_checkpoint", str(Path(setup.path).absolute()),
-                                  timeout=START_TIMEOUT)
+        elif setup.config.shares_weights and (folder := model_on_disk(setup.path)):
+            client.collective_rpc("load_checkpoint", str(folder), timeout=START_TIMEOUT)
         client.set_version(0)
     finally:
         client.resume()
+
+
+def model_on_disk(path: str) -> Path | None:
+    """The folder of a model's weights; None for a hub id whose weights are not on this machine.
+
+    Args:
+        path: folder or hub id.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder.absolute()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        cached = Path(snapshot_download(path, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    # The tokenizer's files may be all that was fetched so far.
+    return cached if any(cached.glob("*.safetensors")) else None
 
 
 def trainer_gpu(device: torch.device) -> int:

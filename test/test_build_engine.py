@@ -294,6 +294,27 @@ def test_a_server_that_runs_is_brought_to_the_weights_that_the_run_starts_from(
         assert len(calls) == 1
 
 
+def test_a_hub_id_is_reset_from_where_its_weights_are_on_this_machine(
+        parts, setup_of, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    parts.client.info.return_value["max_lora_rank"] = None
+    config = configured(engine="server", url=URL)
+    setup = setup_of(config, path="someone/tiny")
+    build_engine.bring_to_start(parts.client, setup)
+    cached = tmp_path / "models--someone--tiny"
+    snapshot = cached / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("a" * 40)
+    (snapshot / "tokenizer.json").touch()
+    build_engine.bring_to_start(parts.client, setup)
+    parts.client.collective_rpc.assert_not_called()  # there is nothing to load
+    (snapshot / "model.safetensors").touch()
+    build_engine.bring_to_start(parts.client, setup)
+    parts.client.collective_rpc.assert_called_once_with(
+        "load_checkpoint", str(snapshot), timeout=900.0)
+
+
 @pytest.mark.parametrize("left_paused", [False, True], ids=["sampling", "left paused"])
 def test_a_server_may_be_answering_others_when_a_run_takes_it_over(
         setup_of, monkeypatch, left_paused):

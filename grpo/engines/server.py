@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _CPU_KV_CACHE_BYTES = 256 << 20
-_CPU_LORAS = 16  # adapters in the host's memory, the greater ones some 100 MB each
+_CPU_LORAS = 16  # each takes host memory once it is loaded
 WORKER = "grpo.engines.worker.WeightWorker"
 # vLLM's own calls for weight transfer; their arguments are JSON values.
 TRANSFER_METHODS = ("init_weight_transfer_engine", "start_weight_update", "update_weights",
