@@ -34,8 +34,10 @@ def rows(results: Path) -> Iterator[tuple[str, ...]]:
         compared = ("", "", "") if ratio is None else (
             f"{result['sync']['seconds']:.2f} s", f"{1 / ratio:.2f}",
             f"{1 / ratio / _gpus(result):.0%}")
-        yield (f"`grpo-async.py`, {_words(result['layout'])}, staleness {result['staleness']}",
-               str(_gpus(result)), f"{seconds:.2f}", _rate(result, seconds), *compared)
+        # Another run computed on the same GPUs meanwhile, so alone it is faster.
+        shared = " (GPUs shared with another run)" if "disturbed_by" in result else ""
+        yield (f"`grpo-async.py`, {_words(result['layout'])}, staleness {result['staleness']}"
+               f"{shared}", str(_gpus(result)), f"{seconds:.2f}", _rate(result, seconds), *compared)
 
 
 def _gpus(result: dict) -> int:
