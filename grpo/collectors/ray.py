@@ -89,6 +89,10 @@ class RayCollector:
         return state | {"layout": self.layout}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "ready" not in state:
+            raise ValueError("resume: the checkpoint is of grpo.py, whose prompts are drawn in "
+                             "another way; go on with that, or start anew from its model by "
+                             "model.name=CHECKPOINT/model")
         ready = [[*ticket, TensorDict(group, batch_size=[len(group["group_id"])])]
                  for *ticket, group in state["ready"]]
         unfinished = state["unfinished"]
@@ -219,7 +223,8 @@ class RayCollector:
             dropped = self.schedule.counts["dropped"]
             self.schedule.fail(lease)
             if self.schedule.counts["dropped"] > dropped:
-                self._error = (f"a group failed {self.schedule.max_attempts} times, at last in "
+                self._error = (f"a group failed, or was late or too old, "
+                               f"{self.schedule.max_attempts} times; at last it failed in "
                                f"{self.pool.name(number)}: {error}")
             return
         if self.reference is None:

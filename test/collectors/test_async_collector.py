@@ -166,7 +166,8 @@ def test_a_group_that_nobody_can_generate_ends_the_run_with_the_error(start):
     trainer = start()
     for worker in trainer.collector.pool.actors:
         worker.policy.write = lambda *args: 1 / 0
-    with pytest.raises(RolloutsFailed, match="failed 3 times.*ZeroDivisionError"):
+    with pytest.raises(RolloutsFailed, match="a group failed.* 3 times; at last it failed in "
+                                              "rollout worker .*ZeroDivisionError"):
         trainer.collector.collect()
 
 
@@ -241,6 +242,11 @@ def test_finished_groups_of_a_checkpoint_are_made_anew_where_they_no_longer_fit(
         assert found["unfinished"] == sorted(
             [*state["unfinished"], *(ready[:2] for ready in state["ready"])])
     resumed.iterate()
+
+
+def test_a_synchronous_runs_checkpoint_is_refused_with_what_to_do(start):
+    with pytest.raises(ValueError, match="checkpoint is of grpo.py.*model.name="):
+        start().collector.load_state_dict({"epoch": 0, "position": 4})
 
 
 def test_a_replaced_worker_is_measured_from_its_own_start():
