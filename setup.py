@@ -47,6 +47,7 @@ setup(
         "transformers>=5,<6",
         "tokenizers>=0.21",
         "safetensors>=0.4.3",
+        "huggingface_hub>=1",
         "jinja2>=3.1",  # chat templates
         "numpy>=1.26",
         "pydantic>=2",
