@@ -234,7 +234,8 @@ async def batch(request: Request) -> Response:
 
 
 async def ack(request: Request) -> Response:
-    return _of_lease((await _read(request, LeaseName)).lease, _hub(request).acknowledge)
+    name = await _read(request, LeaseName)
+    return _of_lease(name.lease, _hub(request).acknowledge)
 
 
 async def renew(request: Request) -> Response:
@@ -243,7 +244,8 @@ async def renew(request: Request) -> Response:
 
 
 async def release(request: Request) -> Response:
-    return _of_lease((await _read(request, LeaseName)).lease, _hub(request).release)
+    name = await _read(request, LeaseName)
+    return _of_lease(name.lease, _hub(request).release)
 
 
 async def scored_data(request: Request) -> Response:
@@ -291,8 +293,9 @@ async def _queue(
 ) -> None:
     """Queue the groups of a request, unless that was done before and this is a retry."""
     # What the sender gave a name it means once. Of the rest equal ones may be several.
-    service, named = request.app.state.service, all(names)
+    service = request.app.state.service
     hub = service.hub
+    named = all(names)
     digest = hashlib.sha256(orjson.dumps(names) if named else raw).hexdigest()
     held = await service.until_room(len(raw), digest)
     if hub.is_retry(digest):

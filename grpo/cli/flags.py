@@ -7,7 +7,6 @@ can be given as ``section.key=value``. A flag that the chosen mode would not rea
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -366,6 +365,7 @@ def choose_gpu(args: argparse.Namespace, config: AtroposConfig) -> None:
     import torch
 
     from grpo.build import resolve_backend
+    from grpo.placement import visible
 
     number = int(text)
     if number >= torch.cuda.device_count():
@@ -373,9 +373,7 @@ def choose_gpu(args: argparse.Namespace, config: AtroposConfig) -> None:
                           f"{torch.cuda.device_count()} GPUs, numbered from 0")
     # vLLM in process takes the first GPU that it sees, and parameters that it shares move there.
     if number and config.atropos.bridge and resolve_backend(config) == "vllm":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # which this process counts anew
-        name = visible.split(",")[number] if visible else number
         raise ConfigError(f"--device {args.device}: with --weight-bridge-mode bridge vLLM is in "
                           "this process, where it always takes the first GPU; start the command "
-                          f"with CUDA_VISIBLE_DEVICES={name} and --device cuda")
+                          f"with CUDA_VISIBLE_DEVICES={visible((number,))} and --device cuda")
     torch.cuda.set_device(number)
