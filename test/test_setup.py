@@ -101,7 +101,7 @@ def test_every_import_of_the_package_is_declared(setup_arguments):
 
 @pytest.mark.slow
 def test_a_built_package_carries_the_recipes(tmp_path):
-    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("grpo", "config"):
         shutil.copytree(ROOT / name, tmp_path / name)
