@@ -34,7 +34,7 @@ from grpo.engines.child import TOKEN_VARIABLE
 from grpo.envs.prompts import render_all
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.evaluation import Evaluator
-from grpo.memory_atropos import check_memory
+from grpo.memory_atropos import check_memory, with_fast_defaults
 from grpo.policies import Policy
 from grpo.start_atropos import ENGINE_ROWS, Start, resolve
 from grpo.tokenizer_files import environment_tokenizer
@@ -85,7 +85,7 @@ def _build(
 ) -> AtroposTrainer:
     build.quiet_libraries()
     console = Console(config.iterations)
-    start = resolve(config, console)
+    start = with_fast_defaults(resolve(config, console), console)
     config = start.config
     environment_tokenizer(start.model, start.run_dir / TOKENIZER)
     check_memory(start, console)

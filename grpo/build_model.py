@@ -54,8 +54,8 @@ def prepare_model(model: nn.Module, config: Config, *, adapter: Path | None = No
         if layers is None:
             raise ConfigError(f"train_model.compile=true: {type(model).__name__} has no list of "
                               "decoder layers to compile; set it to false")
-        for layer in layers:
-            layer.forward = torch.compile(layer.forward)
+        for layer in layers:  # dynamic at once: a static graph first would be compiled in vain
+            layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def _train_only_layers(model: nn.Module, indices: list[int]) -> None:

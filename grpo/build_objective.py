@@ -14,7 +14,11 @@ from grpo.config import Config, ConfigError
 from grpo.objectives import GroupAdvantage, GRPOLoss
 from grpo.policies.scoring import ProximalScorer, ReferenceScorer, TeacherScorer
 from grpo.training.adaptation import Adaptation
-from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH, Learner
+from grpo.training.learner import (
+    DEFAULT_TOKENS_PER_MICRO_BATCH,
+    GPU_WIDTH_MULTIPLE,
+    Learner,
+)
 from grpo.training.optim import MasterAdamW
 from grpo.training.parallel import ParallelLearner, ShardedAdamW, shard_model
 from grpo.training.ranks import Ranks
@@ -85,11 +89,12 @@ def build_learner(config: Config, loss: GRPOLoss, ranks: Ranks | None = None) ->
     if train.proximal == "scored" or train.entropy_top_fraction is not None:
         proximal = ProximalScorer(loss.scorer, max_tokens=scoring_budget(config),
                                   entropy_fraction=train.entropy_top_fraction)
+    on_gpu = next(loss.actor_network.parameters()).is_cuda
     learner = Learner if ranks is None else partial(ParallelLearner, ranks=ranks)
     return learner(
         loss, optimizer, rows_per_step=config.rows_per_optimizer_step, epochs=train.epochs,
         num_micro_batches=pieces, max_tokens_per_micro_batch=budget, seed=train.seed,
-        width_multiple=64 if config.train_model.compile else 1, proximal=proximal)
+        width_multiple=GPU_WIDTH_MULTIPLE if on_gpu else 1, proximal=proximal)
 
 
 def build_reference(

@@ -75,7 +75,8 @@ class TrainConfig(ObjectiveConfig):
     epochs: int = Field(1, ge=1)
     gradient_accumulation_steps: int | None = Field(None, ge=1)
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
-    """Split by token budget; null together with the previous key: 8192 tokens."""
+    """Split by token budget; null together with the previous key: the largest of
+    :data:`grpo.fast_defaults.BUDGETS` that fits the GPU, and 8192 tokens on a CPU."""
     packing: bool = False
     eval_frequency: int = Field(10, ge=0)
     """Iterations between held-out evaluations; 0: at the start and the end only."""
@@ -165,6 +166,9 @@ class LoggingConfig(Section):
                 raise ValueError(f"logging.{key}={getattr(self, key)!r} is not read because "
                                  "logging.backends has no 'wandb'; add it, or remove the key")
         return self
+
+
+AnyConfig = TypeVar("AnyConfig", bound="Config")
 
 
 class Config(Section):
@@ -257,6 +261,18 @@ class Config(Section):
                              f"inference_model.max_tokens={self.max_tokens}")
         return self
 
+    def changed(self: AnyConfig, **sections: dict[str, Any]) -> AnyConfig:
+        """A copy with other values of some keys, checked as a whole.
+
+        Examples:
+            >>> Config().changed(train={"seed": 3}).train.seed
+            3
+        """
+        values = self.model_dump()
+        for section, keys in sections.items():
+            values[section] |= keys
+        return type(self).model_validate(values)
+
     @property
     def needs_reference(self) -> bool:
         """Whether anything is compared with the reference policy."""
@@ -317,9 +333,6 @@ class Config(Section):
     def optimizer_steps(self) -> int:
         return (self.iterations * self.train.epochs * self.turns_per_batch
                 // self.rows_per_optimizer_step)
-
-
-AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 def load_config(

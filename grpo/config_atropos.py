@@ -3,8 +3,6 @@ bring themselves, and a section of its own."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, model_validator
 
 from grpo.config import Config, EnvConfig
@@ -160,16 +158,3 @@ class AtroposConfig(Config):
     def max_tokens(self) -> int:
         """What stands for the longest response, which environments choose."""
         return self.atropos.seq_len
-
-    def changed(self, **sections: dict[str, Any]) -> AtroposConfig:
-        """A copy with other values of some keys, checked as a whole.
-
-        Examples:
-            >>> start = AtroposConfig(inference_model={"engine": "server"})
-            >>> start.changed(atropos={"steps": 3}).iterations
-            3
-        """
-        values = self.model_dump()
-        for section, keys in sections.items():
-            values[section] |= keys
-        return type(self).model_validate(values)

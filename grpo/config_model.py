@@ -104,8 +104,9 @@ class TrainModelConfig(RoleDevices):
     """``auto``: bfloat16 on a GPU, float32 on a CPU. Masters are always float32."""
     attn_implementation: str | None = None
     gradient_checkpointing: bool = False
-    compile: bool = False
-    """Compile the decoder layers."""
+    compile: bool | None = None
+    """Compile the decoder layers; null: on GPUs with vLLM where the run is long enough to earn
+    the compilation back, see :mod:`grpo.fast_defaults`."""
     head: HeadKind = "auto"
     """How log-probs are computed from hidden states; ``auto``: without ever holding all logits."""
     head_chunk_size: int | None = Field(None, ge=1)

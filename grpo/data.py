@@ -320,16 +320,35 @@ def row_units(batch: TensorDictBase, *, whole_groups: bool) -> list[Tensor]:
 def _within_budget(
     units: list[Tensor], lengths_B: list[int], max_tokens: int, multiple_of: int
 ) -> list[list[Tensor]]:
-    """Put units of similar length together as long as ``rows x width`` stays within the budget."""
+    """Put units of similar length together as long as ``rows x width`` stays within the budget.
+
+    Of as few pieces as that takes the largest is as small as it can be: filled to the brim one
+    after the other they would leave a last one of a few rows, which keeps a GPU waiting.
+    """
     def width(unit: Tensor) -> int:
         longest = max(lengths_B[row] for row in unit.tolist())
         return -(-longest // multiple_of) * multiple_of
 
+    by_width = sorted(((width(unit), unit) for unit in units), key=lambda pair: pair[0])
+    pieces, most = _filled(by_width, max_tokens), max_tokens
+    least = most // 2  # where half of it is enough, so is one piece less of the whole
+    while most - least > 1:
+        tried = (least + most) // 2
+        smaller = _filled(by_width, tried)
+        if len(smaller) > len(pieces):
+            least = tried
+        else:
+            pieces, most = smaller, tried
+    return pieces
+
+
+def _filled(by_width: list[tuple[int, Tensor]], max_tokens: int) -> list[list[Tensor]]:
+    """Pieces of units in ascending order of their width, each as full as ``max_tokens`` allows."""
     pieces: list[list[Tensor]] = []
     rows = 0
-    for unit in sorted(units, key=width):
-        # Sorted ascending, so the newest unit sets the width of its piece.
-        if pieces and (rows + len(unit)) * width(unit) <= max_tokens:
+    for width, unit in by_width:
+        # The newest unit is the widest of its piece.
+        if pieces and (rows + len(unit)) * width <= max_tokens:
             pieces[-1].append(unit)
             rows += len(unit)
         else:

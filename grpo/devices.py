@@ -32,7 +32,7 @@ from grpo.memory_plan import (
 )
 from grpo.objectives.registry import get_objective
 from grpo.placement import DevicePlan
-from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH
+from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH, GPU_WIDTH_MULTIPLE
 
 
 def run_ledger(
@@ -136,8 +136,8 @@ def _memory_plan(
     shape, lora = ModelShape.of(model_path), _lora(config)
     generated = max_model_len or _longest_row(config, shape)
     row = min(generated, trained_tokens or generated)
-    if config.train_model.compile:
-        row = -(-row // 64) * 64
+    if device.type == "cuda":
+        row = -(-row // GPU_WIDTH_MULTIPLE) * GPU_WIDTH_MULTIPLE
     in_engine = backend == "vllm"
     rows = config.turns_per_batch if alone else config.env.num_envs * config.env.repeats
     plan = MemoryPlan(
@@ -150,7 +150,7 @@ def _memory_plan(
         prompt_tokens=max(1, generated - config.max_tokens),
         frozen=tuple(_frozen(config, shape, lora)),
         gradient_checkpointing=config.train_model.gradient_checkpointing,
-        compiled=config.train_model.compile,
+        compiled=bool(config.train_model.compile),
         eager_attention=config.train_model.attn_implementation == "eager",
         head=_head(config, shape), head_chunk_size=config.train_model.head_chunk_size, lora=lora,
         optimizer=config.optimizer.name,
@@ -194,7 +194,7 @@ def _longest_row(config: Config, shape: ModelShape) -> int:
 
 
 def _micro_batch_tokens(config: Config, row: int) -> int:
-    """Tokens of the largest micro-batch, if every row is as long as it may be."""
+    """Tokens that the largest micro-batch may have, whatever the lengths of the rows."""
     train, rows = config.train, config.rows_per_optimizer_step
     together = config.env.repeats if get_objective(train.objective).scope == "group" else 1
     if train.gradient_accumulation_steps is not None:

@@ -44,6 +44,7 @@ class ModelShape:
         linears: ``(layer, name, in_features, out_features)`` of the decoder's linear layers.
         tiled: whether log-probs can be computed from hidden states tile by tile.
         context: greatest number of tokens; None where the model does not say.
+        architecture: ``model_type`` of its configuration.
 
     Examples:
         >>> from transformers import Qwen2Config
@@ -69,6 +70,7 @@ class ModelShape:
     linears: tuple[tuple[int, str, int, int], ...]
     tiled: bool
     context: int | None
+    architecture: str = ""
 
     @classmethod
     def of(cls, model: str | Any) -> ModelShape:
@@ -92,7 +94,8 @@ class ModelShape:
             kv_heads=kv_heads, head_dim=head_dim, vocabulary=text.vocab_size, norm_width=norms,
             qk_norm_width=qk_norms, tiled=TokenScorer(module).chunked,
             linears=tuple(_linears(module.base_model)),
-            context=getattr(text, "max_position_embeddings", None))
+            context=getattr(text, "max_position_embeddings", None),
+            architecture=config.model_type)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's keys and values in all layers."""

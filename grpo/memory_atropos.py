@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from grpo import fast_defaults
 from grpo.config_atropos import AtroposConfig
 from grpo.devices import available, run_ledger, server_ledger
 from grpo.engine_attach import engine_gpu, trainer_gpu
@@ -48,14 +49,30 @@ def check_memory(start: Start, console: Console) -> None:
         check_fits(ledger, room, who=who)
 
 
-def _ledgers(start: Start) -> Iterator[tuple[str, Ledger, int]]:
-    """For each device who needs it, how much, and how much there is."""
-    def of_trainer(config: AtroposConfig) -> Ledger:
+def with_fast_defaults(start: Start, console: Console) -> Start:
+    """The start with what :mod:`grpo.fast_defaults` chooses for the trainer's device."""
+    config, chosen = fast_defaults.choose(
+        start.config, ModelShape.of(start.model), _trainer_ledger(start), device=start.device,
+        backend=start.backend, row_tokens=min(start.max_model_len, start.config.atropos.seq_len),
+        room=available(start.config, start.device))
+    for line in chosen:
+        console.info(line)
+    return replace(start, config=config)
+
+
+def _trainer_ledger(start: Start) -> Callable[[AtroposConfig], Ledger]:
+    """What the trainer's device needs under a configuration."""
+    def ledger(config: AtroposConfig) -> Ledger:
         return run_ledger(
             config, start.model, start.device, start.dtype, start.backend,
             max_model_len=start.max_model_len, trained_tokens=config.atropos.seq_len,
             engine_apart=_own_gpu(config, start.device) is not None)
+    return ledger
 
+
+def _ledgers(start: Start) -> Iterator[tuple[str, Ledger, int]]:
+    """For each device who needs it, how much, and how much there is."""
+    of_trainer = _trainer_ledger(start)
     config, gpu = start.config, _own_gpu(start.config, start.device)
     room = available(config, start.device)
     if gpu is None:

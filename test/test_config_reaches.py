@@ -185,7 +185,9 @@ REACHES = {
     "train.max_tokens_per_micro_batch": (
         LEARNER, lambda x: x.split, {}, 99,
         {"num_micro_batches": None, "max_tokens": 99, "multiple_of": 1, "whole_groups": False}),
-    "train_model.compile": (LEARNER, lambda x: x.split["multiple_of"], {}, True, 64),
+    "train_model.compile": (
+        lambda b, c: b.model(c), lambda x: hasattr(
+            x.model.layers[0].forward, "_torchdynamo_orig_callable"), {}, True, True),
     "train_model.gradient_checkpointing": (LEARNER, lambda x: x._probe is not None, {}, True, True),
     "train_model.head": (LOSS, lambda x: x.head, {}, "chunked", "chunked"),
     "train_model.head_chunk_size": (LOSS, lambda x: x.scorer.chunk_size, {}, 7, 7),

@@ -185,9 +185,9 @@ class TestSplit:
                     assert row[key] == source[key]
 
     @pytest.mark.parametrize(("budget", "sizes"), [
-        (1, [1, 1, 1, 1]), (5, [1, 1, 1, 1]), (6, [2, 2]), (8, [2, 2]), (9, [3, 1]), (11, [3, 1]),
+        (1, [1, 1, 1, 1]), (5, [1, 1, 1, 1]), (6, [2, 2]), (8, [2, 2]), (9, [2, 2]), (11, [2, 2]),
         (12, [4])])
-    def test_a_budget_is_filled_but_not_exceeded(self, budget, sizes):
+    def test_a_budget_is_not_exceeded_and_pieces_are_of_a_size(self, budget, sizes):
         pieces = data.split_rows(dense([([1], [2, 3])] * 4), max_tokens=budget)
         assert [len(piece) for piece in pieces] == sizes
 

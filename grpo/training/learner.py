@@ -15,6 +15,9 @@ from grpo.policies.scoring import ProximalScorer
 from grpo.training.optim import MasterAdamW
 
 DEFAULT_TOKENS_PER_MICRO_BATCH = 8_192
+#: Micro-batches on a GPU are as wide as a multiple of this: attention kernels want masks aligned,
+#: and compiled layers meet fewer shapes. Wider steps cost more padding than they save.
+GPU_WIDTH_MULTIPLE = 16
 
 
 class Learner:
@@ -28,8 +31,8 @@ class Learner:
         num_micro_batches: pieces an optimizer batch is cut into, or
         max_tokens_per_micro_batch: the token budget of a piece; exactly one of the two.
         seed: of the row order, where a rollout is cut into several optimizer batches.
-        width_multiple: pad micro-batches to a multiple of this many tokens, so that compiled
-            layers meet few shapes.
+        width_multiple: pad micro-batches to a multiple of this many tokens, see
+            :data:`GPU_WIDTH_MULTIPLE`.
         proximal: scores each rollout before the first optimizer step on it, where the loss asks
             for it.
 

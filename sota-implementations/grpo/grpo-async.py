@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 # A script's own folder is on its path, where `grpo.py` would be found as the package `grpo`.
@@ -27,7 +28,7 @@ from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 from torch import nn  # noqa: E402
 
-from grpo import build, build_async  # noqa: E402
+from grpo import build, build_async, fast_defaults  # noqa: E402
 from grpo import build_objective as objective  # noqa: E402
 from grpo.build_engine import Setup  # noqa: E402
 from grpo.build_model import load_model  # noqa: E402
@@ -38,6 +39,7 @@ from grpo.devices import capacity, check_roles_fit, role_ledgers  # noqa: E402
 from grpo.engines.handle import EngineError  # noqa: E402
 from grpo.engines.ray_engine import WorkersLost  # noqa: E402
 from grpo.evaluation import Evaluator  # noqa: E402
+from grpo.memory import ModelShape  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
 from grpo.training.bottleneck import bottleneck_table  # noqa: E402
 from grpo.training.checkpoint import Checkpoint  # noqa: E402
@@ -72,8 +74,13 @@ def build_trainer(
     # What it will take, before anything is launched
     console = Console(config.iterations)
     console.info("\n".join(places.plan.table()))
-    memory = role_ledgers(config, places.plan, start_model, device, dtype, backend,
-                          max_model_len=prompts.max_model_len)
+    ledgers_of = partial(role_ledgers, places=places.plan, model_path=start_model, device=device,
+                         dtype=dtype, backend=backend, max_model_len=prompts.max_model_len)
+    config, chosen = fast_defaults.choose(
+        config, ModelShape.of(start_model), lambda changed: ledgers_of(changed)["train"],
+        device=device, backend=backend, row_tokens=prompts.max_model_len, room=capacity(device))
+    memory = ledgers_of(config)
+    console.info("\n".join(chosen))
     for role, ledger in memory.items():
         console.info("\n".join([f"{role}:", *ledger.table(capacity(device))]))
     check_roles_fit(memory, places.plan, capacity(device))

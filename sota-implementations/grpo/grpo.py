@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 # A script's own folder is on its path, where this very file would be found as the package `grpo`.
@@ -28,7 +29,7 @@ from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 from torch import nn  # noqa: E402
 
-from grpo import build, build_team  # noqa: E402
+from grpo import build, build_team, fast_defaults  # noqa: E402
 from grpo import build_objective as objective  # noqa: E402
 from grpo.build_engine import Setup  # noqa: E402
 from grpo.build_model import load_model  # noqa: E402
@@ -37,6 +38,7 @@ from grpo.config import Config, load_config  # noqa: E402
 from grpo.devices import available, run_ledger  # noqa: E402
 from grpo.evaluation import Evaluator  # noqa: E402
 from grpo.ledger import check_fits  # noqa: E402
+from grpo.memory import ModelShape  # noqa: E402
 from grpo.presets import describe_preset  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
 from grpo.training.checkpoint import Checkpoint  # noqa: E402
@@ -69,10 +71,14 @@ def build_trainer(
 
     # What it will take, before anything is launched
     console = Console(config.iterations)
-    memory = run_ledger(config, start_model, device, dtype, backend,
-                        max_model_len=prompts.max_model_len)
+    ledger_of = partial(run_ledger, model_path=start_model, device=device, dtype=dtype,
+                        backend=backend, max_model_len=prompts.max_model_len)
     room = available(config, device)
-    console.info("\n".join(memory.table(room)))
+    config, chosen = fast_defaults.choose(
+        config, ModelShape.of(start_model), ledger_of, device=device, backend=backend,
+        row_tokens=prompts.max_model_len, room=room)
+    memory = ledger_of(config)
+    console.info("\n".join([*chosen, *memory.table(room)]))
     check_fits(memory, room)
 
     loggers = make_loggers(

@@ -56,6 +56,23 @@ def test_a_check_that_is_finished_after_the_next_update_is_told_apart(byte_model
         canary.finish()
 
 
+def test_compiled_layers_are_scored_uncompiled(byte_model):
+    compiled = []
+
+    def count(graph, example_inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    canary = make_canary(byte_model, make_policy(copy.deepcopy(byte_model)))
+    for layer in byte_model.model.layers:
+        layer.forward = torch.compile(layer.forward, backend=count)
+    for _ in range(2):
+        canary.check()
+    assert not compiled
+    byte_model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+    assert compiled
+
+
 def test_a_policy_at_another_temperature_is_found_and_the_temperature_suspected(byte_model):
     canary = make_canary(byte_model, make_policy(byte_model, temperature=0.8))
     with pytest.raises(StaleWeightsError) as error:
