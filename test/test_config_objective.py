@@ -55,6 +55,10 @@ IGNORED = {
         {**MAXENT, "env": {"num_envs": 2, "repeats": 4},
          "train": {**MAXENT["train"], "optim_batch_size": 2}},
         ["train.optim_batch_size=2", "multiple of env.repeats=4", "whole groups"]),
+    "a mean over prompts and steps that cut groups": (
+        {"env": {"num_envs": 2, "repeats": 4},
+         "train": {"aggregation": "prompt", "optim_batch_size": 2}},
+        ["train.optim_batch_size=2", "multiple of env.repeats=4", "train.aggregation=prompt"]),
     "MaxEnt with the advantage of a teacher": (
         {**MAXENT, "distill": {"teacher": "some/model", "reverse_kl_coeff": 0.1}},
         ["distill.reverse_kl_coeff=0.1", "'maxent_listwise'", "use distill.topk_coeff"]),
