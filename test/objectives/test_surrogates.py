@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from grpo.objectives import registry
 from grpo.objectives.registry import get_objective, register_surrogate
 from grpo.objectives.surrogates import cispo, dppo, gspo, gspo_token, ppo_clip, sapo
-from grpo.objectives.tokens import LossTokens
+from grpo.objectives.tokens import LossTokens, bounded_ratio
 
 CLIP = (0.2, 0.3)
 
@@ -237,6 +237,33 @@ class TestGSPO:
         tokens = make_tokens([-1.1] * n, [-1.0] * n, [1.0] * n, dtype=torch.float32)
         value_N, _ = value_and_gradient(gspo, tokens)
         assert value_N[-1] == pytest.approx(-math.exp(-0.1), rel=1e-4)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("gap", [95.0, -95.0, math.inf])
+@pytest.mark.parametrize("name, options", [
+    *((name, {}) for name in ALL), ("ppo_clip", {"delta": 3.0}),
+    ("dppo", {"divergence": "kl"}), ("cispo", {"clip_epsilon": (0.5, 4.0)})])
+def test_a_ratio_that_float32_cannot_hold_spoils_neither_value_nor_gradient(
+        name, options, gap, advantage):
+    """``exp(95)`` is infinite in float32; the clip makes many such terms finite."""
+    tokens = make_tokens([-1.0, -0.5], [-1.0 - gap, -0.4], [advantage] * 2, [0, 1], torch.float32)
+    function = partial(get_objective(name).function, **options)
+    value_N, gradient_N = value_and_gradient(function, tokens)
+    assert all(map(math.isfinite, [*value_N, *gradient_N]))
+    if gap > 0 and advantage > 0 and name in ("ppo_clip", "gspo", "gspo_token"):
+        low, high = (3e-4, 4e-4) if name.startswith("gspo") else (0.2, 0.2)
+        assert value_N[0] == pytest.approx(-(1 + high)) and gradient_N[0] == 0.0
+    alone = make_tokens([-0.5], [-0.4], [advantage], [0], torch.float32)
+    assert value_and_gradient(function, alone) == ([value_N[1]], [gradient_N[1]])
+
+
+@given(gap=st.floats(-20, 20))
+def test_the_bound_of_the_ratio_changes_nothing_within_it(gap):
+    log_ratio = torch.tensor(gap, dtype=torch.float64, requires_grad=True)
+    value, plain = bounded_ratio(log_ratio), log_ratio.exp()
+    assert value == plain
+    assert torch.autograd.grad(value, log_ratio) == torch.autograd.grad(plain, log_ratio)
 
 
 @pytest.mark.parametrize("options", [{}, {"divergence": "kl", "threshold": 0.05}])
