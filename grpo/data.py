@@ -242,8 +242,8 @@ def check_right_padded(mask_BT: Tensor, name: object) -> None:
     late_B = (mask_BT[:, 1:] & ~mask_BT[:, :-1]).any(-1)
     if late_B.any():
         raise ValueError(f"{name} has padding before tokens in rows "
-                         f"{late_B.nonzero()[:, 0].tolist()}, but rows are padded on the right; "
-                         "lay them out with grpo.data_torchrl.from_torchrl(batch, pad_token_id=...)")
+                         f"{late_B.nonzero()[:, 0].tolist()}, but rows are padded on the right; lay "
+                         "them out with grpo.data_torchrl.from_torchrl(batch, pad_token_id=...)")
 
 
 def lengths(batch: TensorDictBase) -> Tensor:

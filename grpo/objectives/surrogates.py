@@ -1,9 +1,10 @@
 """Policy objectives: from log-probs and advantages to one loss term a token.
 
 In all formulas :math:`r = \\exp(\\log p - \\log p_{old})` is the ratio of a token (bounded, see
-:func:`~grpo.objectives.tokens.bounded_ratio`), :math:`A` its advantage and :math:`sg` stops the gradient; the option ``clip_epsilon`` is ``(low, high)`` and
-:math:`\\mathrm{clip}(x)` keeps ``x`` between ``1 - low`` and ``1 + high``. On-policy
-(:math:`r = 1`) the gradient of every objective is :math:`-A \\nabla \\log p`.
+:func:`~grpo.objectives.tokens.bounded_ratio`), :math:`A` its advantage and :math:`sg` stops the
+gradient; the option ``clip_epsilon`` is ``(low, high)`` and :math:`\\mathrm{clip}(x)` keeps ``x``
+between ``1 - low`` and ``1 + high``. On-policy (:math:`r = 1`) the gradient of every objective is
+:math:`-A \\nabla \\log p`.
 
 Add your own with :func:`~grpo.objectives.registry.register_surrogate`.
 """
@@ -143,16 +144,22 @@ def gspo_token(tokens: LossTokens, *, clip_epsilon: tuple[float, float] = (3e-4,
     return -_lower_bound(ratio_N, tokens.advantage_N, clip_epsilon)
 
 
-def _check_dppo(*, divergence: Divergence, threshold: float) -> None:
+_DPPO_THRESHOLDS = {"tv": 0.15, "kl": 0.05}
+
+
+def _check_dppo(*, divergence: Divergence, threshold: float | None) -> None:
     require(divergence in get_args(Divergence), "divergence", divergence,
             f"one of {get_args(Divergence)}")
     limit = 1.0 if divergence == "tv" else math.inf  # no total variation is above 1
-    require(is_number(threshold) and 0 < threshold <= limit, "threshold", threshold,
-            f"a number above 0 and at most {limit:g} for divergence={divergence!r}")
+    in_range = threshold is None or (is_number(threshold) and 0 < threshold <= limit)
+    require(in_range, "threshold", threshold, "None, or a number above 0 and at most "
+            f"{limit:g} for divergence={divergence!r}")
 
 
 @register_surrogate("dppo", check=_check_dppo)
-def dppo(tokens: LossTokens, *, divergence: Divergence = "tv", threshold: float = 0.15) -> Tensor:
+def dppo(
+    tokens: LossTokens, *, divergence: Divergence = "tv", threshold: float | None = None
+) -> Tensor:
     r"""Importance-weighted gradient inside a trust region on probabilities instead of ratios.
 
     .. math:: L = -sg(m)\, r A
@@ -172,7 +179,8 @@ def dppo(tokens: LossTokens, *, divergence: Divergence = "tv", threshold: float 
 
     Args:
         divergence: ``"tv"`` (total variation) or ``"kl"``.
-        threshold: greatest divergence, above 0; at most 1 for ``"tv"``.
+        threshold: greatest divergence, above 0; at most 1 for ``"tv"``. None: 0.15 for ``"tv"``
+            and 0.05 for ``"kl"``.
 
     Examples:
         >>> tokens = LossTokens(torch.tensor([0.004, 0.8]).log(), torch.tensor([0.001, 0.4]).log(),
@@ -188,6 +196,7 @@ def dppo(tokens: LossTokens, *, divergence: Divergence = "tv", threshold: float 
         p_N, q_N = p_N.clamp(epsilon, 1 - epsilon), q_N.clamp(epsilon, 1 - epsilon)
         divergence_N = q_N * (q_N / p_N).log() + (1 - q_N) * ((1 - q_N) / (1 - p_N)).log()
     leads_away_N = tokens.log_ratio_N.detach() * tokens.advantage_N > 0
+    threshold = _DPPO_THRESHOLDS[divergence] if threshold is None else threshold
     outside_N = (divergence_N > threshold) & leads_away_N
     return -(tokens.ratio_N * tokens.advantage_N).masked_fill(outside_N, 0.0)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 #: Nats beyond which a log-ratio does not change the ratio any more, as in verl and OpenRLHF.
 MAX_LOG_RATIO = 20.0
 
