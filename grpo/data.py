@@ -241,9 +241,10 @@ def check_right_padded(mask_BT: Tensor, name: object) -> None:
     mask_BT = mask_BT.bool()
     late_B = (mask_BT[:, 1:] & ~mask_BT[:, :-1]).any(-1)
     if late_B.any():
-        raise ValueError(f"{name} has padding before tokens in rows "
-                         f"{late_B.nonzero()[:, 0].tolist()}, but rows are padded on the right; lay "
-                         "them out with grpo.data_torchrl.from_torchrl(batch, pad_token_id=...)")
+        rows = late_B.nonzero()[:, 0].tolist()
+        raise ValueError(f"{name} has padding before tokens in rows {rows}, but rows are padded on "
+                         "the right; lay them out with grpo.data_torchrl.from_torchrl(batch, "
+                         "pad_token_id=...)")
 
 
 def lengths(batch: TensorDictBase) -> Tensor:

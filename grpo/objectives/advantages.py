@@ -2,8 +2,7 @@
 
 Source: GRPO (arXiv:2402.03300), sec. 4.1.2; without the standard deviation: Dr.GRPO
 (arXiv:2503.20783); leave-one-out baseline: RLOO (arXiv:2402.14740); divided by the mean: MaxRL
-(arXiv:2602.02710); statistics of all tokens of the batch: REINFORCE++ (arXiv:2501.03262), eq. 2
-and 3.
+(arXiv:2602.02710); statistics of all tokens of the batch: REINFORCE++ (arXiv:2501.03262).
 """
 
 from __future__ import annotations
@@ -122,9 +121,12 @@ def group_advantages(
         return values.new_zeros(len(ids)).index_add(0, group, values)[group]
 
     size = group_sum(weights)
+    # Above their lowest, equal rewards are exactly 0: no rounding error is divided by itself.
+    lowest = rewards.new_full((len(ids),), torch.inf).scatter_reduce(
+        0, group, torch.where(valid_B, rewards, torch.inf), "amin")[group]
+    excess = torch.where(valid_B, rewards - lowest, 0.0)
     mean = group_sum(rewards) / size.clamp(min=1)
-    # Equal rewards are exactly 0, whatever the mean rounds to and however small the denominator.
-    centred = (rewards - mean) * informative_groups(rewards, group_id_B, valid_B) * weights
+    centred = (excess - group_sum(excess) / size.clamp(min=1)) * weights
     if estimator == "rloo":
         advantage = centred * size / (size - 1).clamp(min=1)
     elif estimator == "group_mean":
@@ -143,7 +145,7 @@ def group_advantages(
 
 
 def _quotient(centred: Tensor, scale: Tensor) -> Tensor:
-    """0 where there is nothing to divide by: then there is nothing to divide either."""
+    """0 where there is nothing to divide by, and so nothing to divide."""
     return centred / torch.where(scale == 0, 1.0, scale)
 
 
@@ -168,7 +170,8 @@ class GroupAdvantage(TensorDictModuleBase):
         estimator: see :func:`group_advantages`.
         eps: see :func:`group_advantages`.
         clip_percentile: clip advantages to the percentiles ``[p, 100 - p]`` of the rollout's rows
-            (of its tokens, where each has its own), 0 < p < 50; see :func:`~grpo.objectives.shaping.clip_to_percentiles`.
+            (of its tokens, where each has its own), 0 < p < 50; see
+            :func:`~grpo.objectives.shaping.clip_to_percentiles`.
         zero_variance_filter: take groups out of the loss whose (shaped) rewards are all equal.
         mask_truncated: take completions cut by the length limit out of the loss; their rewards
             still count in their group (overlong filtering of DAPO, arXiv:2503.14476).
@@ -282,7 +285,7 @@ class GroupAdvantage(TensorDictModuleBase):
                 eps=self.eps, valid_B=valid_B, length_B=mask_BT.sum(-1) if by_token else None)
             return advantage_B[:, None], valid_B[:, None]
         check_rewards(rewards_B, valid_B)
-        # The reward has paid for the KL of all tokens; those before a token are not its fault.
+        # The reward has paid for all tokens; those before a token are not its fault.
         before_BT = kl_BT.cumsum(-1) - kl_BT
         returns_BT = rewards_B.double()[:, None] + self.kl_in_reward_coeff * before_BT
         eps = DEFAULT_EPS[self.estimator] if self.eps is None else self.eps

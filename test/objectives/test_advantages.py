@@ -52,7 +52,7 @@ def batch_norm(rows, eps):
 
 
 def reinforce_pp(returns, valid, eps):
-    """REINFORCE++ (arXiv:2501.03262), eq. 2 and 3: ``returns`` of each token of each row."""
+    """REINFORCE++ (arXiv:2501.03262): ``returns`` of each token of each row."""
     tokens = [value for row, v in zip(returns, valid, strict=True) if v for value in row]
     if sum(valid) < 2 or len(tokens) < 2 or max(tokens) == min(tokens):
         return [[0.0] * len(row) for row in returns]
