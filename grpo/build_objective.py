@@ -41,7 +41,7 @@ def build_advantage(config: Config) -> TensorDictModuleBase:
         "kl_in_reward_coeff": train.kl_to_ref_coeff,
         "kl_in_reward_estimator": train.kl_estimator}
     return GroupAdvantage(
-        estimator=train.advantage_estimator or "group_norm",
+        estimator=train.advantage_estimator or "group_norm", eps=train.advantage_eps,
         clip_percentile=train.advantage_clip_percentile,
         zero_variance_filter=train.zero_variance_filter, mask_truncated=train.mask_truncated,
         reverse_kl_coeff=config.distill.reverse_kl_coeff, **overlong, **in_reward)

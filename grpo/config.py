@@ -207,6 +207,11 @@ class Config(Section):
         if batch % self.rows_per_optimizer_step:
             raise ValueError(f"train.optim_batch_size={self.rows_per_optimizer_step} must divide "
                              f"the {batch} completions of a batch")
+        if self.train.aggregation == "prompt" and self.rows_per_optimizer_step % self.env.repeats:
+            raise ValueError(f"train.optim_batch_size={self.rows_per_optimizer_step} must be a "
+                             f"multiple of env.repeats={self.env.repeats}: "
+                             "train.aggregation=prompt needs whole groups in an optimizer step, "
+                             "or prompts would have different weights")
         if self.total_turns < batch:
             raise ValueError(f"train.total_dialog_turns={self.total_turns} is less "
                              f"than one batch of {batch} completions")
@@ -242,10 +247,6 @@ class Config(Section):
                 raise ValueError(f"distill.reverse_kl_coeff={self.distill.reverse_kl_coeff} is an "
                                  f"advantage, which train.objective={train.objective!r} does not "
                                  "read; remove it, or use distill.topk_coeff")
-            if self.rows_per_optimizer_step % self.env.repeats:
-                raise ValueError(f"train.optim_batch_size={self.rows_per_optimizer_step} must be a "
-                                 f"multiple of env.repeats={self.env.repeats}: "
-                                 f"train.objective={train.objective!r} needs whole groups")
         elif self.distill.reverse_kl_coeff and not get_objective(train.objective).token_advantages:
             raise ValueError(f"distill.reverse_kl_coeff={self.distill.reverse_kl_coeff} gives each "
                              f"token its own advantage, but the ratio of train.objective="

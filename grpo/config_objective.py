@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from grpo.objectives.advantages import AdvantageEstimator
+from grpo.objectives.advantages import AdvantageEstimator, check_estimator
 from grpo.objectives.aggregate import Aggregation
 from grpo.objectives.controllers import (
     Controller,
@@ -19,6 +19,7 @@ from grpo.objectives.controllers import (
 )
 from grpo.objectives.kl import KLEstimator
 from grpo.objectives.maxent import MaxEntWeights, TauController
+from grpo.objectives.registry import get_objective
 from grpo.objectives.terms import LossTerms, Proximal
 
 
@@ -52,10 +53,13 @@ class ObjectiveConfig(Section):
     kl_estimator: KLEstimator | None = None
     """null: k3 in the loss, k1 in the reward."""
     kl_in_reward: bool = False
-    """Subtract the KL to the reference from the reward instead of adding it to the loss."""
+    """Subtract the KL to the reference from the reward instead of adding it to the loss; with
+    ``global_norm`` from that of each token on, as REINFORCE++ does."""
     entropy_coeff: float | None = Field(None, ge=0)
     advantage_estimator: AdvantageEstimator | None = None
     """null: group_norm."""
+    advantage_eps: float | None = Field(None, ge=0)
+    """Added to what the estimator divides by; null: 1e-4, and 0 for maxrl."""
     advantage_clip_percentile: float | None = Field(None, gt=0, lt=50)
     zero_variance_filter: bool = False
     mask_truncated: bool = False
@@ -115,6 +119,12 @@ class ObjectiveConfig(Section):
         if self.kl_in_reward and self.kl_to_inference_coeff is not None and self.kl_estimator:
             raise ValueError(f"train.kl_estimator={self.kl_estimator!r} would name the estimator "
                              "of the reward and of train.kl_to_inference_coeff at once; remove it")
+        if self.kl_in_reward and self.advantage_estimator == "global_norm" and not (
+                get_objective(self.objective).token_advantages):
+            raise ValueError("train.kl_in_reward=true with train.advantage_estimator=global_norm "
+                             "gives each token its own advantage, but the ratio of "
+                             f"train.objective={self.objective!r} is that of a whole sequence; use "
+                             "gspo_token, or another estimator")
         return self
 
     @model_validator(mode="after")
@@ -127,15 +137,18 @@ class ObjectiveConfig(Section):
             raise ValueError(f"train.overlong_factor={self.overlong_factor} is not read without "
                              "train.overlong_buffer; set that, or remove it")
         if self.is_maxent:
-            for key in ("advantage_estimator", "advantage_clip_percentile", "zero_variance_filter",
-                        "mask_truncated", "overlong_buffer", "kl_in_reward"):
-                if getattr(self, key):
+            for key in ("advantage_estimator", "advantage_eps", "advantage_clip_percentile",
+                        "zero_variance_filter", "mask_truncated", "overlong_buffer",
+                        "kl_in_reward"):
+                if getattr(self, key) is not None and getattr(self, key) is not False:
                     raise ValueError(f"train.{key}={getattr(self, key)!r} is not read by "
                                      f"train.objective={self.objective!r}, whose weights come "
                                      "from the section maxent; remove it")
             if self.aggregation != "prompt":
                 raise ValueError(f"train.objective={self.objective!r} is a loss of whole groups; "
                                  "set train.aggregation=prompt")
+        with _named("train.advantage_eps"):
+            check_estimator(self.advantage_estimator or "group_norm", self.advantage_eps)
         return self
 
 

@@ -142,6 +142,8 @@ def join_prompt_response(
         >>> td["tokens", "full"].tolist(), td["log_probs", "full"].tolist()
         ([[7, 8, 9, 0]], [[0.0, -1.0, -2.0, 0.0]])
     """
+    check_right_padded(prompt_mask_BP, "the mask of the prompts")
+    check_right_padded(response_mask_BR, "the mask of the responses")
     B, P = prompt_BP.shape
     R = response_BR.shape[1]
     device = prompt_BP.device
@@ -228,6 +230,23 @@ def staleness(batch: TensorDictBase, version: int) -> dict[str, float]:
     return {"policy/age_mean": age_N.mean().item(), "policy/age_max": age_N.max().item()}
 
 
+def check_right_padded(mask_BT: Tensor, name: object) -> None:
+    """Refuse rows whose tokens do not begin in the first column, or have padding between them.
+
+    They would be cut where the padding of others is, and lose tokens without a word.
+
+    Raises:
+        ValueError: naming the rows.
+    """
+    mask_BT = mask_BT.bool()
+    late_B = (mask_BT[:, 1:] & ~mask_BT[:, :-1]).any(-1)
+    if late_B.any():
+        rows = late_B.nonzero()[:, 0].tolist()
+        raise ValueError(f"{name} has padding before tokens in rows {rows}, but rows are padded on "
+                         "the right; lay them out with grpo.data_torchrl.from_torchrl(batch, "
+                         "pad_token_id=...)")
+
+
 def lengths(batch: TensorDictBase) -> Tensor:
     """Number of real tokens of each row, int64 ``[B]``."""
     return batch[ATTENTION_MASK].sum(-1)
@@ -252,7 +271,11 @@ def trim(batch: TensorDictBase, *, multiple_of: int = 1) -> TensorDict:
     Args:
         batch: dense batch with ``batch_size [B]``.
         multiple_of: round the width up, so that compiled graphs meet few shapes.
+
+    Raises:
+        ValueError: for rows that are not padded on the right.
     """
+    check_right_padded(batch[ATTENTION_MASK], ATTENTION_MASK)
     width = int(lengths(batch).max()) if batch.batch_size[0] else 0
     width = min(batch[TOKENS].shape[-1], -(-width // multiple_of) * multiple_of)
     out = batch.copy()
@@ -284,7 +307,8 @@ def split_rows(
         whole_groups: keep the rows of a ``group_id`` together, for objectives that compare them.
 
     Raises:
-        ValueError: if both or none of the options are given, or one is below 1.
+        ValueError: if both or none of the options are given, or one is below 1; for rows that are
+            not padded on the right.
 
     Examples:
         >>> batch = TensorDict({

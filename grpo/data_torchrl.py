@@ -161,7 +161,7 @@ def to_torchrl(td: TensorDictBase) -> TensorDictBase:
         and log-probs, up to padding columns that no row uses.
 
     Raises:
-        ValueError: if ``td`` is not dense.
+        ValueError: if ``td`` is not dense, or not padded on the right.
         KeyError: if a mask or the log-probs are missing.
     """
     from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
@@ -171,6 +171,7 @@ def to_torchrl(td: TensorDictBase) -> TensorDictBase:
     for key in (data.ATTENTION_MASK, data.ASSISTANT_MASK, data.LOG_PROBS):
         if key not in td.keys(True):
             raise KeyError(f"{key} is missing from the dense batch; see grpo.data for the layout")
+    data.check_right_padded(td[data.ATTENTION_MASK], data.ATTENTION_MASK)
     rows = []
     for row in td.unbind(0):
         length = int(row[data.ATTENTION_MASK].sum())

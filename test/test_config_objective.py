@@ -30,6 +30,17 @@ IGNORED = {
         {"train": {"kl_in_reward": True, "kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.1,
                    "kl_estimator": "k2"}},
         ["train.kl_estimator='k2'", "train.kl_to_inference_coeff", "remove it"]),
+    "an eps beside nothing that is divided by": (
+        {"train": {"advantage_estimator": "rloo", "advantage_eps": 1e-6}},
+        ["train.advantage_eps", "eps=1e-06 would be ignored", "'rloo'", "leave it out"]),
+    "MaxEnt with an eps of advantages": (
+        {"train": {**MAXENT["train"], "advantage_eps": 0.0}},
+        ["train.advantage_eps=0.0", "section maxent", "remove it"]),
+    "a return of each token for the ratio of a sequence": (
+        {"train": {"objective": "gspo", "advantage_estimator": "global_norm",
+                   "kl_to_ref_coeff": 0.1, "kl_in_reward": True}},
+        ["train.kl_in_reward=true", "train.advantage_estimator=global_norm", "'gspo'",
+         "gspo_token"]),
     "a fraction of a token": (
         {"train": {"overlong_buffer": 1.5}},
         ["train.overlong_buffer=1.5", "whole number of tokens", "below 1"]),
@@ -55,6 +66,10 @@ IGNORED = {
         {**MAXENT, "env": {"num_envs": 2, "repeats": 4},
          "train": {**MAXENT["train"], "optim_batch_size": 2}},
         ["train.optim_batch_size=2", "multiple of env.repeats=4", "whole groups"]),
+    "a mean over prompts and steps that cut groups": (
+        {"env": {"num_envs": 2, "repeats": 4},
+         "train": {"aggregation": "prompt", "optim_batch_size": 2}},
+        ["train.optim_batch_size=2", "multiple of env.repeats=4", "train.aggregation=prompt"]),
     "MaxEnt with the advantage of a teacher": (
         {**MAXENT, "distill": {"teacher": "some/model", "reverse_kl_coeff": 0.1}},
         ["distill.reverse_kl_coeff=0.1", "'maxent_listwise'", "use distill.topk_coeff"]),

@@ -136,6 +136,7 @@ REACHES = {
     "train.advantage_estimator": (
         lambda b, c: (b.loss(c), b.advantage(c)),
         lambda x: (x[0].advantage_estimator, x[1].estimator), {}, "rloo", ("rloo", "rloo")),
+    "train.advantage_eps": (ADVANTAGE, lambda x: x.eps, {}, 0.5, 0.5),
     "train.advantage_clip_percentile": (ADVANTAGE, lambda x: x.clip_percentile, {}, 5.0, 5.0),
     "train.zero_variance_filter": (ADVANTAGE, lambda x: x.zero_variance_filter, {}, True, True),
     "train.mask_truncated": (ADVANTAGE, lambda x: x.mask_truncated, {}, True, True),

@@ -83,6 +83,15 @@ class TestJoin:
                 False, lambda r: [True] * len(r), False)
             assert out["log_probs", "full"].tolist() == lay(0, lambda r: [-float(t) for t in r], 0)
 
+    def test_a_prompt_or_response_padded_on_the_left_is_refused(self):
+        left, right = torch.tensor([[False, True]]), torch.tensor([[True, False]])
+        ids, log_probs = torch.tensor([[5, 6]]), torch.zeros(1, 2)
+        for prompt_mask, response_mask, name in ((left, right, "prompts"), (right, left,
+                                                                           "responses")):
+            with pytest.raises(ValueError, match=f"mask of the {name} has padding before tokens"):
+                data.join_prompt_response(ids, prompt_mask, ids, response_mask, log_probs,
+                                          pad_token_id=PAD)
+
     def test_types(self):
         batch = joined([([1], [2])])
         types = {key: value.dtype for key, value in batch.items(True, True)}

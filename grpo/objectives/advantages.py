@@ -2,7 +2,7 @@
 
 Source: GRPO (arXiv:2402.03300), sec. 4.1.2; without the standard deviation: Dr.GRPO
 (arXiv:2503.20783); leave-one-out baseline: RLOO (arXiv:2402.14740); divided by the mean: MaxRL
-(arXiv:2602.02710); statistics of the whole batch: REINFORCE++ (arXiv:2501.03262).
+(arXiv:2602.02710); statistics of all tokens of the batch: REINFORCE++ (arXiv:2501.03262).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from grpo.objectives.shaping import (
     distillation_advantages,
     informative_groups,
     kl_in_reward,
+    normalised,
     overlong_penalty,
 )
 
@@ -30,15 +31,25 @@ AdvantageEstimator = Literal["group_norm", "group_norm_population", "group_mean"
                              "batch_norm", "global_norm"]
 
 
-def check_estimator(estimator: str) -> None:
-    """Validate the name once, when a module is built.
+#: What is added to the denominator unless said otherwise; others have none.
+DEFAULT_EPS = {"group_norm": 1e-4, "group_norm_population": 1e-4, "maxrl": 0.0,
+               "batch_norm": 1e-4, "global_norm": 1e-4}
+
+
+def check_estimator(estimator: str, eps: float | None = None) -> None:
+    """Validate the name once, when a module is built, and the ``eps`` that goes with it.
 
     Raises:
-        ValueError: for an unknown estimator.
+        ValueError: for an unknown estimator, and an ``eps`` below 0, or that it does not read.
     """
     if estimator not in get_args(AdvantageEstimator):
         raise ValueError(f"advantage_estimator={estimator!r} is unknown; use one of "
                          f"{get_args(AdvantageEstimator)}")
+    if eps is not None and not 0 <= eps < math.inf:
+        raise ValueError(f"eps={eps!r} must be finite and at least 0; leave it out otherwise")
+    if eps is not None and estimator not in DEFAULT_EPS:
+        raise ValueError(f"eps={eps!r} would be ignored: advantage_estimator={estimator!r} divides "
+                         "by nothing; leave it out")
 
 
 def group_advantages(
@@ -46,8 +57,9 @@ def group_advantages(
     group_id_B: Tensor,
     *,
     estimator: AdvantageEstimator = "group_norm",
-    eps: float = 1e-4,
+    eps: float | None = None,
     valid_B: Tensor | None = None,
+    length_B: Tensor | None = None,
 ) -> Tensor:
     r"""Advantage of each completion relative to the completions of the same prompt.
 
@@ -58,35 +70,41 @@ def group_advantages(
     ``group_norm_population``  the same with the population's :math:`\sigma`
     ``group_mean``             :math:`r - \mu` (Dr.GRPO)
     ``rloo``                   :math:`r - ` mean of the **other** completions
-    ``maxrl``                  :math:`(r - \mu) / (\mu + eps)`, rewards :math:`\ge 0` (MaxRL)
+    ``maxrl``                  :math:`(r - \mu) / (\mu + eps)`, rewards :math:`\ge 0` (MaxRL);
+                               0 where :math:`\mu` is
     ``batch_norm``             :math:`(r - \mu) / (s + eps)`, :math:`s` the unbiased standard
                                deviation of :math:`r - \mu` over the batch (REINFORCE++ with
                                baseline)
-    ``global_norm``            ``group_norm`` with the whole batch as one group (REINFORCE++)
+    ``global_norm``            :math:`(r - \bar r) / (s + eps)`, mean and unbiased :math:`s` over
+                               all **tokens** of the batch (REINFORCE++)
     =========================  ==================================================================
 
     Args:
         rewards_B: float ``[B]``.
         group_id_B: int64 ``[B]``; rows need not be sorted, groups may differ in size.
         estimator: see the table; the last two need the whole rollout at once.
-        eps: added to the denominator; keep it well below the rewards' scale.
+        eps: added to the denominator; keep it well below the rewards' scale. None: 1e-4 beside a
+            deviation, and 0, the exact quotient, for ``maxrl``.
         valid_B: bool ``[B]``; rows without a reward are left out of all statistics and get
             advantage 0. A group with fewer than two valid rows gets 0 as well (for
             ``global_norm``: a batch).
+        length_B: sampled tokens of each row, for the statistics of ``global_norm``; None: the same
+            for all rows.
 
     Returns:
         float32 ``[B]``.
 
     Raises:
-        ValueError: for an unknown estimator, a valid reward that is NaN or infinite, or one below
-            0 with ``maxrl``.
+        ValueError: for an unknown estimator, an ``eps`` that it does not read, a valid reward that
+            is NaN or infinite, or one below 0 with ``maxrl``.
 
     Examples:
         >>> group_advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1]),
         ...                  estimator="group_mean").tolist()
         [0.5, -0.5, 0.0, 0.0]
     """
-    check_estimator(estimator)
+    check_estimator(estimator, eps)
+    eps = DEFAULT_EPS.get(estimator) if eps is None else eps
     valid_B = torch.ones_like(rewards_B, dtype=torch.bool) if valid_B is None else valid_B
     check_rewards(rewards_B, valid_B)
     if estimator == "maxrl":
@@ -95,30 +113,40 @@ def group_advantages(
     rewards = torch.where(valid_B, rewards_B, 0.0).double()
     weights = valid_B.double()
     if estimator == "global_norm":
-        group_id_B = torch.zeros_like(group_id_B)
+        tokens = weights if length_B is None else weights * length_B
+        return normalised(rewards, tokens * (weights.sum() > 1), eps=eps).float()
     ids, group = group_id_B.unique(return_inverse=True)
 
     def group_sum(values: Tensor) -> Tensor:
         return values.new_zeros(len(ids)).index_add(0, group, values)[group]
 
     size = group_sum(weights)
+    # Above their lowest, equal rewards are exactly 0: no rounding error is divided by itself.
+    lowest = rewards.new_full((len(ids),), torch.inf).scatter_reduce(
+        0, group, torch.where(valid_B, rewards, torch.inf), "amin")[group]
+    excess = torch.where(valid_B, rewards - lowest, 0.0)
     mean = group_sum(rewards) / size.clamp(min=1)
-    centred = (rewards - mean) * weights
+    centred = (excess - group_sum(excess) / size.clamp(min=1)) * weights
     if estimator == "rloo":
         advantage = centred * size / (size - 1).clamp(min=1)
     elif estimator == "group_mean":
         advantage = centred
     elif estimator == "maxrl":
-        advantage = centred / (mean + eps)
+        advantage = _quotient(centred, mean + eps)
     elif estimator == "batch_norm":
         # Every group's mean is gone, so the batch's mean of these is zero.
         variance = centred.square().sum() / (weights.sum() - 1).clamp(min=1)
-        advantage = centred / (variance.sqrt() + eps)
+        advantage = _quotient(centred, variance.sqrt() + eps)
     else:
         freedom = size if estimator == "group_norm_population" else size - 1
         std = (group_sum(centred.square()) / freedom.clamp(min=1)).sqrt()
-        advantage = centred / (std + eps)
+        advantage = _quotient(centred, std + eps)
     return torch.where(valid_B & (size > 1), advantage, 0.0).float()
+
+
+def _quotient(centred: Tensor, scale: Tensor) -> Tensor:
+    """0 where there is nothing to divide by, and so nothing to divide."""
+    return centred / torch.where(scale == 0, 1.0, scale)
 
 
 class GroupAdvantage(TensorDictModuleBase):
@@ -129,7 +157,9 @@ class GroupAdvantage(TensorDictModuleBase):
 
     1. shapes the reward (``overlong_*``, ``kl_in_reward_*``) into ``("next", "shaped_reward")``,
        float32 ``[B, 1]``; ``("next", "reward")`` stays as it is;
-    2. estimates one advantage a row and clips it (``clip_percentile``);
+    2. estimates one advantage a row and clips it (``clip_percentile``); with ``global_norm`` and
+       ``kl_in_reward_*`` one a token, from what is earned from it on: the reward minus the KL of
+       this token and those after it;
     3. adds the teacher's opinion of each token (``reverse_kl_coeff``), which makes it ``[B, T]``;
     4. writes ``"row_mask"``, bool ``[B, 1]``, if an option takes rows out of the loss.
 
@@ -138,9 +168,10 @@ class GroupAdvantage(TensorDictModuleBase):
 
     Args:
         estimator: see :func:`group_advantages`.
-        eps: see :func:`group_advantages`; above 0.
-        clip_percentile: clip advantages to the percentiles ``[p, 100 - p]`` of the rollout,
-            0 < p < 50; see :func:`~grpo.objectives.shaping.clip_to_percentiles`.
+        eps: see :func:`group_advantages`.
+        clip_percentile: clip advantages to the percentiles ``[p, 100 - p]`` of the rollout's rows
+            (of its tokens, where each has its own), 0 < p < 50; see
+            :func:`~grpo.objectives.shaping.clip_to_percentiles`.
         zero_variance_filter: take groups out of the loss whose (shaped) rewards are all equal.
         mask_truncated: take completions cut by the length limit out of the loss; their rewards
             still count in their group (overlong filtering of DAPO, arXiv:2503.14476).
@@ -148,7 +179,7 @@ class GroupAdvantage(TensorDictModuleBase):
             :func:`~grpo.objectives.shaping.overlong_penalty`.
         max_response_tokens: where the punishment is complete; needed with ``overlong_buffer``.
         overlong_factor: the complete punishment, 1.0 unless given.
-        kl_in_reward_coeff: subtract so many times the row's KL to the reference from its reward.
+        kl_in_reward_coeff: subtract so many times the KL to the reference from the reward.
         kl_in_reward_estimator: ``"k1"`` unless given; see
             :func:`~grpo.objectives.shaping.kl_in_reward`.
         reverse_kl_coeff: subtract so many times the log-prob's excess over the teacher's from each
@@ -169,7 +200,7 @@ class GroupAdvantage(TensorDictModuleBase):
         self,
         *,
         estimator: AdvantageEstimator = "group_norm",
-        eps: float = 1e-4,
+        eps: float | None = None,
         clip_percentile: float | None = None,
         zero_variance_filter: bool = False,
         mask_truncated: bool = False,
@@ -181,8 +212,7 @@ class GroupAdvantage(TensorDictModuleBase):
         reverse_kl_coeff: float | None = None,
     ) -> None:
         super().__init__()
-        check_estimator(estimator)
-        _check_positive("eps", eps)
+        check_estimator(estimator, eps)
         if clip_percentile is not None and not 0 < clip_percentile < 50:
             raise ValueError(f"clip_percentile={clip_percentile!r} must lie between 0 and 50, both "
                              f"excluded; leave it at None not to clip")
@@ -203,7 +233,7 @@ class GroupAdvantage(TensorDictModuleBase):
         """Keys that every call reads, and keys that it writes."""
         # A teacher can teach without rewards, so they are not required then.
         reads = [data.REWARD, data.GROUP_ID] if self.reverse_kl_coeff is None else []
-        if self.overlong_buffer is not None:
+        if self.overlong_buffer is not None or self.estimator == "global_norm":
             reads += [data.ASSISTANT_MASK]
         if self.kl_in_reward_coeff is not None:
             reads += [data.ASSISTANT_MASK, data.LOG_PROBS, data.REF_LOG_PROBS]
@@ -224,27 +254,53 @@ class GroupAdvantage(TensorDictModuleBase):
         return self.zero_variance_filter or self.mask_truncated
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        rewards_B = self._rewards(tensordict)
+        kl_BT = self._kl(tensordict)
+        rewards_B = self._rewards(tensordict, kl_BT)
         valid_B = _valid_rows(tensordict)
         if rewards_B is None:
-            advantage_B = torch.zeros_like(valid_B, dtype=torch.float32)
+            advantage, valid = torch.zeros(len(valid_B), 1, device=valid_B.device), None
         else:
-            advantage_B = group_advantages(
-                rewards_B, tensordict[data.GROUP_ID].flatten(),
-                estimator=self.estimator, eps=self.eps, valid_B=valid_B)
+            advantage, valid = self._estimate(tensordict, rewards_B, kl_BT, valid_B)
         if self.clip_percentile is not None:
-            advantage_B = clip_to_percentiles(advantage_B, self.clip_percentile, valid_B=valid_B)
-        tensordict[data.ADVANTAGE] = advantage_B[:, None]
+            advantage = clip_to_percentiles(advantage, self.clip_percentile, valid=valid)
+        tensordict[data.ADVANTAGE] = advantage
         if self.reverse_kl_coeff is not None:
             tensordict[data.ADVANTAGE] = distillation_advantages(
-                advantage_B, tensordict[data.LOG_PROBS],
+                advantage, tensordict[data.LOG_PROBS],
                 _read(tensordict, data.TEACHER_LOG_PROBS, "score it with the teacher first"),
                 tensordict[data.ASSISTANT_MASK] & valid_B[:, None], coeff=self.reverse_kl_coeff)
         if self._masks_rows:
             tensordict[data.ROW_MASK] = self._row_mask(tensordict, rewards_B, valid_B)[:, None]
         return tensordict
 
-    def _rewards(self, tensordict: TensorDictBase) -> Tensor | None:
+    def _estimate(
+        self, tensordict: TensorDictBase, rewards_B: Tensor, kl_BT: Tensor | None, valid_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages ``[B, 1]`` or ``[B, T]``, and which of them are of anything."""
+        by_token = self.estimator == "global_norm"
+        mask_BT = tensordict[data.ASSISTANT_MASK] & valid_B[:, None] if by_token else None
+        if kl_BT is None or not by_token:
+            advantage_B = group_advantages(
+                rewards_B, tensordict[data.GROUP_ID].flatten(), estimator=self.estimator,
+                eps=self.eps, valid_B=valid_B, length_B=mask_BT.sum(-1) if by_token else None)
+            return advantage_B[:, None], valid_B[:, None]
+        check_rewards(rewards_B, valid_B)
+        # The reward has paid for all tokens; those before a token are not its fault.
+        before_BT = kl_BT.cumsum(-1) - kl_BT
+        returns_BT = rewards_B.double()[:, None] + self.kl_in_reward_coeff * before_BT
+        eps = DEFAULT_EPS[self.estimator] if self.eps is None else self.eps
+        tokens_BT = mask_BT.double() * (valid_B.sum() > 1)
+        return normalised(returns_BT, tokens_BT, eps=eps).float(), mask_BT
+
+    def _kl(self, tensordict: TensorDictBase) -> Tensor | None:
+        """KL to the reference that is taken off the reward, of each token, ``[B, T]``."""
+        if self.kl_in_reward_coeff is None or data.REWARD not in tensordict.keys(True):
+            return None
+        reference = _read(tensordict, data.REF_LOG_PROBS, "score it with the reference first")
+        return kl_in_reward(tensordict[data.LOG_PROBS], reference, tensordict[data.ASSISTANT_MASK],
+                            estimator=self.kl_in_reward_estimator)
+
+    def _rewards(self, tensordict: TensorDictBase, kl_BT: Tensor | None) -> Tensor | None:
         """The rewards that advantages are made of, ``[B]``; None where only a teacher teaches."""
         rewards = tensordict.get(data.REWARD, None)
         if rewards is None:
@@ -258,11 +314,8 @@ class GroupAdvantage(TensorDictModuleBase):
             shaped_B = shaped_B + self.overlong_factor * overlong_penalty(
                 mask_BT.sum(-1), max_response_tokens=self.max_response_tokens,
                 buffer=self.overlong_buffer)
-        if self.kl_in_reward_coeff is not None:
-            reference = _read(tensordict, data.REF_LOG_PROBS, "score it with the reference first")
-            shaped_B = shaped_B - self.kl_in_reward_coeff * kl_in_reward(
-                tensordict[data.LOG_PROBS], reference, mask_BT,
-                estimator=self.kl_in_reward_estimator)
+        if kl_BT is not None:
+            shaped_B = shaped_B - self.kl_in_reward_coeff * kl_BT.sum(-1)
         tensordict[data.SHAPED_REWARD] = shaped_B.float()[:, None]
         return tensordict[data.SHAPED_REWARD].flatten()
 

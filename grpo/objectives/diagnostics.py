@@ -6,6 +6,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from grpo.objectives.kl import kl_estimate
 from grpo.objectives.mismatch import mismatch_diagnostics
 
 RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99,
@@ -16,8 +17,11 @@ def quantile(sorted_N: Tensor, q: float) -> Tensor:
     """Linear-interpolated quantile; unlike ``torch.quantile`` without a limit on the size."""
     position = q * (len(sorted_N) - 1)
     low = int(position)
-    high = min(low + 1, len(sorted_N) - 1)
-    return torch.lerp(sorted_N[low], sorted_N[high], position - low)
+    if low == position:  # nothing to interpolate, and no infinite neighbour to multiply by 0
+        return sorted_N[low]
+    below, above = sorted_N[low], sorted_N[low + 1]
+    # Between two infinities the difference would be NaN.
+    return torch.where(below == above, below, torch.lerp(below, above, position - low))
 
 
 def summarize(
@@ -70,9 +74,9 @@ def summarize(
         out |= _alignment(stats_N["log_prob"].float(), stats_N["to_inference"].float())
     for name, key in (("kl_to_inference", "to_inference"), ("kl_to_ref", "to_ref")):
         if key in stats_N.keys():
-            # k3 from the current policy's side: exp(other - current) - 1 - (other - current).
+            # Bounded, so that a single token does not hide how far the others are.
             gap = stats_N[key].float()
-            out[name] = (torch.expm1(-gap) + gap).mean()
+            out[name] = kl_estimate(gap, torch.zeros_like(gap), estimator="k3").mean()
     if "entropy" in stats_N.keys():
         out["entropy"] = stats_N["entropy"].float().mean()
     log_ess = 2 * log_ratio.logsumexp(0) - (2 * log_ratio).logsumexp(0)

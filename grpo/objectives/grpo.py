@@ -382,7 +382,8 @@ class GRPOLoss(LossModule):
         return group_advantages(
             batch[data.REWARD].flatten(), batch[data.GROUP_ID].flatten(),
             estimator=self.advantage_estimator,
-            valid_B=None if error is None else ~error.flatten())[:, None]
+            valid_B=None if error is None else ~error.flatten(),
+            length_B=batch[data.ASSISTANT_MASK].sum(-1))[:, None]
 
 
 def total_loss(out: TensorDictBase) -> Tensor:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from grpo.objectives.head_tiles import Statistics, fold, grad_
+from grpo.objectives.head_tiles import LOWEST, Statistics, fold, grad_
 
 #: Bytes of one tile of logits, and of logits kept from the forward for the backward pass.
 TILE_BYTES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
@@ -62,7 +62,8 @@ def log_probs_from_logits(
     target_N = logits_NV.gather(-1, targets_N[:, None])[:, 0]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         probs_NV = (logits_NV - normaliser_N[:, None]).exp()
-        entropy_N = normaliser_N - (probs_NV * logits_NV).sum(-1)
+        # 0 log 0 = 0: a logit of -inf, for an entry that the model rules out, must not be NaN.
+        entropy_N = normaliser_N - (probs_NV * logits_NV.clamp(min=LOWEST)).sum(-1)
     return target_N - normaliser_N, entropy_N
 
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Finite, so that the first rescaling multiplies zeros by a number and not by infinity.
-_LOWEST = -1e30
+#: A logit below all others. It is finite: its product with a probability of 0 is 0 and not NaN.
+LOWEST = -1e30
+# The same for a log-probability: its exp is 0 in float32 and float64.
+LOWEST_LOG_PROB = -1e4
 _SLICE_ELEMENTS = 2**20
 
 
@@ -39,7 +41,7 @@ class Statistics:
     @classmethod
     def empty(cls, size: int, *, dtype: torch.dtype, device: torch.device) -> Statistics:
         zeros = torch.zeros(3, size, dtype=dtype, device=device)
-        return cls(torch.full_like(zeros[0], _LOWEST), *zeros)
+        return cls(torch.full_like(zeros[0], LOWEST), *zeros)
 
     def rows(self, start: int, stop: int) -> Statistics:
         """The same for a range of tokens, as views."""
@@ -82,7 +84,7 @@ def _fold_rows(
     new_max_n = torch.maximum(statistics.max_N, logits_nv.amax(1))
     shift_n = statistics.max_N - new_max_n
     rescale_n = shift_n.exp()
-    shifted_nv = logits_nv.sub_(new_max_n[:, None])
+    shifted_nv = logits_nv.sub_(new_max_n[:, None]).clamp_(min=LOWEST_LOG_PROB)
     weights_nv = shifted_nv.exp()
     statistics.weighted_N.add_(statistics.sum_N * shift_n).mul_(rescale_n).add_(
         shifted_nv.mul_(weights_nv).sum(1))
@@ -133,7 +135,7 @@ def _grad_rows_(
     if grad_entropy_n is None:
         grad_nv = log_p_nv.exp_().mul_(scale_n[:, None])
     else:
-        p_nv = log_p_nv.exp()
+        p_nv = log_p_nv.clamp_(min=LOWEST_LOG_PROB).exp()
         slope_n = -inverse_temperature * grad_entropy_n
         grad_nv = log_p_nv.mul_(slope_n[:, None]).add_((slope_n * entropy_n + scale_n)[:, None])
         grad_nv.mul_(p_nv)

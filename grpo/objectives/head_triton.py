@@ -38,7 +38,8 @@ def _fold_kernel(tile, row_stride, targets, max_ptr, sum_ptr, weighted_ptr, targ
         z = z - new_max
         e = tl.exp(z)
         weighted = (weighted + running_sum * shift) * rescale
-        weighted += tl.sum(tl.where(inside, e * z, 0.0), axis=0)
+        # Neither columns outside nor logits of -inf, whose product would be NaN.
+        weighted += tl.sum(tl.where(e > 0, e * z, 0.0), axis=0)
         running_sum = running_sum * rescale + tl.sum(e, axis=0)
         running_max = new_max
     tl.store(max_ptr + row, running_max)
@@ -64,6 +65,8 @@ def _grad_kernel(tile, row_stride, targets, log_normaliser_ptr, entropy_ptr, gra
     log_p = z * inverse_temperature - tl.load(log_normaliser_ptr + row)
     slope = g
     if WITH_ENTROPY:
+        # LOWEST_LOG_PROB of head_tiles: a logit of -inf has p = 0, and its slope must be finite.
+        log_p = tl.where(log_p < -10000.0, -10000.0, log_p)
         slope = g + tl.load(grad_entropy_ptr + row) * (log_p + tl.load(entropy_ptr + row))
     grad = tl.where(offsets == local, g, 0.0) - tl.exp(log_p) * slope
     grad = grad * inverse_temperature

@@ -29,7 +29,8 @@ def standard_batch(
 
     Raises:
         KeyError: for an entry that is missing; the message says what to do.
-        ValueError: for an entry whose shape is not that of the tokens.
+        ValueError: for an entry whose shape is not that of the tokens, and for rows that are not
+            padded on the right.
     """
     moved = {standard: tensordict.get(key, None)
              for standard, key in names.items() if standard != key}
@@ -50,6 +51,9 @@ def standard_batch(
         if key in present and tensordict[key].shape[:2] != shape:
             raise ValueError(f"{names.get(key, key)} has shape {tuple(tensordict[key].shape)} but "
                              f"{data.TOKENS} has {tuple(shape)}")
+    if data.ATTENTION_MASK in present:
+        data.check_right_padded(tensordict[data.ATTENTION_MASK],
+                                names.get(data.ATTENTION_MASK, data.ATTENTION_MASK))
     return tensordict
 
 

@@ -13,6 +13,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from grpo.objectives.tokens import MAX_LOG_RATIO, bounded_ratio
+
 KLEstimator = Literal["k1", "k2", "k3", "unbiased_k3"]
 
 
@@ -54,6 +56,9 @@ def kl_estimate(
                                               true KL also with samples from the old policy
     ===========  ===========================  =====================================================
 
+    Below :math:`d = -20` k3 is constant and has no gradient (as in verl), and :math:`r` is bounded
+    (:func:`~grpo.objectives.tokens.bounded_ratio`), so that neither overflows.
+
     Args:
         log_probs_N: log-probs of the sampled tokens under the current policy; any shape.
         other_log_probs_N: the same under the reference or the inference policy.
@@ -82,6 +87,8 @@ def kl_estimate(
         return diff_N
     if estimator == "k2":
         return diff_N.square() / 2
+    # Above, where the value grows like d and pulls the policy back, there is nothing to bound.
+    diff_N = diff_N.clamp(min=-MAX_LOG_RATIO)
     # expm1 keeps the value exact near zero, where exp(-d) - 1 would cancel.
     k3_N = torch.expm1(-diff_N) + diff_N
     if estimator == "k3":
@@ -89,4 +96,4 @@ def kl_estimate(
     if log_ratio_N is None:
         raise ValueError("kl_estimator='unbiased_k3' weighs each token by its ratio, but "
                          "log_ratio_N=None; pass current minus old log-prob, or use 'k3'")
-    return log_ratio_N.exp() * k3_N
+    return bounded_ratio(log_ratio_N) * k3_N

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo.objectives.maxent import Groups
 from grpo.objectives.registry import register_surrogate
-from grpo.objectives.tokens import LossTokens
+from grpo.objectives.tokens import LossTokens, bounded_ratio
 
 _DEFAULT_CLIP_EPSILON = (0.2, 0.2)
 
@@ -121,7 +121,7 @@ def _clipped(
         return 0.0
     # The group's mean is 1/K, or 0 where all weight was left out and nothing is to be learnt.
     advantage = weight - groups.sum(weight) / groups.size[groups.group]
-    ratio = tokens.row_mean(tokens.log_ratio_N.double())[groups.rows].exp()
+    ratio = bounded_ratio(tokens.row_mean(tokens.log_ratio_N.double())[groups.rows])
     clipped = ratio.clamp(1.0 - clip_epsilon[0], 1.0 + clip_epsilon[1])
     return -clip_coeff * torch.minimum(ratio * advantage, clipped * advantage)
 

@@ -270,7 +270,9 @@ class TauController:
     def update(self, measured: float) -> float:
         """One step, given the mean entropy of a rollout's weights in nats; the new ``tau``."""
         if math.isfinite(measured):
-            self.value = self._clip(self.value * math.exp(self.step * (self.target - measured)))
+            # A large step may ask for more than exp can give; the maximum is far below that.
+            exponent = min(self.step * (self.target - measured), 700.0)
+            self.value = self._clip(self.value * math.exp(exponent))
         else:
             self.skipped += 1
         return self.value

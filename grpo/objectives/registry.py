@@ -104,7 +104,7 @@ def register_surrogate(
     Examples:
         >>> @register_surrogate("scaled_reinforce")
         ... def scaled_reinforce(tokens, *, scale=0.5):
-        ...     return -scale * tokens.log_ratio_N.exp() * tokens.advantage_N
+        ...     return -scale * tokens.ratio_N * tokens.advantage_N
         >>> get_objective("scaled_reinforce").resolve(options={"scale": 2.0})
         {'scale': 2.0}
     """

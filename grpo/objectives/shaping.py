@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from grpo.objectives.diagnostics import quantile
 from grpo.objectives.kl import kl_estimate
 
 #: Estimators that need no gradient, so that they may stand in a reward.
@@ -63,9 +64,9 @@ def kl_in_reward(
     *,
     estimator: RewardKLEstimator = "k1",
 ) -> Tensor:
-    """KL to the reference summed over each row, in nats, to be subtracted from the reward.
+    """KL to the reference of each sampled token, in nats, to be subtracted from the reward.
 
-    Source: Ziegler et al. (arXiv:1909.08593), eq. 2, there with ``k1``.
+    Source: Ziegler et al. (arXiv:1909.08593), eq. 2, there with ``k1`` and summed over the row.
 
     Args:
         log_probs_BT: float ``[B, T]``, of the sampled tokens when they were sampled.
@@ -74,16 +75,41 @@ def kl_in_reward(
         estimator: see :func:`~grpo.objectives.kl.kl_estimate`.
 
     Returns:
-        float64 ``[B]``; 0 for a row without sampled tokens.
+        float64 ``[B, T]``, 0 for the other tokens.
 
     Examples:
         >>> kl_in_reward(torch.tensor([[0.0, -1.0, -2.0]]), torch.tensor([[9.0, -1.5, -2.25]]),
         ...              torch.tensor([[False, True, True]])).tolist()
-        [0.75]
+        [[0.0, 0.5, 0.25]]
     """
     kl_BT = kl_estimate(log_probs_BT.double(), ref_log_probs_BT.double(), estimator=estimator)
     # where, not a product: the reference may leave anything on prompts and padding.
-    return torch.where(assistant_mask_BT, kl_BT, 0.0).sum(-1)
+    return torch.where(assistant_mask_BT, kl_BT, 0.0)
+
+
+def normalised(values: Tensor, weights: Tensor, *, eps: float) -> Tensor:
+    """``(values - mean) / (std + eps)``, where the weights say how many tokens have a value.
+
+    Args:
+        values: float64, any shape; may hold anything where the weight is 0.
+        weights: float64, numbers of tokens, of the same shape.
+        eps: added to the (unbiased) standard deviation.
+
+    Returns:
+        float64, 0 where the weight is 0, and everywhere if all values are equal.
+
+    Examples:
+        >>> normalised(torch.tensor([1.0, 0.0]).double(), torch.tensor([1.0, 3.0]).double(), eps=0)
+        tensor([ 1.5000, -0.5000], dtype=torch.float64)
+    """
+    known = weights > 0
+    if not known.any() or values[known].max() == values[known].min():
+        return torch.zeros_like(values)
+    total = weights.sum()
+    values = torch.where(known, values, 0.0)
+    centred = torch.where(known, values - (weights * values).sum() / total, 0.0)
+    variance = (weights * centred.square()).sum() / (total - 1)
+    return centred / (variance.sqrt() + eps)
 
 
 def informative_groups(
@@ -126,7 +152,7 @@ def informative_groups(
 
 
 def clip_to_percentiles(
-    values_B: Tensor, percentile: float, *, valid_B: Tensor | None = None
+    values: Tensor, percentile: float, *, valid: Tensor | None = None
 ) -> Tensor:
     """Clip values to their own ``[percentile, 100 - percentile]`` percentiles.
 
@@ -134,28 +160,27 @@ def clip_to_percentiles(
     moves them to the other side.
 
     Args:
-        values_B: float ``[B]``.
-        percentile: between 0 and 50, both excluded; interpolated linearly between rows.
-        valid_B: bool ``[B]``; other rows neither count nor change.
+        values: float, one a row or one a token.
+        percentile: between 0 and 50, both excluded; interpolated linearly between values.
+        valid: bool, of the same shape; other values neither count nor change.
 
     Returns:
-        ``[B]``, dtype of ``values_B``.
+        Shape and dtype of ``values``.
 
     Examples:
         >>> clip_to_percentiles(torch.tensor([-9.0, 0.0, 1.0, 2.0, 9.0]), 25.0).tolist()
         [0.0, 0.0, 1.0, 2.0, 2.0]
     """
-    valid_B = torch.ones_like(values_B, dtype=torch.bool) if valid_B is None else valid_B
-    if not valid_B.any():
-        return values_B
-    values = values_B.double()
-    quantiles = values.new_tensor([percentile / 100, 1 - percentile / 100])
-    low, high = values[valid_B].quantile(quantiles)
-    return torch.where(valid_B, values.clamp(low, high), values).to(values_B.dtype)
+    valid = torch.ones_like(values, dtype=torch.bool) if valid is None else valid
+    if not valid.any():
+        return values
+    ordered = values[valid].double().sort().values
+    low, high = (quantile(ordered, share) for share in (percentile / 100, 1 - percentile / 100))
+    return torch.where(valid, values.double().clamp(low, high), values).to(values.dtype)
 
 
 def distillation_advantages(
-    advantage_B: Tensor,
+    advantage: Tensor,
     log_probs_BT: Tensor,
     teacher_log_probs_BT: Tensor,
     mask_BT: Tensor,
@@ -171,7 +196,7 @@ def distillation_advantages(
     Lab, "On-Policy Distillation" (2025).
 
     Args:
-        advantage_B: float ``[B]``, of the whole response.
+        advantage: float ``[B, 1]``, of the whole response, or ``[B, T]``.
         log_probs_BT: float ``[B, T]``, of the sampled tokens when they were sampled.
         teacher_log_probs_BT: float ``[B, T]``, the same under the teacher.
         mask_BT: bool ``[B, T]``, sampled tokens of rows that have an advantage.
@@ -185,7 +210,7 @@ def distillation_advantages(
 
     Examples:
         >>> distillation_advantages(
-        ...     torch.tensor([1.0]), torch.tensor([[0.0, -1.0, -2.0]]),
+        ...     torch.tensor([[1.0]]), torch.tensor([[0.0, -1.0, -2.0]]),
         ...     torch.tensor([[0.0, -1.5, -1.0]]), torch.tensor([[False, True, True]]),
         ...     coeff=0.5).tolist()
         [[0.0, 0.75, 1.5]]
@@ -196,4 +221,4 @@ def distillation_advantages(
         raise ValueError(
             f"log-probs of rows {bad_B.nonzero()[:, 0].tolist()} under policy or teacher are not "
             f"finite; score sampled tokens under the teacher's full distribution, without top-k")
-    return torch.where(mask_BT, advantage_B.double()[:, None] - coeff * gap_BT, 0.0).float()
+    return torch.where(mask_BT, advantage.double() - coeff * gap_BT, 0.0).float()

@@ -1,9 +1,10 @@
 """Policy objectives: from log-probs and advantages to one loss term a token.
 
-In all formulas :math:`r = \\exp(\\log p - \\log p_{old})` is the ratio of a token, :math:`A` its
-advantage and :math:`sg` stops the gradient; the option ``clip_epsilon`` is ``(low, high)`` and
-:math:`\\mathrm{clip}(x)` keeps ``x`` between ``1 - low`` and ``1 + high``. On-policy
-(:math:`r = 1`) the gradient of every objective is :math:`-A \\nabla \\log p`.
+In all formulas :math:`r = \\exp(\\log p - \\log p_{old})` is the ratio of a token (bounded, see
+:func:`~grpo.objectives.tokens.bounded_ratio`), :math:`A` its advantage and :math:`sg` stops the
+gradient; the option ``clip_epsilon`` is ``(low, high)`` and :math:`\\mathrm{clip}(x)` keeps ``x``
+between ``1 - low`` and ``1 + high``. On-policy (:math:`r = 1`) the gradient of every objective is
+:math:`-A \\nabla \\log p`.
 
 Add your own with :func:`~grpo.objectives.registry.register_surrogate`.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo.objectives.registry import is_number, register_surrogate, require
-from grpo.objectives.tokens import LossTokens
+from grpo.objectives.tokens import LossTokens, bounded_ratio
 
 Divergence = Literal["tv", "kl"]
 
@@ -64,7 +65,7 @@ def ppo_clip(
         [0.8, 1.5]
     """
     advantage_N = tokens.advantage_N
-    bound_N = _lower_bound(tokens.log_ratio_N.exp(), advantage_N, clip_epsilon)
+    bound_N = _lower_bound(tokens.ratio_N, advantage_N, clip_epsilon)
     if delta is not None:
         dual_N = torch.maximum(bound_N, delta * advantage_N)
         bound_N = torch.where(advantage_N < 0, dual_N, bound_N)
@@ -90,7 +91,7 @@ def cispo(tokens: LossTokens, *, clip_epsilon: tuple[float, float] = (1.0, 0.2))
         >>> log_prob.grad.item()  # the ratio of 2 is clipped, and still the token learns
         -1.5
     """
-    weight_N = _clip(tokens.log_ratio_N.detach().exp(), clip_epsilon)
+    weight_N = _clip(tokens.ratio_N.detach(), clip_epsilon)
     return -weight_N * tokens.advantage_N * tokens.log_probs_N
 
 
@@ -113,7 +114,7 @@ def gspo(tokens: LossTokens, *, clip_epsilon: tuple[float, float] = (3e-4, 4e-4)
         >>> [round(term, 4) for term in gspo(tokens).tolist()]
         [2.0, 2.0]
     """
-    ratio_R = tokens.row_mean(tokens.log_ratio_N).exp()
+    ratio_R = bounded_ratio(tokens.row_mean(tokens.log_ratio_N))
     return -_lower_bound(tokens.of_row(ratio_R), tokens.advantage_N, clip_epsilon)
 
 
@@ -138,21 +139,27 @@ def gspo_token(tokens: LossTokens, *, clip_epsilon: tuple[float, float] = (3e-4,
         [2.0, -1.2]
     """
     log_probs_N = tokens.log_probs_N
-    ratio_R = tokens.row_mean(tokens.log_ratio_N.detach()).exp()
+    ratio_R = bounded_ratio(tokens.row_mean(tokens.log_ratio_N.detach()))
     ratio_N = tokens.of_row(ratio_R) * (log_probs_N - log_probs_N.detach()).exp()
     return -_lower_bound(ratio_N, tokens.advantage_N, clip_epsilon)
 
 
-def _check_dppo(*, divergence: Divergence, threshold: float) -> None:
+_DPPO_THRESHOLDS = {"tv": 0.15, "kl": 0.05}
+
+
+def _check_dppo(*, divergence: Divergence, threshold: float | None) -> None:
     require(divergence in get_args(Divergence), "divergence", divergence,
             f"one of {get_args(Divergence)}")
     limit = 1.0 if divergence == "tv" else math.inf  # no total variation is above 1
-    require(is_number(threshold) and 0 < threshold <= limit, "threshold", threshold,
-            f"a number above 0 and at most {limit:g} for divergence={divergence!r}")
+    in_range = threshold is None or (is_number(threshold) and 0 < threshold <= limit)
+    require(in_range, "threshold", threshold, "None, or a number above 0 and at most "
+            f"{limit:g} for divergence={divergence!r}")
 
 
 @register_surrogate("dppo", check=_check_dppo)
-def dppo(tokens: LossTokens, *, divergence: Divergence = "tv", threshold: float = 0.15) -> Tensor:
+def dppo(
+    tokens: LossTokens, *, divergence: Divergence = "tv", threshold: float | None = None
+) -> Tensor:
     r"""Importance-weighted gradient inside a trust region on probabilities instead of ratios.
 
     .. math:: L = -sg(m)\, r A
@@ -172,7 +179,8 @@ def dppo(tokens: LossTokens, *, divergence: Divergence = "tv", threshold: float 
 
     Args:
         divergence: ``"tv"`` (total variation) or ``"kl"``.
-        threshold: greatest divergence, above 0; at most 1 for ``"tv"``.
+        threshold: greatest divergence, above 0; at most 1 for ``"tv"``. None: 0.15 for ``"tv"``
+            and 0.05 for ``"kl"``.
 
     Examples:
         >>> tokens = LossTokens(torch.tensor([0.004, 0.8]).log(), torch.tensor([0.001, 0.4]).log(),
@@ -188,8 +196,9 @@ def dppo(tokens: LossTokens, *, divergence: Divergence = "tv", threshold: float 
         p_N, q_N = p_N.clamp(epsilon, 1 - epsilon), q_N.clamp(epsilon, 1 - epsilon)
         divergence_N = q_N * (q_N / p_N).log() + (1 - q_N) * ((1 - q_N) / (1 - p_N)).log()
     leads_away_N = tokens.log_ratio_N.detach() * tokens.advantage_N > 0
+    threshold = _DPPO_THRESHOLDS[divergence] if threshold is None else threshold
     outside_N = (divergence_N > threshold) & leads_away_N
-    return -(tokens.log_ratio_N.exp() * tokens.advantage_N).masked_fill(outside_N, 0.0)
+    return -(tokens.ratio_N * tokens.advantage_N).masked_fill(outside_N, 0.0)
 
 
 def _check_sapo(**temperatures: float) -> None:
@@ -223,7 +232,7 @@ def sapo(
     advantage_N = tokens.advantage_N
     temperature_N = torch.full_like(advantage_N, temperature_negative)
     temperature_N = temperature_N.masked_fill(advantage_N > 0, temperature_positive)
-    gate_N = torch.sigmoid(temperature_N * (tokens.log_ratio_N.exp() - 1.0))
+    gate_N = torch.sigmoid(temperature_N * (tokens.ratio_N - 1.0))
     return -4.0 / temperature_N * gate_N * advantage_N
 
 
@@ -241,4 +250,4 @@ def reinforce(tokens: LossTokens) -> Tensor:
         >>> reinforce(tokens).tolist()
         [-1.0, 4.0]
     """
-    return -tokens.log_ratio_N.exp() * tokens.advantage_N
+    return -tokens.ratio_N * tokens.advantage_N

@@ -7,6 +7,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+#: Nats beyond which a log-ratio does not change the ratio any more, as in verl and OpenRLHF.
+MAX_LOG_RATIO = 20.0
+
+
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """``exp(log_ratio)``, constant and without gradient beyond 20 nats on either side.
+
+    The exponential overflows float32 at 88 nats. A clip would still make the term finite, but its
+    gradient would be that of the clip, 0, times infinity.
+
+    Examples:
+        >>> log_ratio = torch.tensor([0.0, 100.0, -100.0], requires_grad=True)
+        >>> bounded_ratio(log_ratio).sum().backward()
+        >>> log_ratio.grad.tolist()
+        [1.0, 0.0, 0.0]
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
 
 @dataclass(frozen=True)
 class LossTokens:
@@ -44,8 +62,13 @@ class LossTokens:
 
     @property
     def log_ratio_N(self) -> Tensor:
-        """Current minus old log-prob, ``[N]``."""
+        """Current minus old log-prob, ``[N]``, as it is."""
         return self.log_probs_N - self.old_log_probs_N
+
+    @property
+    def ratio_N(self) -> Tensor:
+        """Current over old probability, ``[N]``; see :func:`bounded_ratio`."""
+        return bounded_ratio(self.log_ratio_N)
 
     @property
     def length_R(self) -> Tensor:

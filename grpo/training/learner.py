@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 
 from grpo import data
 from grpo.objectives.grpo import GRPOLoss, total_loss
@@ -26,7 +26,10 @@ class Learner:
     Args:
         loss: what is differentiated.
         optimizer: steps the parameters in place.
-        rows_per_step: completions an optimizer step; must divide the rows of a rollout.
+        rows_per_step: completions an optimizer step; must divide the rows of a rollout. Where the
+            loss weighs or compares prompts, the rows of a prompt stay in one step: steps then end
+            at the border of a group that is nearest to this size, which for groups of equal size
+            should be a multiple of it.
         epochs: passes over each rollout.
         num_micro_batches: pieces an optimizer batch is cut into, or
         max_tokens_per_micro_batch: the token budget of a piece; exactly one of the two.
@@ -38,7 +41,8 @@ class Learner:
 
     Raises:
         ValueError: from :meth:`update`, if the loss takes the current policy for the proximal one
-            but a rollout is used for several optimizer steps.
+            but a rollout is used for several optimizer steps, or if a rollout has fewer groups
+            than optimizer steps but the loss needs them whole.
 
     Attributes:
         seconds: what the last update spent in ``"train"`` (forward and backward) and in
@@ -114,12 +118,13 @@ class Learner:
             yield from [rollout] * self.epochs
             return
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + iteration)
-        units = data.row_units(rollout, whole_groups=self.whole_groups)
+        # A mean over prompts weighs each of them alike only in steps that have all of its rows.
+        # Micro-batches may cut it: their normalizer is that of the step.
+        units = data.row_units(rollout, whole_groups=self.loss.aggregation == "prompt")
         for _ in range(self.epochs):
             order = torch.randperm(len(units), generator=generator).tolist()
-            rows_in_order = torch.cat([units[i] for i in order]).to(self.device)
-            for part in rows_in_order.split(self.rows_per_step):
-                yield rollout[part]
+            for rows in _divide([units[i] for i in order], self.rows_per_step):
+                yield rollout[rows.to(self.device)]
 
     def _check_proximal(self, rollout: TensorDictBase) -> None:
         steps = self.epochs * rollout.batch_size[0] // self.rows_per_step
@@ -209,6 +214,24 @@ class CheckpointingProbe:
                 f"gradient checkpointing is on but its first layer ran {self.calls} times in "
                 f"{forward_passes} forward and backward passes, not {2 * forward_passes}: "
                 "activations are kept, not recomputed")
+
+
+def _divide(units: list[Tensor], rows_per_step: int) -> Iterator[Tensor]:
+    """Rows of each optimizer step, at least one unit each: steps end at the nearest border."""
+    ends_U = torch.tensor([len(unit) for unit in units]).cumsum(0)
+    rows = int(ends_U[-1])
+    steps = -(-rows // rows_per_step)
+    if steps > len(units):
+        raise ValueError(f"a rollout of {rows} rows is to make {steps} optimizer steps of "
+                         f"{rows_per_step} rows, but has {len(units)} groups, whose rows must stay "
+                         "together; raise train.optim_batch_size (rows_per_step) to the size of a "
+                         "group or more")
+    start = 0
+    for step in range(1, steps + 1):
+        possible_U = ends_U[start : len(units) - (steps - step)]  # the others are left one each
+        stop = start + 1 + int((possible_U - step * rows_per_step).abs().argmin())
+        yield torch.cat(units[start:stop])
+        start = stop
 
 
 def _over_steps(key: str, values: list[float]) -> float:

@@ -130,7 +130,8 @@ def binary_divergence(s, old, kind: str) -> Tensor:
     return q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
 
 
-def dppo(s, old, divergence="tv", threshold=0.15):
+def dppo(s, old, divergence="tv", threshold=None):
+    threshold = threshold or {"tv": 0.15, "kl": 0.05}[divergence]
     ratio = (s.log_p - old).exp()
     far = binary_divergence(s, old, divergence) > threshold
     away = ((s.advantage > 0) & (ratio > 1)) | ((s.advantage < 0) & (ratio < 1))

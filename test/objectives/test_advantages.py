@@ -13,8 +13,13 @@ import torch
 from hypothesis import given
 from tensordict import TensorDict
 
-from grpo import data
-from grpo.objectives.advantages import AdvantageEstimator, GroupAdvantage, group_advantages
+from grpo import GRPOLoss, data, total_loss
+from grpo.objectives.advantages import (
+    DEFAULT_EPS,
+    AdvantageEstimator,
+    GroupAdvantage,
+    group_advantages,
+)
 
 ESTIMATORS = get_args(AdvantageEstimator)
 # Reward, group and validity of each row; group ids are neither sorted nor consecutive.
@@ -33,14 +38,12 @@ def columns(rows):
     return torch.tensor(rewards), torch.tensor(groups), torch.tensor(valid)
 
 
-def batch_wide(rows, estimator, eps):
-    """The two estimators with statistics of the whole batch, by the standard library."""
+def batch_norm(rows, eps):
+    """By the standard library."""
     def centre(reward, group):
-        return reward - statistics.fmean(
-            r for r, g, v in rows if v and group in (g, "any"))
+        return reward - statistics.fmean(r for r, g, v in rows if v and group == g)
 
-    anchor = {"batch_norm": lambda g: g, "global_norm": lambda g: "any"}[estimator]
-    centred = [centre(r, anchor(g)) if v else None for r, g, v in rows]
+    centred = [centre(r, g) if v else None for r, g, v in rows]
     known = [c for c in centred if c is not None]
     if len(known) < 2:
         return torch.zeros(len(rows))
@@ -48,9 +51,24 @@ def batch_wide(rows, estimator, eps):
     return torch.tensor([0.0 if c is None else c / scale for c in centred])
 
 
-def loops(rows, estimator, eps):
-    if estimator in ("batch_norm", "global_norm"):
-        return batch_wide(rows, estimator, eps)
+def reinforce_pp(returns, valid, eps):
+    """REINFORCE++ (arXiv:2501.03262): ``returns`` of each token of each row."""
+    tokens = [value for row, v in zip(returns, valid, strict=True) if v for value in row]
+    if sum(valid) < 2 or len(tokens) < 2 or max(tokens) == min(tokens):
+        return [[0.0] * len(row) for row in returns]
+    mean, scale = statistics.fmean(tokens), statistics.stdev(tokens) + eps
+    return [[(value - mean) / scale if v else 0.0 for value in row]
+            for row, v in zip(returns, valid, strict=True)]
+
+
+def loops(rows, estimator, eps, lengths=None):
+    if estimator == "global_norm":
+        lengths = [1] * len(rows) if lengths is None else lengths
+        returns = [[reward] * length for (reward, _, _), length in zip(rows, lengths, strict=True)]
+        by_token = reinforce_pp(returns, [v for _, _, v in rows], eps)
+        return torch.tensor([row[0] if row else 0.0 for row in by_token])
+    if estimator == "batch_norm":
+        return batch_norm(rows, eps)
     out = []
     for i, (reward, group, valid) in enumerate(rows):
         rewards = np.array([r for r, g, v in rows if g == group and v])
@@ -60,21 +78,27 @@ def loops(rows, estimator, eps):
         elif estimator == "rloo":
             out.append(reward - others.mean())
         else:
-            scale = {"group_norm": rewards.std(ddof=1) + eps,
-                     "group_norm_population": rewards.std() + eps, "group_mean": 1.0,
-                     "maxrl": rewards.mean() + eps}[estimator]
-            out.append((reward - rewards.mean()) / scale)
+            added = 0.0 if eps is None else eps
+            scale = {"group_norm": rewards.std(ddof=1) + added,
+                     "group_norm_population": rewards.std() + added, "group_mean": 1.0,
+                     "maxrl": rewards.mean() + added}[estimator]
+            out.append((reward - rewards.mean()) / scale if scale else 0.0)
     return torch.tensor(out, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@given(rows=ROWS, eps=st.sampled_from([1e-4, 1e-6, 0.5]))
-def test_equals_loops_over_groups(estimator, rows, eps):
+@given(rows=ROWS, eps=st.sampled_from([1e-4, 1e-6, 0.5]), seed=st.integers(0, 99))
+def test_equals_loops_over_groups(estimator, rows, eps, seed):
     rows = suit(rows, estimator)
     rewards, groups, valid = columns(rows)
-    actual = group_advantages(rewards, groups, estimator=estimator, eps=eps, valid_B=valid)
-    assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual, loops(rows, estimator, eps), rtol=1e-5, atol=1e-6)
+    eps = eps if estimator in DEFAULT_EPS else None
+    lengths = torch.randint(5, (len(rows),), generator=torch.Generator().manual_seed(seed))
+    for length_B in (None, lengths):
+        actual = group_advantages(rewards, groups, estimator=estimator, eps=eps, valid_B=valid,
+                                  length_B=length_B)
+        assert actual.dtype == torch.float32
+        expected = loops(rows, estimator, eps, None if length_B is None else length_B.tolist())
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -99,11 +123,13 @@ def test_does_not_depend_on_a_common_reward(estimator, rows, shift):
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.0])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_equal_rewards_give_zero(estimator):
-    rewards, groups = torch.full((6,), 0.1), torch.tensor([0, 0, 0, 1, 1, 2])
-    advantage = group_advantages(rewards, groups, estimator=estimator)
-    assert advantage.abs().max() < 1e-6
+def test_equal_rewards_give_zero_also_where_nothing_is_added_to_the_denominator(estimator, reward):
+    rewards, groups = torch.full((6,), reward), torch.tensor([0, 0, 0, 1, 1, 2])
+    for eps in (None, 0.0) if estimator in DEFAULT_EPS else (None,):
+        advantage = group_advantages(rewards, groups, estimator=estimator, eps=eps)
+        assert torch.equal(advantage, torch.zeros(6))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -127,11 +153,16 @@ def test_a_prompt_sampled_once_teaches_only_against_the_whole_batch():
     assert batch_norm.tolist() == pytest.approx([0.0, 1.0, -1.0])
 
 
-def test_maxrl_weighs_the_rare_success_by_one_over_the_success_rate():
-    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
-    advantage = group_advantages(rewards, torch.tensor([0, 0, 0, 0, 1, 1]), estimator="maxrl",
-                                 eps=1e-9)
-    assert advantage.tolist() == pytest.approx([3.0, -1.0, -1.0, -1.0, 0.0, 0.0])
+@pytest.mark.parametrize("size", [4, 1024])
+def test_maxrl_weighs_the_rare_success_by_one_over_the_success_rate(size):
+    """Exactly: an eps of 1e-4 would take 9 % off the one success of 1,024."""
+    rewards = torch.zeros(size + 2)
+    rewards[0] = 1.0
+    groups = torch.tensor([0] * size + [1, 1])
+    advantage = group_advantages(rewards, groups, estimator="maxrl")
+    assert advantage.tolist() == [size - 1.0] + [-1.0] * (size - 1) + [0.0, 0.0]
+    damped = group_advantages(rewards, groups, estimator="maxrl", eps=1e-4)[0]
+    assert damped == pytest.approx((size - 1) / (1 + size * 1e-4), rel=1e-6)
 
 
 def test_maxrl_refuses_negative_rewards_of_valid_rows():
@@ -162,12 +193,14 @@ def test_the_module_reads_errors_and_passes_its_options_on(estimator):
         "next": {"reward": torch.tensor([[1.0], [0.0], [torch.nan], [3.0]]),
                  "reward_error": torch.tensor([[False], [False], [True], [False]])},
         "group_id": torch.tensor([5, 5, 5, 5])}, [4])
+    td[data.ASSISTANT_MASK] = torch.arange(4) < torch.tensor([[1], [3], [4], [2]])
+    eps = 0.5 if estimator in DEFAULT_EPS else None
     expected = group_advantages(torch.tensor([1.0, 0.0, 3.0]), torch.zeros(3, dtype=torch.int64),
-                                estimator=estimator, eps=0.5)
-    out = GroupAdvantage(estimator=estimator, eps=0.5)(td)
+                                estimator=estimator, eps=eps, length_B=torch.tensor([1, 3, 2]))
+    out = GroupAdvantage(estimator=estimator, eps=eps)(td)
     assert out["advantage"].shape == (4, 1)
     assert torch.equal(out["advantage"][[0, 1, 3], 0], expected) and out["advantage"][2] == 0
-    bare = GroupAdvantage(estimator=estimator, eps=0.5)(td[[0, 1, 3]].exclude(
+    bare = GroupAdvantage(estimator=estimator, eps=eps)(td[[0, 1, 3]].exclude(
         ("next", "reward_error")))
     assert torch.equal(bare["advantage"][:, 0], expected)
 
@@ -220,14 +253,29 @@ def token_advantages(rows, shaped, estimator):
     """With the options of ALL, [B][T]."""
     valid = np.array([not row["error"] for row in rows])
     triples = [(s, row["group"], not row["error"]) for s, row in zip(shaped, rows, strict=True)]
-    advantage = loops(triples, estimator, 1e-4).double().numpy()
-    if valid.any():
-        advantage = advantage.clip(*np.percentile(advantage[valid], [15, 85]))
+    if estimator == "global_norm":
+        advantage = reinforce_pp(returns_to_go(rows, shaped), valid.tolist(), 1e-4)
+        known = [a for row, v in zip(advantage, valid, strict=True) if v for a in row]
+    else:
+        of_row = loops(triples, estimator, 0.0 if estimator == "maxrl" else 1e-4).double().tolist()
+        advantage = [[a] * len(row["tokens"]) for a, row in zip(of_row, rows, strict=True)]
+        known = [a for a, v in zip(of_row, valid, strict=True) if v]
+    low, high = np.percentile(known, [15, 85]) if known else (0, 0)
     tokens = np.zeros((len(rows), T))
     for i, row in enumerate(rows):
         for t, (p, _, teacher) in enumerate(row["tokens"] if valid[i] else []):
-            tokens[i, PROMPT + t] = advantage[i] - 0.75 * (p - teacher)
+            tokens[i, PROMPT + t] = np.clip(advantage[i][t], low, high) - 0.75 * (p - teacher)
     return torch.tensor(tokens)
+
+
+def returns_to_go(rows, shaped):
+    """What each token has before it: the reward minus the KL from this token on."""
+    out = []
+    for row, total in zip(rows, shaped, strict=True):
+        kl = [math.exp(q - p) - 1 + (p - q) for p, q, _ in row["tokens"]]
+        reward = total + 0.25 * sum(kl)
+        out.append([reward - 0.25 * sum(kl[t:]) for t in range(len(kl))])
+    return out
 
 
 def rows_that_stay(rows, shaped):
@@ -331,6 +379,40 @@ def test_keys_follow_the_options():
     assert module.out_keys == [data.SHAPED_REWARD, data.ADVANTAGE, data.ROW_MASK]
 
 
+class TestReinforcePlusPlus:
+    """arXiv:2501.03262: statistics over tokens, and each token pays for the KL from it on."""
+
+    def test_a_token_does_not_pay_for_the_kl_before_it(self):
+        rows = [{"reward": r, "group": g, "error": False, "truncated": False,
+                 "tokens": [(-1.0, -1.0 - kl, 0.0) for kl in kls]}
+                for r, g, kls in ((1.0, 0, [0.5, 0.0, 0.2]), (0.0, 1, [0.0, 1.0]))]
+        module = GroupAdvantage(estimator="global_norm", kl_in_reward_coeff=0.1)
+        out = module(rollout(rows))
+        returns = [1.0 - 0.07, 1.0 - 0.02, 1.0 - 0.02, -0.1, -0.1]
+        mean, scale = statistics.fmean(returns), statistics.stdev(returns) + 1e-4
+        expected = [(value - mean) / scale for value in returns]
+        actual = out[data.ADVANTAGE][out[data.ASSISTANT_MASK]].tolist()
+        assert actual == pytest.approx(expected, rel=1e-5)
+        assert not out[data.ADVANTAGE][~out[data.ASSISTANT_MASK]].any()
+        assert out[data.SHAPED_REWARD][:, 0].tolist() == pytest.approx([0.93, -0.1])
+
+    def test_a_long_row_counts_with_all_of_its_tokens(self):
+        rows = [{"reward": r, "group": 0, "error": False, "truncated": False,
+                 "tokens": [(-1.0, -1.0, 0.0)] * n} for r, n in ((1.0, 1), (0.0, 4))]
+        advantage = GroupAdvantage(estimator="global_norm")(rollout(rows))[data.ADVANTAGE]
+        scale = statistics.stdev([1.0, 0.0, 0.0, 0.0, 0.0]) + 1e-4
+        assert advantage[:, 0].tolist() == pytest.approx([0.8 / scale, -0.2 / scale])
+
+    def test_the_loss_takes_them_from_rewards_alike(self, make_model, make_batch):
+        model = make_model()
+        batch = make_batch(model)
+        batch[data.REWARD] = torch.tensor([[1.0], [0.0], [0.5], [0.25]])
+        del batch[data.ADVANTAGE]
+        loss = GRPOLoss(model, advantage_estimator="global_norm")
+        expected = total_loss(loss(GroupAdvantage(estimator="global_norm")(batch.copy())))
+        assert total_loss(loss(batch)) == expected
+
+
 class TestTeacherAlone:
     def batch(self):
         rows = [row | {"error": False} for row in some_rows()]
@@ -366,7 +448,8 @@ def test_a_missing_entry_is_an_error_with_the_fix(options, key, hint):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"eps": 0.0}, "eps=0.0 must be"),
+    ({"eps": -1e-6}, "eps=-1e-06 must be"),
+    ({"eps": 1e-6, "estimator": "rloo"}, "eps=1e-06 would be ignored.*'rloo'"),
     ({"eps": math.nan}, "eps=nan must be"),
     ({"clip_percentile": 0}, "clip_percentile=0 must lie between 0 and 50"),
     ({"clip_percentile": 50.0}, "clip_percentile=50.0 must lie"),

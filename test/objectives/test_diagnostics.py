@@ -266,3 +266,13 @@ def test_a_batch_without_tokens_has_none(model, batch):
     out = GRPOLoss(model)(batch[3:])
     assert set(out.keys()) == {"loss_objective", "token_stats"}
     assert out["loss_objective"] == 0
+
+
+def test_one_infinite_ratio_leaves_the_other_quantiles_and_the_kl_finite():
+    log_ratio = torch.cat([torch.linspace(-0.1, 0.1, 400), torch.tensor([95.0])])
+    out = summarize(token_stats(log_ratio, to_ref=log_ratio), clip_epsilon=CLIP)
+    assert out["ratio_max"] == torch.inf  # raw, not the bounded one that is trained on
+    for name in ("ratio_min", "ratio_p01", "ratio_p50", "ratio_p99", "kl_to_ref", "ess"):
+        assert out[name].isfinite(), name
+    out = summarize(token_stats(torch.full((3,), 95.0)), clip_epsilon=CLIP)
+    assert all(out[name] == torch.inf for name in ("ratio_min", "ratio_p50", "ratio_p99"))

@@ -283,3 +283,20 @@ class TestBatches:
         out = TensorDict({"loss_a": torch.tensor(1.0), "loss_b": torch.tensor(2.0),
                           "kl_to_ref": torch.tensor(8.0)})
         assert total_loss(out) == 3
+
+
+@pytest.mark.parametrize("head", ["fused", "chunked", "logits"])
+def test_a_token_that_was_hardly_ever_sampled_does_not_make_the_gradient_nan(
+        make_model, make_batch, head):
+    """The ratio of such a token is infinite in float32; a positive advantage clips its term."""
+    model = make_model(dtype=torch.float32)
+    batch = make_batch(model)
+    batch["advantage"] = torch.ones(len(batch), 1)
+    batch["next", "ref_log_probs", "full"] = batch["log_probs", "full"].clone()
+    row, column = batch["masks", "all_assistant_mask"].nonzero()[3].tolist()
+    loss = GRPOLoss(model, head=head, kl_to_ref_coeff=0.1, kl_to_inference_coeff=0.1)
+    usual = gradient(loss, batch)
+    batch["log_probs", "full"][row, column] = -120.0
+    out = loss(batch)
+    assert out["ratio_max"] == torch.inf and total_loss(out).isfinite()
+    assert gradient(loss, batch).isfinite().all() and usual.isfinite().all()

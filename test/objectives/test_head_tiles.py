@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -74,3 +76,50 @@ def test_a_half_precision_tile_is_overwritten_in_its_own_type():
           grad_log_prob_n=ones, grad_entropy_n=None, column=0, inverse_temperature=1.0)
     expected = torch.nn.functional.one_hot(targets, 50) - before.float().softmax(-1)
     assert torch.equal(logits, expected.bfloat16())
+
+
+def ruled_out(dtype):
+    """Logits of which some, whole tiles among them, are -inf, and targets that are not."""
+    logits = torch.randn(5, 11, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    logits[0, 2] = logits[1, 4:] = logits[2, :6] = logits[3, ::2] = -torch.inf
+    return logits, torch.tensor([0, 3, 8, 5, 10])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("borders", [(0, 11), (0, 4, 6, 11)])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_entries_that_a_model_rules_out_have_no_part_in_entropy_and_gradient(
+        dtype, borders, with_entropy):
+    logits, targets = ruled_out(dtype)
+    exact = logits.clone().double().requires_grad_()
+    known = [row[row > -torch.inf].log_softmax(0) for row in exact]
+    expected = torch.stack([-(row.exp() * row).sum() for row in known])
+    log_probs = (exact - exact.logsumexp(-1, keepdim=True)).gather(1, targets[:, None])[:, 0]
+    of_entropy = torch.tensor([3.0, -2.0, 1.0, 0.0, 0.5])
+    loss = log_probs.sum() + with_entropy * (of_entropy * expected).sum()
+    of_logits = torch.autograd.grad(loss, exact)[0]
+
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    statistics = Statistics.empty(5, dtype=sums, device=logits.device)
+    for left, right in itertools.pairwise(borders):
+        fold(logits[:, left:right].clone(), targets, statistics, column=left,
+             inverse_temperature=1.0)
+    _, entropy, log_normaliser = statistics.finish()
+    torch.testing.assert_close(entropy, expected.to(sums), rtol=1e-5, atol=1e-6)
+    tiles = []
+    for left, right in itertools.pairwise(borders):
+        tiles.append(logits[:, left:right].clone())
+        grad_(tiles[-1], targets, log_normaliser_n=log_normaliser, entropy_n=entropy,
+              grad_log_prob_n=torch.ones(5, dtype=sums),
+              grad_entropy_n=of_entropy.to(sums) if with_entropy else None, column=left,
+              inverse_temperature=1.0)
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5,
+                                                                             "atol": 1e-6}
+    torch.testing.assert_close(torch.cat(tiles, 1), of_logits.to(dtype), **tolerance)
+
+    logits.requires_grad_()
+    of_head = log_probs_from_logits(logits, targets, temperature=1.0)
+    torch.testing.assert_close(of_head[1], expected.to(sums), rtol=1e-5, atol=1e-6)
+    loss = of_head[0].sum() + with_entropy * (of_entropy * of_head[1]).sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], of_logits.to(dtype),
+                               **tolerance)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 from tensordict import TensorDict
 
-from grpo import data
-from grpo.data_torchrl import to_torchrl
+from grpo import GRPOLoss, data
+from grpo.data_torchrl import from_torchrl, to_torchrl
 from grpo.objectives.inputs import Rows, batch_tokens, loss_mask, standard_batch
+
+from .batches import gradient
 
 REQUIRED = {data.TOKENS: "fix of tokens", data.ATTENTION_MASK: "fix of attention",
             data.ASSISTANT_MASK: "fix of assistant", data.LOG_PROBS: "fix of log-probs"}
@@ -214,3 +218,28 @@ class TestBatchTokens:
                               group_B=None, dtype=torch.float32)
         view = tokens.loss_tokens(torch.zeros(2), torch.zeros(2))
         assert view.group_R is None and view.listwise_weight_R is None
+
+
+@pytest.mark.parametrize("attention", [
+    [[0, 0, 1, 1], [1, 1, 1, 1]], [[1, 0, 1, 1], [1, 1, 1, 1]], [[0, 0, 0, 1], [0, 0, 1, 1]]])
+def test_rows_that_are_not_padded_on_the_right_are_refused(attention):
+    """Cutting the padding of the others off would take tokens of these along."""
+    batch = make_dense(attention, attention)
+    for read in (partial(standard_batch, names={}, required=REQUIRED), data.trim, to_torchrl,
+                 partial(data.split_rows, max_tokens=4)):
+        with pytest.raises(ValueError, match=r"padding before tokens in rows \[0.*from_torchrl"):
+            read(batch)
+
+
+def test_the_converter_lays_left_padded_rows_out_as_the_loss_reads_them(make_model, make_batch):
+    model = make_model()
+    batch = make_batch(model)
+    left = batch.select(*data.token_keys(batch), "group_id", "advantage")
+    for key in data.token_keys(batch):
+        rows = zip(batch[key], data.lengths(batch).tolist(), strict=True)
+        left[key] = torch.stack([row.roll(len(row) - size) for row, size in rows])
+    loss = GRPOLoss(model, kl_to_ref_coeff=0.1)
+    with pytest.raises(ValueError, match="padded on the right"):
+        loss(left)
+    assert_same = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+    assert_same(gradient(loss, from_torchrl(left, pad_token_id=0)), gradient(loss, batch))

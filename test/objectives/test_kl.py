@@ -128,3 +128,14 @@ def test_an_unknown_estimator_is_an_error():
         with pytest.raises(ValueError, match="kl_estimator='k4'.*k3"):
             call("k4")
     assert check_kl_estimator("unbiased_k3") == "unbiased_k3"
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "unbiased_k3"])
+@pytest.mark.parametrize("gap, old_gap", [(95.0, 0.0), (-95.0, 0.0), (0.1, 95.0), (-95.0, 95.0)])
+def test_gaps_that_exp_cannot_hold_stay_finite(name, gap, old_gap):
+    p = torch.tensor([-1.0], requires_grad=True)
+    log_ratio = p - (p.detach() - old_gap)
+    estimate = kl_estimate(p, p.detach() - gap, estimator=name, log_ratio_N=log_ratio)
+    assert estimate.isfinite() and gradient(estimate, p).isfinite()
+    if gap > 90 and name == "k3":  # and still pulls back where it is far above the other policy
+        assert gradient(estimate, p).item() == pytest.approx(1.0)

@@ -214,6 +214,29 @@ def test_the_off_policy_mask_does_not_depend_on_the_order_of_sequences(rows, ran
     assert torch.equal(masks([rows[i] for i in order]), torch.cat([parts[i] for i in order]))
 
 
+def verl_keeps(gap_N, mode, lower, upper):
+    """``compute_rollout_rejection_mask`` of verl for one sequence: k1 is minus the log-ratio."""
+    k1_N = -gap_N.clamp(-20.0, 20.0)
+    statistic = {"seq_sum_k1": k1_N.sum(), "seq_mean_k1": k1_N.mean()}[mode]
+    return math.log(lower) <= statistic <= math.log(upper)
+
+
+@pytest.mark.parametrize("mode, name", [("seq_sum_k1", "sequence_reject"),
+                                        ("seq_mean_k1", "geometric_reject")])
+def test_the_guide_maps_the_bounds_of_verls_rejections_to_their_inverses(mode, name):
+    lower, upper = 0.5, 1.1
+    gaps = torch.linspace(-1.2, 1.2, 49)[:, None] * torch.tensor([0.5, 0.2, 0.8])
+    kept = [verl_keeps(gap_N, mode, lower, upper) for gap_N in gaps]
+    assert 5 < sum(kept) < 44
+
+    def ours(*bounds):
+        mismatch = make_mismatch({name: bounds})
+        return [bool(mismatch.weights(gap_N, make_tokens([3])).all()) for gap_N in gaps]
+
+    assert ours(1 / upper, 1 / lower) == kept
+    assert ours(lower, upper) != kept
+
+
 @pytest.mark.parametrize("delta", [-0.1, math.nan, math.inf])
 def test_a_threshold_that_is_none_is_an_error(delta):
     with pytest.raises(ValueError, match=f"delta={delta}.*at least 0"):

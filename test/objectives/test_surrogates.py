@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from grpo.objectives import registry
 from grpo.objectives.registry import get_objective, register_surrogate
 from grpo.objectives.surrogates import cispo, dppo, gspo, gspo_token, ppo_clip, sapo
-from grpo.objectives.tokens import LossTokens
+from grpo.objectives.tokens import LossTokens, bounded_ratio
 
 CLIP = (0.2, 0.3)
 
@@ -60,7 +60,8 @@ def reference_cispo(ratio, p, q, a, *, clip_epsilon=(1.0, 0.2)):
     return -weight * a * math.log(p), -weight * a
 
 
-def reference_dppo(ratio, p, q, a, *, divergence="tv", threshold=0.15):
+def reference_dppo(ratio, p, q, a, *, divergence="tv", threshold=None):
+    threshold = threshold or {"tv": 0.15, "kl": 0.05}[divergence]
     distance = abs(p - q)
     if divergence == "kl":
         distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
@@ -120,7 +121,7 @@ def away_from_edges(quantities, edges):
     ("gspo", {"clip_epsilon": (0.2, 0.3)}),
     ("gspo_token", {"clip_epsilon": (0.2, 0.3)}),
     ("dppo", {"threshold": 0.02}),
-    ("dppo", {"divergence": "kl", "threshold": 0.05}),
+    ("dppo", {"divergence": "kl"}),
     ("sapo", {"temperature_positive": 0.5, "temperature_negative": 3.0}),
 ])
 @settings(max_examples=30, deadline=None)
@@ -239,7 +240,48 @@ class TestGSPO:
         assert value_N[-1] == pytest.approx(-math.exp(-0.1), rel=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"divergence": "kl", "threshold": 0.05}])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("gap", [95.0, -95.0, math.inf])
+@pytest.mark.parametrize("name, options", [
+    *((name, {}) for name in ALL), ("ppo_clip", {"delta": 3.0}),
+    ("dppo", {"divergence": "kl"}), ("cispo", {"clip_epsilon": (0.5, 4.0)})])
+def test_a_ratio_that_float32_cannot_hold_spoils_neither_value_nor_gradient(
+        name, options, gap, advantage):
+    """``exp(95)`` is infinite in float32; the clip makes many such terms finite."""
+    tokens = make_tokens([-1.0, -0.5], [-1.0 - gap, -0.4], [advantage] * 2, [0, 1], torch.float32)
+    function = partial(get_objective(name).function, **options)
+    value_N, gradient_N = value_and_gradient(function, tokens)
+    assert all(map(math.isfinite, [*value_N, *gradient_N]))
+    if gap > 0 and advantage > 0 and name in ("ppo_clip", "gspo", "gspo_token"):
+        low, high = (3e-4, 4e-4) if name.startswith("gspo") else (0.2, 0.2)
+        assert value_N[0] == pytest.approx(-(1 + high)) and gradient_N[0] == 0.0
+    alone = make_tokens([-0.5], [-0.4], [advantage], [0], torch.float32)
+    assert value_and_gradient(function, alone) == ([value_N[1]], [gradient_N[1]])
+
+
+@pytest.mark.parametrize("divergence, default, inside, outside", [
+    ("tv", 0.15, 0.64, 0.66), ("kl", 0.05, 0.65, 0.66)])
+def test_dppo_has_a_threshold_of_its_own_for_each_divergence(divergence, default, inside, outside):
+    def gradient(p, **options):
+        tokens = make_tokens([math.log(p)], [math.log(0.5)], [1.0])
+        return value_and_gradient(dppo, tokens, divergence=divergence, **options)[1][0]
+
+    distance = [abs(p - 0.5) if divergence == "tv" else -0.5 * math.log(4 * p * (1 - p))
+                for p in (inside, outside)]
+    assert distance[0] < default < distance[1]
+    assert gradient(inside) != 0 and gradient(outside) == 0
+    assert gradient(outside, threshold=2 * default) != 0  # one that is given wins
+
+
+@given(gap=st.floats(-20, 20))
+def test_the_bound_of_the_ratio_changes_nothing_within_it(gap):
+    log_ratio = torch.tensor(gap, dtype=torch.float64, requires_grad=True)
+    value, plain = bounded_ratio(log_ratio), log_ratio.exp()
+    assert value == plain
+    assert torch.autograd.grad(value, log_ratio) == torch.autograd.grad(plain, log_ratio)
+
+
+@pytest.mark.parametrize("options", [{}, {"divergence": "kl"}])
 def test_dppo_lets_a_rare_token_multiply_its_ratio_and_stops_likely_ones(options):
     # Rare, likely, and certain until now: its log-prob of 0 is where a KL could become NaN.
     tokens = make_tokens([math.log(2e-3), math.log(0.9), -5.0],
@@ -294,9 +336,8 @@ class TestOptions:
         ("ppo_clip", {"clip_epsilon": 0.1}, "must be without clip_epsilon"),
         ("ppo_clip", {"delta": 1.2}, r"delta=1.2 must be None or .* = 1.2"),
         ("ppo_clip", {"delta": "3"}, "delta='3' must be"),
-        ("dppo", {"threshold": 0.0}, "threshold=0.0 must be a number above 0"),
+        ("dppo", {"threshold": 0.0}, "threshold=0.0 must be None, or a number above 0"),
         ("dppo", {"threshold": math.nan}, "threshold=nan must be"),
-        ("dppo", {"threshold": None}, "threshold=None must be"),
         ("dppo", {"threshold": 1.5}, "threshold=1.5 .* at most 1 for divergence='tv'"),
         ("dppo", {"divergence": "js"}, r"divergence='js' must be one of \('tv', 'kl'\)"),
         ("sapo", {"temperature_positive": 0.0}, "temperature_positive=0.0 must be"),

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from grpo import data
 from grpo.objectives import GRPOLoss
+from grpo.objectives.aggregate import row_weights
 from grpo.objectives.inputs import loss_mask
 from grpo.objectives.maxent import MaxEntWeights
 from grpo.policies.scoring import ProximalScorer
@@ -234,6 +235,50 @@ def test_a_loss_of_groups_gets_them_whole_in_steps_and_micro_batches(model, spli
     learner.update(rollout, iteration=4)
     assert len(seen) > 6
     assert sorted(sum(seen, [])) == sorted(3 * [10, 11, 12, 13])
+
+
+PROMPTS = {"objective": "cispo", "aggregation": "prompt"}
+
+
+@pytest.mark.parametrize("rows_per_step", [2, 4])
+def test_every_prompt_has_the_same_share_of_several_steps(model, rows_per_step):
+    """A prompt that is cut over two steps would count once in each, beside whole ones."""
+    learner = make_learner(model, loss=PROMPTS, rows_per_step=rows_per_step, epochs=3)
+    share = dict.fromkeys([10, 11, 12, 13], 0.0)
+    for batch in learner._optimizer_batches(make_rollout(), 4):
+        mask = loss_mask(batch)
+        weight_B = row_weights(mask, learner.loss.normalizer(batch), aggregation="prompt",
+                               group_id_B=batch[data.GROUP_ID]) * mask.sum(-1)
+        for group, weight in zip(batch[data.GROUP_ID].tolist(), weight_B.tolist(), strict=True):
+            share[group] += weight
+    total = sum(share.values())
+    assert [value / total for value in share.values()] == pytest.approx([0.25] * 4, abs=1e-12)
+
+
+@pytest.mark.parametrize("sizes, rows_per_step", [
+    ([1, 2, 3, 2], 4), ([1, 2, 3, 2], 2), ([6, 1, 1], 4), ([1, 1, 6], 4), ([2, 2, 2, 2], 8)])
+def test_steps_end_between_groups_of_any_sizes(model, sizes, rows_per_step):
+    rollout = make_rollout()
+    rollout[data.GROUP_ID] = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    rollout["row"] = torch.arange(ROWS)
+    for loss in (PROMPTS, LISTWISE):
+        learner = make_learner(model, loss=loss, rows_per_step=rows_per_step, epochs=2)
+        batches = list(learner._optimizer_batches(rollout, 1))
+        assert len(batches) == 2 * ROWS // rows_per_step
+        for batch in batches:
+            counts = batch[data.GROUP_ID].bincount(minlength=len(sizes)).tolist()
+            assert all(here in (0, size) for here, size in zip(counts, sizes, strict=True))
+            assert len(batch)
+        rows = torch.cat([batch["row"] for batch in batches])
+        assert rows.sort().values.tolist() == sorted(2 * [*range(ROWS)])
+
+
+def test_more_steps_than_groups_is_an_error_that_says_what_to_do(model):
+    rollout = make_rollout()
+    rollout[data.GROUP_ID] = torch.zeros(ROWS, dtype=torch.int64)
+    learner = make_learner(model, loss=PROMPTS, rows_per_step=4)
+    with pytest.raises(ValueError, match="2 optimizer steps of 4 rows, but has 1 groups.*raise"):
+        learner.update(rollout, iteration=0)
 
 
 def test_rows_go_their_own_way_where_the_loss_does_not_compare_them(model):
