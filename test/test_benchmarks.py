@@ -29,6 +29,11 @@ def scaling():
     return load_benchmark("scaling")
 
 
+@pytest.fixture(scope="module")
+def lengths():
+    return load_benchmark("async_lengths")
+
+
 def test_the_scaling_table_is_the_one_of_the_results(scaling):
     assert scaling.table() in TEXT
 
@@ -48,17 +53,13 @@ def test_each_benchmark_is_named_with_what_it_says_of_itself():
 class TestAsyncLengths:
     """The table of ``docs/async.md``."""
 
-    @pytest.fixture(scope="class")
-    def lengths(self):
-        return load_benchmark("async_lengths")
-
     def test_the_page_has_the_table_and_the_command_of_the_result(self, lengths):
         page = (BENCHMARKS.parent / "docs" / "async.md").read_text()
         result = json.loads(lengths.RESULT.read_text())
         assert lengths.table(result) in page and result["command"] in page
 
     def test_the_script_measures_what_the_page_says(self, lengths, capsys, monkeypatch, tmp_path):
-        """A part of it again: of the commit before and of this tree."""
+        """A part of it again."""
         out = tmp_path / "result.json"
         monkeypatch.setattr(sys, "argv", [
             "async_lengths.py", "--steps", "40", "--staleness", "1", "--out", str(out)])
