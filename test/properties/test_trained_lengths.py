@@ -19,7 +19,7 @@ works = st.builds(
     seed=st.integers(0, 2**16))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(work=works, staleness=st.integers(0, 4), in_flight=st.booleans())
 def test_every_group_is_trained_once_and_in_time(work, staleness, in_flight):
     """So the lengths that are trained are those that are generated."""
