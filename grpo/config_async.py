@@ -16,16 +16,18 @@ class AsyncTrainConfig(TrainConfig):
     """The loop, and how far generation may run ahead of it."""
 
     staleness: int = Field(1, ge=0)
-    """Weight updates that may lie between a token and its training; 0: none, on-policy."""
+    """Weight updates that may lie between a token and its training; 0: none, on-policy. The more,
+    the less a batch has to wait for long groups."""
     update_at: Literal["auto", "in_flight", "group_border"] = "auto"
     """When engines take new weights: ``in_flight``, between two tokens, so that a row may have
     tokens of several versions; ``group_border``, when what they generate is finished, so that none
     has; auto: in flight where the engine can, which is vLLM."""
     group_deadline: float | None = Field(None, gt=0)
-    """Seconds that a group may take; then it is generated again elsewhere. null: any time."""
+    """Seconds that a group may take; then it is generated again elsewhere, and dropped after three
+    attempts, so that the longest completions are not trained. null: any time."""
     oversample: float = Field(0.0, ge=0)
     """Share of groups started beyond those a batch needs, so that it need not wait for the slowest
-    ones."""
+    ones. The prompts of those are sampled anew, which favours short completions."""
     rollout_timeout: float = Field(1800.0, gt=0)
     """Seconds without a finished group after which the run ends, resumable."""
 

@@ -25,7 +25,8 @@ class AtroposSection(Section):
     bridge: bool = False
     """Answer the environments' requests with the policy of this process."""
     max_staleness: int | None = Field(None, ge=0)
-    """Tokens sampled more than so many updates ago are not trained; null: all are."""
+    """Tokens sampled more than so many updates ago are not trained, which strikes long sequences
+    most; null: all are."""
     restart_interval: int | None = Field(None, ge=1)
     """Steps between two engines, where each update starts a new one; null: 1. An evaluation that
     is due in between starts one, too, so that it is of its step's model."""

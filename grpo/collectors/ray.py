@@ -46,7 +46,9 @@ class RayCollector:
 
     Attributes:
         seconds: ``"wait"``: what the last batch was waited for.
-        metrics: staleness, fill of the buffer, rates and idle shares of the workers.
+        metrics: staleness, fill of the buffer, rates and idle shares of the workers, and under
+            ``async/overtaken_wait`` the seconds of the wait in which a batch was finished, and only
+            groups were missing that it had overtaken.
 
     Raises:
         RolloutsFailed: from :meth:`collect`.
@@ -68,6 +70,7 @@ class RayCollector:
         self._scored: Any = None  # the reference's last answer
         self.seconds = {"wait": 0.0}
         self.metrics: dict[str, float] = {}
+        self._overtaken_wait = 0.0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped = False
@@ -109,7 +112,7 @@ class RayCollector:
 
     def collect(self) -> TensorDictBase:
         """One batch of whole groups, flat and dense."""
-        start = time.perf_counter()
+        start, self._overtaken_wait = time.perf_counter(), 0.0
         self._start()
         finished, patience = -1, 0.0
         while (batch := self._taken()) is None:
@@ -119,10 +122,7 @@ class RayCollector:
                 finished, patience = (self.schedule.counts["finished"],
                                       time.monotonic() + self.timeout)
             if time.monotonic() > patience:
-                raise RolloutsFailed(
-                    f"no group was finished within {self.timeout:g} s; {self.schedule.running} are "
-                    f"being generated, {self.schedule.ready} are ready. Raise "
-                    "train.rollout_timeout, or lower inference_model.max_tokens")
+                raise RolloutsFailed(self._nothing_comes())
         self.seconds = {"wait": time.perf_counter() - start}
         self._measure(batch)
         return torch.cat([done.group for done in batch])
@@ -146,11 +146,25 @@ class RayCollector:
         with self._changed:
             batch = self.schedule.take()
             if batch is None:
+                start, overtaken = time.perf_counter(), self.schedule.awaited > 0
                 self._changed.wait(_LOOK)
+                self._overtaken_wait += overtaken * (time.perf_counter() - start)
                 batch = self.schedule.take()
             if batch is not None:
                 self._hand_out()
             return batch
+
+    def _nothing_comes(self) -> str:
+        with self._changed:
+            slowest, running = self.schedule.slowest(), self.schedule.running
+        names = {life: self.pool.name(number) for number, life in enumerate(self.pool.lives)}
+        who = "" if slowest is None else (
+            f", one for {time.monotonic() - slowest.since:.0f} s by "
+            f"{names.get(slowest.worker, 'a worker that is gone')}")
+        return (f"no group was finished within {self.timeout:g} s; {running} are being generated"
+                f"{who}, {self.schedule.ready} are ready. If that worker hangs, let "
+                "train.group_deadline give its groups to another; if rows are that long, raise "
+                "train.rollout_timeout, or lower inference_model.max_tokens")
 
     def _heal(self) -> None:
         try:
@@ -223,9 +237,8 @@ class RayCollector:
             dropped = self.schedule.counts["dropped"]
             self.schedule.fail(lease)
             if self.schedule.counts["dropped"] > dropped:
-                self._error = (f"a group failed, or was late or too old, "
-                               f"{self.schedule.max_attempts} times; at last it failed in "
-                               f"{self.pool.name(number)}: {error}")
+                self._error = (f"a group failed, or was late, {self.schedule.max_attempts} times; "
+                               f"at last it failed in {self.pool.name(number)}: {error}")
             return
         if self.reference is None:
             self._finish(lease, group)
@@ -328,6 +341,7 @@ class RayCollector:
             busy, seconds = _since(self._before.get("reference"), self._scored)
             if seconds > 0:
                 metrics["async/reference_idle"] = max(0.0, 1.0 - busy / seconds)
+        metrics["async/overtaken_wait"] = self._overtaken_wait
         metrics["async/restarts"] = float(self.pool.restarts)
         self._before, self.metrics = latest, metrics
 

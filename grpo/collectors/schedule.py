@@ -6,7 +6,9 @@ that has to be generated again is the same task, whoever gets it.
 
 The bound on staleness is that of AReaL (arXiv:2505.24298, sec. 5.1): at version ``v`` at most
 ``(v + 1 + staleness) * batch_groups`` groups have been started. Groups finish out of order, so the
-bound on what is *started* is not enough: what is taken is checked as well.
+bound on what is *started* is not enough: short groups would overtake long ones until those are too
+old, and a run would train on short completions only. So the oldest groups are taken first, and a
+batch waits for a running group for which there would be no place left while it is fresh enough.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
-COUNTS = ("finished", "too_old", "expired", "failed", "lost", "dropped", "late", "filtered")
+COUNTS = ("finished", "awaited", "too_old", "expired", "failed", "lost", "dropped", "late",
+          "filtered")
 
 
 @dataclass(frozen=True, order=True)
@@ -24,7 +27,7 @@ class Ticket:
 
     Attributes:
         index: number of the group in the run.
-        attempt: how often it was given up on before, for its own fault: it took too long.
+        attempt: how often it was given up on before: it took too long, or failed.
     """
 
     index: int
@@ -33,12 +36,21 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Lease:
-    """A ticket in the hands of a worker."""
+    """A ticket in the hands of a worker.
+
+    Attributes:
+        id: each lease has its own.
+        ticket: what is to be generated.
+        worker: who does it.
+        since: when it was handed out, in seconds.
+        version: number of weight updates before; no token of the group can be older.
+    """
 
     id: int
     ticket: Ticket
     worker: int
     since: float
+    version: int
 
 
 @dataclass(frozen=True)
@@ -68,19 +80,22 @@ class RolloutSchedule:
             training; 0 generates each batch with the weights that it trains.
         group_deadline: seconds a worker may take for a group; None: any time.
         oversample: share of groups started beyond those a batch needs, so that it need not wait
-            for its slowest ones. What is left over serves the next batch if it is fresh enough,
-            and is generated again if not.
+            for its slowest ones. What is left over serves the next batch if it is fresh enough. If
+            not, its prompt is sampled anew, which favours short completions: 0 trains on all.
         max_rounds: sample dynamically (DAPO, arXiv:2503.14476, sec. 3.2): only groups of rank 0
             make a batch, and others are started in place of the rest, until so many times the
             groups of a batch were generated for it. None: every group is used.
-        max_attempts: a group that expired or got too old so often is dropped.
+        max_attempts: a group that expired or failed so often is dropped.
 
     Attributes:
         version: weight updates so far; :meth:`publish` sets it.
-        counts: groups ``finished``; ``too_old`` when a batch was to be taken; ``expired`` at their
-            deadline; ``failed`` in a worker; ``lost`` with a worker; ``dropped`` for good;
-            answers that came ``late``, after their lease had ended; and, with ``max_rounds``, those
-            ``filtered`` out.
+        awaited: running groups of which the last :meth:`take` would have made too old ones, so that
+            it took nothing, although a batch was there.
+        counts: groups ``finished``; ``awaited``, as above, over all batches; ``too_old``, which
+            happens with ``oversample`` and where a resumed run is given less ``staleness`` or
+            smaller batches; ``expired`` at their deadline; ``failed`` in a worker; ``lost`` with a
+            worker; ``dropped`` for good; answers that came ``late``, after their lease had ended;
+            and, with ``max_rounds``, those ``filtered`` out.
         generated: groups that the last batch took, with those that were filtered out for it.
 
     Raises:
@@ -115,7 +130,7 @@ class RolloutSchedule:
         self.group_deadline, self.max_attempts = group_deadline, max_attempts
         self.extra = round(oversample * batch_groups)
         self.max_rounds, self.generated = max_rounds, 0
-        self.version = 0
+        self.version = self.awaited = 0
         self.counts = dict.fromkeys(COUNTS, 0)
         self._taken = 0  # groups handed to the trainer
         self._next = 0  # first group that has no ticket yet
@@ -146,6 +161,10 @@ class RolloutSchedule:
         """Workers that have groups in their hands."""
         return {lease.worker for lease in self._leases.values()}
 
+    def slowest(self) -> Lease | None:
+        """What has been running longest."""
+        return min(self._leases.values(), key=lambda lease: lease.since, default=None)
+
     def admits(self) -> bool:
         """Whether one more group may be started and still be fresh when its turn comes."""
         wanted = (self.version + 1 + self.staleness) * self.batch_groups - self._taken
@@ -163,7 +182,7 @@ class RolloutSchedule:
             ticket = self._again.pop(0)
         else:
             ticket, self._next = Ticket(self._next), self._next + 1
-        lease = Lease(self._lease_ids, ticket, worker, now)
+        lease = Lease(self._lease_ids, ticket, worker, now, self.version)
         self._lease_ids += 1
         self._leases[lease.id] = lease
         return lease
@@ -174,7 +193,8 @@ class RolloutSchedule:
         """A worker has finished a group; False if its lease had ended, and the group is ignored.
 
         Raises:
-            ValueError: for a version that does not exist yet.
+            ValueError: for a version that does not exist yet, or that was gone when the group was
+                handed out.
         """
         if version > self.version:
             raise ValueError(f"version={version} of a group is newer than the weights, which are "
@@ -183,6 +203,10 @@ class RolloutSchedule:
         if lease is None:
             self.counts["late"] += 1
             return False
+        if version < lease.version:
+            raise ValueError(f"version={version} of a group is older than the weights were when it "
+                             f"was handed out, {lease.version}: worker {lease.worker} has missed "
+                             "an update")
         self.counts["finished"] += 1
         done = Finished(lease.ticket, version, group, 0 if self.max_rounds is None else rank)
         (self._spare if done.rank else self._ready).append(done)
@@ -222,7 +246,8 @@ class RolloutSchedule:
         return late
 
     def take(self) -> list[Finished] | None:
-        """A batch in the order of its numbers, or None while too few fresh groups are finished.
+        """A batch in the order of its numbers, or None while too few fresh groups are finished, or
+        a running one could no longer be trained after it.
 
         Those that would soon be too old go first.
         """
@@ -234,6 +259,10 @@ class RolloutSchedule:
         found = sorted([*self._ready, *self._spare],
                        key=lambda done: (done.rank, done.version, done.ticket.index))
         batch, left = found[: self.batch_groups], found[self.batch_groups :]
+        first, self.awaited = not self.awaited, self._overtaken(left)
+        if self.awaited:
+            self.counts["awaited"] += self.awaited * first
+            return None
         self._ready, self._spare = [done for done in left if not done.rank], []
         filtered = len(left) - len(self._ready)
         self.counts["filtered"] += filtered
@@ -241,6 +270,19 @@ class RolloutSchedule:
         self._taken += self.batch_groups
         self._training += batch
         return sorted(batch, key=lambda done: done.ticket.index)
+
+    def _overtaken(self, left: list[Finished]) -> int:
+        """Running groups that would find no place while they are fresh, if ``left`` was what
+        remained of the finished ones; beyond ``extra``, which need not find one.
+
+        A group of version ``w`` is fresh in the batches up to that of version ``w + staleness``.
+        All groups that old have to find places in these, not only those that are due next.
+        """
+        running = [lease.version for lease in self._leases.values()]
+        waiting = [*running, *(done.version for done in left if not done.rank)]
+        return max((sum(other <= version for other in waiting) - self.extra
+                    - self.batch_groups * (version + self.staleness - self.version)
+                    for version in {*running}), default=0)
 
     def publish(self, version: int) -> None:
         """There are new weights; what has been taken is in them.
@@ -258,8 +300,7 @@ class RolloutSchedule:
         old = [done for done in self._ready if done.version < oldest]
         self._ready = [done for done in self._ready if done.version >= oldest]
         self.counts["too_old"] += len(old)
-        for done in old:
-            self._retry(done.ticket)
+        self._again += [done.ticket for done in old]
         fresh = [done for done in self._spare if done.version >= oldest]
         self.counts["filtered"] += len(self._spare) - len(fresh)
         self._spare = fresh

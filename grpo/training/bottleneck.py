@@ -29,6 +29,10 @@ def bottleneck_table(metrics: Path) -> list[str]:
     lines += [f"  {key.removeprefix('time/'):<12} {middle[key]:8.3g} s  {middle[key] / step:4.0%}"
               for key in middle if key.startswith("time/") and key not in ("time/step", "time/eval")
               and middle[key] / step >= 0.005]
+    overtaken = middle.get("async/overtaken_wait", 0.0)
+    if overtaken / step >= 0.005:
+        lines.append(f"  {overtaken:.3g} s of the wait, {overtaken / step:.0%} of the step, for "
+                     "groups that shorter ones had overtaken")
     idle = {int(key.split("_")[1]): middle[key] for key in middle
             if key.startswith("async/worker_") and key.endswith("_idle")}
     for number, share in sorted(idle.items()):
@@ -42,6 +46,9 @@ def bottleneck_table(metrics: Path) -> list[str]:
     if any(refused.values()):
         lines.append("  groups " + ", ".join(f"{name.replace('_', ' ')} {count}"
                                              for name, count in refused.items() if count))
+    if refused["too_old"] or refused["expired"]:
+        lines.append("  what is too old or expires is mostly long: the run favoured short "
+                     "completions (train.oversample, train.group_deadline)")
     return [*lines, advice(middle, list(idle.values()))]
 
 
@@ -52,6 +59,9 @@ def advice(middle: dict[str, float], idle: list[float]) -> str:
         >>> advice({"time/step": 2.0, "time/wait": 1.0, "time/train": 0.9}, [0.02])
         'generation was the bottleneck: the trainer waited 50% of the time; give inference_model \
 more devices'
+        >>> advice({"time/step": 2.0, "time/wait": 1.0, "async/overtaken_wait": 0.8}, [0.02])
+        'long groups were the bottleneck: for 40% of the time a batch was finished, but groups \
+that it had overtaken would become too old; raise train.staleness'
         >>> advice({"time/step": 2.0, "time/wait": 0.0, "time/train": 1.8}, [0.4])
         'training was the bottleneck: the workers were idle 40% of the time; give train_model more \
 devices, or inference_model fewer'
@@ -62,15 +72,20 @@ devices, or the reference, which took 29% of the step, one of its own'
     """
     step = middle["time/step"]
     waited, resting = middle.get("time/wait", 0.0) / step, sum(idle) / max(1, len(idle))
+    overtaken = middle.get("async/overtaken_wait", 0.0) / step
     moved = (middle.get("time/sync", 0.0) + middle.get("time/canary", 0.0)) / step
     scorer = middle.get("async/reference_idle", 1.0)
     if waited >= _MUCH and resting >= _MUCH and scorer < _MUCH:
         return (f"the reference was the bottleneck: it was idle {scorer:.0%} of the time while the "
                 f"trainer waited {waited:.0%}; raise train.max_tokens_per_micro_batch, by which it "
                 "scores, or let the trainer score with ref_model.num_devices=null")
+    if overtaken >= max(_MUCH, waited / 2):
+        return (f"long groups were the bottleneck: for {overtaken:.0%} of the time a batch was "
+                "finished, but groups that it had overtaken would become too old; raise "
+                "train.staleness")
     if waited >= _MUCH and resting >= _MUCH:
         return (f"trainer and workers waited for each other ({waited:.0%} and {resting:.0%} of the "
-                "time); raise train.staleness, or train.oversample where few rows are long")
+                "time); raise train.staleness")
     if waited >= _MUCH:
         return (f"generation was the bottleneck: the trainer waited {waited:.0%} of the time; give "
                 "inference_model more devices")

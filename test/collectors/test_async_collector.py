@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from contextlib import ExitStack
 
@@ -174,8 +175,26 @@ def test_a_group_that_nobody_can_generate_ends_the_run_with_the_error(start):
 def test_a_worker_without_an_answer_is_noticed(start):
     trainer = start(train={"rollout_timeout": 0.5})
     trainer.collector.pool.intercept["submit"] = lambda leases: None
-    with pytest.raises(RolloutsFailed, match="no group was finished within 0.5 s; . are being"):
+    with pytest.raises(RolloutsFailed, match="no group was finished within 0.5 s; . are being "
+                       "generated, one for . s by rollout worker ., 0 are.*train.group_deadline"):
         trainer.collector.collect()
+
+
+def test_long_groups_are_waited_for_and_trained(start):
+    """One worker keeps its groups for three updates that the other could make without them."""
+    trainer = start(train={"staleness": 1})
+    pool, held = trainer.collector.pool, []
+    slow = pool.actors[0]
+    submit, slow.submit = slow.submit, held.extend
+    trainer.iterate()
+    assert held and trainer.collector.metrics["async/overtaken_wait"] == 0
+    timer = threading.Timer(1.0, lambda: (setattr(slow, "submit", submit), submit(held)))
+    timer.start()
+    waited = [trainer.iterate() for _ in range(3)]
+    timer.join()
+    assert sum(metrics["async/overtaken_wait"] for metrics in waited) > 0.2
+    assert waited[-1]["async/groups_awaited"] > 0 == waited[-1]["async/groups_too_old"]
+    assert all(metrics["policy/age_max"] <= 1 for metrics in waited)
 
 
 def test_a_group_past_its_deadline_is_given_to_another(start):
@@ -207,9 +226,9 @@ def test_the_reference_scores_groups_as_they_come_and_is_replaced_when_it_dies(s
         assert torch.allclose(scored, here(batch)[data.REF_LOG_PROBS], atol=1e-6)
         assert scored.min() < 0
         assert 0 <= trainer.collector.metrics["async/reference_idle"] < 1
-        trainer.collector.published(step + 1)
         trainer.collector.pool.actors[0].set_version(step + 1)
         trainer.collector.pool.actors[1].set_version(step + 1)
+        trainer.collector.published(step + 1)
     assert pool.restarts == 1
 
 

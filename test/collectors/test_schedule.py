@@ -103,6 +103,27 @@ class Run(RuleBasedStateMachine):
         bound = (self.schedule.version + 1 + self.options["staleness"]) * self.groups
         assert len(self.trained) + live <= bound + self.schedule.extra
 
+    @rule()
+    def let_all_finish(self) -> None:
+        """Whatever has happened, a batch comes as soon as nothing is running any more."""
+        while (batch := self.schedule.take()) is None:
+            lease = self.schedule.lease(worker=0, now=self.now)
+            if lease is not None:
+                self.leases[lease.id] = lease, self.schedule.version
+                self.seen.add(lease.ticket.index)
+            assert self.leases, "no batch, nothing running and nothing to start: stuck"
+            id = min(self.leases)
+            lease, version = self.leases.pop(id)
+            self.schedule.finish(id, lease.ticket.index, version=version)
+        self.trained += [done.group for done in batch]
+        self.batches += 1
+        self.schedule.publish(self.schedule.version + 1)
+
+    @invariant()
+    def none_is_too_old_that_was_not_meant_to_be_left_over(self) -> None:
+        if hasattr(self, "schedule") and not self.schedule.extra:
+            assert self.schedule.counts["too_old"] == 0
+
     @invariant()
     def nothing_is_lost(self) -> None:
         """Each group that was ever started is trained, waiting, running, queued or counted."""
@@ -161,17 +182,57 @@ class TestOrder:
 
 
 class TestAge:
-    def test_a_straggler_too_old_to_train_on_is_counted_and_generated_again(self):
+    @staticmethod
+    def next_one(schedule: RolloutSchedule, lease) -> object:
+        """Train on what a lease brings, and start another group."""
+        schedule.finish(lease.id, "fast", version=schedule.version)
+        assert len(schedule.take()) == 1 and schedule.awaited == 0
+        schedule.publish(schedule.version + 1)
+        return schedule.lease(worker=1, now=0.0)
+
+    def test_a_batch_waits_for_a_straggler_that_would_be_too_old_after_it(self):
         schedule = RolloutSchedule(1, staleness=1)
         slow, fast = (schedule.lease(worker=w, now=0.0) for w in range(2))
-        for version in range(2):
-            schedule.finish(fast.id, "fast", version=version)
-            assert len(schedule.take()) == 1
-            schedule.publish(version + 1)
-            fast = schedule.lease(worker=1, now=0.0)
+        fast = self.next_one(schedule, fast)
+        schedule.finish(fast.id, "fast", version=1)
+        assert schedule.take() is None and schedule.take() is None
+        assert schedule.awaited == schedule.counts["awaited"] == 1
         schedule.finish(slow.id, "slow", version=0)
-        assert schedule.take() is None and schedule.counts["too_old"] == 1
-        assert schedule.lease(worker=0, now=0.0).ticket == Ticket(slow.ticket.index, attempt=1)
+        assert [done.group for done in schedule.take()] == ["slow"] and schedule.awaited == 0
+        schedule.publish(2)
+        assert [done.group for done in schedule.take()] == ["fast"]
+        assert schedule.counts["too_old"] == 0 and schedule.counts["awaited"] == 1
+
+    def test_it_waits_where_two_stragglers_would_need_the_one_place_that_is_left(self):
+        """Neither is due yet, but the batches until both are too old hold one of them."""
+        schedule = RolloutSchedule(1, staleness=2)
+        fast, *slow = (schedule.lease(worker=w, now=0.0) for w in range(3))
+        fast = self.next_one(schedule, fast)
+        schedule.finish(fast.id, "fast", version=1)
+        assert schedule.take() is None and schedule.awaited == 1
+        schedule.finish(slow[1].id, "slow", version=0)
+        assert [done.group for done in schedule.take()] == ["slow"]
+
+    @pytest.mark.parametrize("gone", ["lose", "fail", "expire"])
+    def test_a_straggler_that_is_given_back_holds_nobody_up(self, gone):
+        """It keeps its number, and starts anew with the present weights."""
+        schedule = RolloutSchedule(1, staleness=1, group_deadline=5.0)
+        slow, fast = (schedule.lease(worker=w, now=0.0) for w in range(2))
+        fast = self.next_one(schedule, fast)
+        schedule.finish(fast.id, "fast", version=1)
+        assert schedule.take() is None and schedule.slowest() == slow
+        {"lose": lambda: schedule.lose(0), "fail": lambda: schedule.fail(slow.id),
+         "expire": lambda: schedule.expire(9.0)}[gone]()
+        assert [done.group for done in schedule.take()] == ["fast"]
+        schedule.publish(2)
+        again = schedule.lease(worker=1, now=9.0)
+        assert again.ticket.index == slow.ticket.index and again.version == 2
+
+    def test_a_group_older_than_the_weights_it_was_started_with_is_refused(self):
+        schedule = RolloutSchedule(1, staleness=1)
+        lease = self.next_one(schedule, schedule.lease(worker=1, now=0.0))
+        with pytest.raises(ValueError, match="version=0 .* handed out, 1: worker 1 has missed"):
+            schedule.finish(lease.id, None, version=0)
 
     def test_the_oldest_go_first(self):
         schedule = RolloutSchedule(1, staleness=1)
@@ -194,6 +255,24 @@ class TestLongTail:
             schedule.finish(lease.id, lease.ticket.index, version=0)
         assert [done.group for done in schedule.take()] == [1, 2]
         assert schedule.lease(worker=0, now=0.0) is None, "nobody could use it"
+        schedule.publish(1)
+        schedule.finish(leases[0].id, 0, version=0)
+        assert schedule.take() is None and schedule.counts["too_old"] == 1
+        assert schedule.lease(worker=0, now=0.0).ticket == Ticket(0), "its prompt comes again"
+
+    def test_no_more_groups_are_left_over_than_were_started_beyond_the_need(self):
+        schedule = RolloutSchedule(2, staleness=1, oversample=0.5)
+        leases = [schedule.lease(worker=0, now=0.0) for _ in range(5)]
+        for lease in leases[:2]:
+            schedule.finish(lease.id, lease.ticket.index, version=0)
+        assert schedule.take() and schedule.publish(1) is None
+        for _ in range(2):
+            lease = schedule.lease(worker=0, now=0.0)
+            schedule.finish(lease.id, lease.ticket.index, version=1)
+        assert schedule.take() is None and schedule.awaited == 2
+        for lease in leases[2:4]:
+            schedule.finish(lease.id, lease.ticket.index, version=0)
+        assert [done.group for done in schedule.take()] == [2, 3]
 
     def test_a_group_that_always_takes_too_long_is_dropped_and_another_takes_its_place(self):
         schedule = RolloutSchedule(1, staleness=0, group_deadline=10.0, max_attempts=2)
@@ -267,6 +346,18 @@ class TestResume:
         assert resumed.lease(worker=0, now=0.0) is None
         resumed.finish(again[0].id, "new", version=0)
         assert [done.group for done in resumed.take()] == ["new", "kept"]
+
+
+    def test_what_no_longer_fits_smaller_batches_is_generated_again(self):
+        schedule = RolloutSchedule(3, staleness=0)
+        for lease in [schedule.lease(worker=0, now=0.0) for _ in range(3)]:
+            schedule.finish(lease.id, lease.ticket.index, version=0)
+        resumed = RolloutSchedule(1, staleness=0)
+        resumed.load_state_dict(schedule.state_dict())
+        assert [done.group for done in resumed.take()] == [0]
+        resumed.publish(1)
+        assert resumed.counts["too_old"] == 2 and resumed.take() is None
+        assert resumed.lease(worker=0, now=0.0).ticket == Ticket(1)
 
 
 @pytest.mark.parametrize("options, message", [

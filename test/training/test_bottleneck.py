@@ -39,9 +39,27 @@ def test_every_role_has_a_line_and_the_first_steps_do_not_count(tmp_path):
     ({"async/worker_0_idle": 0.5, "time/wait": 0.5}, "waited for each other"),
     ({"async/worker_0_idle": 0.5, "time/wait": 0.5, "async/reference_idle": 0.02},
      "the reference was the bottleneck: it was idle 2% of the time"),
+    ({"time/wait": 0.8, "async/overtaken_wait": 0.5},
+     "long groups were the bottleneck: for 25% of the time a batch was finished"),
+    ({"time/wait": 0.8, "async/overtaken_wait": 0.3}, "generation was the bottleneck"),
+    ({"async/worker_0_idle": 0.5, "time/wait": 0.5, "async/overtaken_wait": 0.5},
+     "would become too old; raise train.staleness"),
     ({"time/sync": 0.3}, "weights and their proof took 15% of the time; raise env.num_envs")])
 def test_the_last_line_names_what_was_waited_for_and_a_key(tmp_path, changes, says):
     assert says in write(tmp_path, [row(**changes)] * 2)[-1]
+
+
+@pytest.mark.parametrize("reason", ["too_old", "expired"])
+def test_a_run_that_favoured_short_completions_is_told_so(tmp_path, reason):
+    lines = write(tmp_path, [row(**{f"async/groups_{reason}": 3.0})] * 2)
+    assert any("favoured short completions" in line for line in lines)
+    assert not any("favoured" in line for line in write(tmp_path, [row()] * 2))
+
+
+def test_the_wait_for_overtaken_groups_has_a_line(tmp_path):
+    lines = write(tmp_path, [row(**{"time/wait": 0.8, "async/overtaken_wait": 0.1})] * 2)
+    assert ("  0.1 s of the wait, 5% of the step, for groups that shorter ones had overtaken"
+            in lines)
 
 
 def test_a_run_without_a_step_has_no_table(tmp_path):
