@@ -259,13 +259,22 @@ class Console:
             )
         self._out.print(table)
 
-    def finish(self, paths: Mapping[str, Path], headline: str) -> None:
-        """End the display: the result in one line, and where everything lies."""
+    def finish(
+        self, paths: Mapping[str, Path], headline: str, *, learned: bool = True
+    ) -> None:
+        """End the display: the result in one line, and where everything lies.
+
+        Args:
+            paths: places by name.
+            headline: the result.
+            learned: False for a run that had nothing to learn from, which gets no tick.
+        """
         self._stop_live()
         if self.quiet:
             return
-        mark, headline = f"{self._glyphs.yes} ", self._encodable(headline)
-        self._print(Text.assemble((mark, "bold green"), (headline, "bold")))
+        mark, style = (self._glyphs.yes, "green") if learned else (self._glyphs.no, "red")
+        headline = self._encodable(headline)
+        self._print(Text.assemble((f"{mark} ", f"bold {style}"), (headline, "bold")))
         width = max(map(len, paths), default=0)
         for name, path in paths.items():
             place = self._encodable(str(path))
