@@ -69,6 +69,15 @@ def test_without_a_terminal_each_step_is_one_plain_line():
     )
 
 
+def test_a_line_has_the_accuracy_of_its_own_step_only():
+    out = plain()
+    with Console(2, console=out) as console:
+        console.update(0, {"eval/accuracy": 0.125})
+        console.update(1, {"reward/mean": 0.25})
+        console.update(2, {"reward/mean": 0.25, "eval/accuracy": 0.5})
+    assert ["held-out" in line for line in written(out).splitlines()] == [True, False, True]
+
+
 def test_accuracy_before_training_is_what_later_ones_are_compared_with():
     out = plain()
     with Console(1, console=out) as console:
