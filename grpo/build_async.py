@@ -24,6 +24,7 @@ from grpo.collectors.rollout_worker import RolloutWorker, WorkerSetup
 from grpo.collectors.schedule import RolloutSchedule
 from grpo.config import ConfigError
 from grpo.config_async import AsyncConfig
+from grpo.cores import share_cores
 from grpo.engines.ray_engine import WorkerPool, require_ray
 from grpo.objectives.scorer import TokenScorer
 from grpo.placement import Kind, Places, plan_devices
@@ -98,7 +99,7 @@ def _start_ray(**options: Any) -> Callable[[], None]:
     # Workers find this very package, not what lies in the folder of a script.
     package = str(Path(grpo.__file__).resolve().parents[1])
     found = os.environ.get("PYTHONPATH")
-    variables = {"PYTHONPATH": package + (os.pathsep + found if found else "")}
+    variables = {"PYTHONPATH": package + (os.pathsep + found if found else ""), **share_cores()}
     ray.init(**options, runtime_env={"env_vars": variables}, log_to_driver=False,
              logging_level="ERROR")
     return ray.shutdown

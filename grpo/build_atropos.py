@@ -37,6 +37,7 @@ from grpo.evaluation import Evaluator
 from grpo.memory_atropos import check_memory, with_fast_defaults
 from grpo.policies import Policy
 from grpo.start_atropos import ENGINE_ROWS, Start, resolve
+from grpo.text_tokens import text_tokens
 from grpo.tokenizer_files import environment_tokenizer
 from grpo.training.atropos import (
     AtroposTrainer,
@@ -204,7 +205,7 @@ def _loggers(start: Start, console: Console) -> LoggerGroup:
 
 def _canary_prompts(start: Start) -> list[list[int]]:
     room = start.max_model_len - 2
-    return [start.tokenizer(text)["input_ids"][:room] for text in _CANARY_TEXTS]
+    return [text_tokens(text, start.tokenizer)[:room] for text in _CANARY_TEXTS]
 
 
 def _let_go(weights: PausedUpdates) -> None:

@@ -25,6 +25,24 @@ def tokenizer():
     return byte_tokenizer()
 
 
+@pytest.fixture(scope="session", params=["bos", "bos and eos"])
+def adding_tokenizer(request):
+    """The byte tokenizer, made to put ``<bos>`` before a text, and to end it with ``<eos>``; its
+    chat template writes the ``<bos>`` itself."""
+    from tokenizers.processors import TemplateProcessing
+
+    from grpo.embedded import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    names = ("<bos>", "<eos>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>" if "eos" in request.param else "<bos> $A",
+        special_tokens=[(name, tokenizer.convert_tokens_to_ids(name)) for name in names])
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    return tokenizer
+
+
 @pytest.fixture(scope="session")
 def python() -> Path:
     """The interpreter that atroposlib's environments run with."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo.engines.api import IMPOSSIBLE, ApiError, Prompt, SamplingFields, shorten
 from grpo.engines.versioned import Spans, VersionedEngine
+from grpo.text_tokens import text_tokens
 
 # Log-probs of one position: token id -> log-prob, the sampled token first.
 Position = dict[int, float]
@@ -81,7 +82,7 @@ class Generation:
                                "prompt_token_ids and prompt", param=where)
             (prompt,) = prompt.values()
         if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt)
+            prompt = text_tokens(prompt, self.tokenizer)
         elif not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise ApiError(f"{where}={shorten(prompt)} must be a text, a list of token ids, or an "
                            "object with prompt_token_ids", param=where)

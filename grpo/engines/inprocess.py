@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from grpo.cores import share_cores
 from grpo.engines.lifecycle import remember, starting, stop_engine
 from grpo.engines.shared_loader import LOAD_FORMAT, check_handover, register_shared_loader
 from grpo.memory import ModelShape
@@ -210,6 +211,8 @@ def _prepare_environment(device: torch.device, *, enforce_eager: bool) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # Its start-up messages would bury ours; set the variable to see them.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if device.type == "cpu":
+        share_cores()
     if device.type == "cpu" and enforce_eager:
         # Else log-probs are compiled at the first request, eager or not.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

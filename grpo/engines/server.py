@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo.cores import share_cores
 from grpo.engines.child import TOKEN_VARIABLE, bind, exit_with_parent
 from grpo.engines.plumbing import is_loopback
 
@@ -222,6 +223,7 @@ def _rpc_methods() -> tuple[str, ...]:
 
 
 def _prepare_environment() -> None:
+    share_cores()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # A process forked from one with threads may hang.

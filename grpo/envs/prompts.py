@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo.tasks.base import Problem
+from grpo.text_tokens import text_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +23,14 @@ class Prompt:
 
 
 def render(problem: Problem, tokenizer: Any) -> list[int]:
-    """Token ids of a problem's prompt, by the tokenizer's chat template for chat messages.
+    """Token ids of a problem's prompt: by the tokenizer's chat template for chat messages, which
+    brings its own special tokens, and by :func:`~grpo.text_tokens.text_tokens` for text.
 
     Raises:
         ValueError: if the prompt is chat messages and the tokenizer has no chat template.
     """
     if isinstance(problem.prompt, str):
-        return tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
+        return text_tokens(problem.prompt, tokenizer)
     if tokenizer.chat_template is None:
         raise ValueError(f"problem {problem.id!r} is a chat but the tokenizer of model.name has no "
                          "chat template; use an instruction-tuned model")

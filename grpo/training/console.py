@@ -259,13 +259,22 @@ class Console:
             )
         self._out.print(table)
 
-    def finish(self, paths: Mapping[str, Path], headline: str) -> None:
-        """End the display: the result in one line, and where everything lies."""
+    def finish(
+        self, paths: Mapping[str, Path], headline: str, *, learned: bool = True
+    ) -> None:
+        """End the display: the result in one line, and where everything lies.
+
+        Args:
+            paths: places by name.
+            headline: the result.
+            learned: False for a run that had nothing to learn from, which gets no tick.
+        """
         self._stop_live()
         if self.quiet:
             return
-        mark, headline = f"{self._glyphs.yes} ", self._encodable(headline)
-        self._print(Text.assemble((mark, "bold green"), (headline, "bold")))
+        mark, style = (self._glyphs.yes, "green") if learned else (self._glyphs.no, "red")
+        headline = self._encodable(headline)
+        self._print(Text.assemble((f"{mark} ", f"bold {style}"), (headline, "bold")))
         width = max(map(len, paths), default=0)
         for name, path in paths.items():
             place = self._encodable(str(path))
@@ -306,16 +315,16 @@ class Console:
         total = str(self.total_steps)
         return f"step {self._progress.step:>{len(total)}}/{total}"
 
-    def _learning(self, *, sparkline: bool = False) -> Text:
-        """Reward, held-out accuracy and throughput, those that are known."""
+    def _learning(self, *, live: bool = False) -> Text:
+        """Reward, held-out accuracy and throughput of a step; ``live`` keeps the last accuracy."""
         progress, parts = self._progress, []
         if REWARD in progress.metrics:
             reward = Text.assemble("reward ", (f"{progress.metrics[REWARD]:.3f}", "bold"))
             reward.append(self._arrow(_trend(progress.rewards), "{:.3f}"))
-            bars = _sparkline(progress.rewards, self._glyphs.bars) if sparkline else ""
+            bars = _sparkline(progress.rewards, self._glyphs.bars) if live else ""
             reward.append(f" {bars}" if bars else "", style="cyan")
             parts.append(reward)
-        if progress.accuracies:
+        if progress.accuracies and (live or ACCURACY in progress.metrics):
             first, last = progress.accuracies[0], progress.accuracies[-1]
             accuracy = Text.assemble("held-out ", (f"{last:.1%}", "bold"))
             change = 100 * (last - first) if len(progress.accuracies) > 1 else None
@@ -370,7 +379,7 @@ class Console:
             ProgressBar(total=self.total_steps, completed=progress.step),
             Text(status, style="dim"),
         )
-        lines = [self._learning(sparkline=True)]
+        lines = [self._learning(live=True)]
         if STEP_TIME in progress.metrics:
             took = f"step time {format_duration(progress.metrics[STEP_TIME])}  {self._phases()}"
             lines.append(Text(took, style="dim"))

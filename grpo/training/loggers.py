@@ -28,13 +28,13 @@ _RESERVED = ("step", "time")
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion, as people want to see it.
+    """One completion of an evaluation, as people want to see it: not trained on, so it has no
+    advantage.
 
     Attributes:
         prompt: what the model was asked, as text.
         completion: what it answered, as text.
         reward: reward of the completion; NaN when the reward function failed.
-        advantage: the advantage it was trained with (0 for an evaluation sample).
         success: the verifier's yes or no.
         truncated: whether the length limit cut the completion.
         answer: the reference answer, as text; empty if the task has none.
@@ -43,7 +43,6 @@ class Sample:
     prompt: str
     completion: str
     reward: float
-    advantage: float
     success: bool
     truncated: bool
     answer: str
@@ -289,7 +288,7 @@ class TensorBoardLogger(MetricLogger):
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         # TensorBoard renders text as Markdown; four spaces make a literal block.
         for i, sample in enumerate(samples):
-            head = f"**reward {sample.reward:.3g}, advantage {sample.advantage:+.3g}**"
+            head = f"**reward {sample.reward:.3g}**"
             text = f"{sample.prompt}\n\n--- completion ---\n{sample.completion}"
             body = "\n".join("    " + line for line in text.splitlines())
             self._writer.add_text(f"samples/{i}", f"{head}\n\n{body}", global_step=step)

@@ -17,6 +17,7 @@ from grpo.training.curves import svg, write_png_curves
 from grpo.training.history import History
 from grpo.training.loggers import METRICS_FILE, SAMPLES_FILE, read_jsonl, write_atomically
 from grpo.training.report_style import STYLE
+from grpo.training.signal import silence_at_end
 
 REPORT_FILE = "report.html"
 CURVES_DIR = "curves"
@@ -173,6 +174,9 @@ def _notices(history: History) -> str:
     notices = []
     if not history.rows:
         notices.append("No step has been recorded.")
+    if silence := silence_at_end(history.rows):
+        text = str(silence)
+        notices.append(f"{text[0].upper()}{text[1:]}.")
     errors = sum(history.series("reward/errors")[1])
     if errors:
         notices.append(f"{errors:,.0f} completions got no reward because the reward failed.")
@@ -270,18 +274,13 @@ def _card(row: Mapping[str, Any] | None, *, with_prompt: bool) -> str:
     if row is None:
         return '<div class="card empty"></div>'
     mark, tone = ("✓", "up") if row["success"] else ("✗", "down")
-    reward, advantage = row["reward"], row["advantage"]
-    badges = [f'<span class="badge {tone}">{mark} {_fixed(reward, ".2f")}</span>']
-    badges.append(f'<span class="badge plain">advantage {_fixed(advantage, "+.2f")}</span>')
+    reward = "none" if row["reward"] is None else f"{row['reward']:.2f}"
+    badges = [f'<span class="badge {tone}">{mark} {reward}</span>']
     if row["truncated"]:
         badges.append('<span class="badge warn">cut by the length limit</span>')
     prompt = _prompt(row) if with_prompt else ""
     completion = f'<pre class="completion">{_text(row["completion"])}</pre>'
     return f'<div class="card {tone}">{prompt}<p>{"".join(badges)}</p>{completion}</div>'
-
-
-def _fixed(value: float | None, form: str) -> str:
-    return "none" if value is None else format(value, form)
 
 
 def _text(text: str) -> str:

@@ -31,7 +31,6 @@ h2 + .note {{ margin: -8px 0 14px; font-size: 14px; }}
 .up {{ --tone: var(--green); }}
 .down {{ --tone: var(--red); }}
 .warn {{ --tone: var(--amber); }}
-.plain {{ --tone: var(--muted); }}
 
 .tiles {{
   display: flex; flex-wrap: wrap; gap: 1px; margin-top: 26px; overflow: hidden;

@@ -13,8 +13,10 @@ from tensordict import TensorDictBase
 from grpo import data
 from grpo.tasks.base import Problem
 from grpo.training.console import Console
-from grpo.training.loggers import MetricLogger, Sample
+from grpo.training.history import History
+from grpo.training.loggers import LoggerGroup, MetricLogger, Sample
 from grpo.training.report import write_report
+from grpo.training.signal import SignalWarning, silence_at_end
 
 
 class Reporter:
@@ -37,7 +39,8 @@ class Reporter:
         run_dir: Path,
         num_samples: int,
     ) -> None:
-        self.console, self.loggers, self.tokenizer = console, loggers, tokenizer
+        self.console, self.tokenizer = console, tokenizer
+        self.loggers = LoggerGroup([loggers, SignalWarning(console.warn)])
         self.run_dir, self.num_samples = run_dir, num_samples
         self.sample_rows: list[int] | None = None
 
@@ -64,22 +67,27 @@ class Reporter:
             self.console.samples_table(samples, step=step)
 
     def finish(self, config: dict[str, Any], *, title: str, headline: str, result: Path) -> Path:
-        """Write the report and say where everything lies, the trained ``result`` included."""
+        """Write the report and say where everything lies, the trained ``result`` included.
+
+        A run whose rewards never told completions apart ends with a warning and without a tick.
+        """
         report = write_report(self.run_dir, title=title, config=config)
+        silence = silence_at_end(History.read(self.run_dir).rows)
         self.console.finish(
             {"report": report, "model": result,
-             "metrics": self.run_dir / "metrics.jsonl", "run": self.run_dir}, headline)
+             "metrics": self.run_dir / "metrics.jsonl", "run": self.run_dir}, headline,
+            learned=not (silence and silence.whole))
+        if silence:
+            self.console.warn(str(silence))
         return report
 
     def _samples(self, batch: TensorDictBase, problems: Sequence[Problem]) -> list[Sample]:
-        advantage = batch.get(data.ADVANTAGE, None)
         reward = torch.where(batch[data.REWARD_ERROR], torch.nan, batch[data.REWARD])
         rows = range(batch.batch_size[0])
         return [Sample(
             prompt=self._text(batch[i][data.PROMPT_TOKENS], batch[i][data.PROMPT_MASK]),
             completion=self._text(batch[i][data.TOKENS], batch[i][data.ASSISTANT_MASK]),
             reward=float(reward[i]),
-            advantage=0.0 if advantage is None else float(advantage[i].max()),
             success=bool(batch[i][data.SUCCESS]),
             truncated=bool(batch[i][data.TRUNCATED]),
             answer=problems[i].answer) for i in rows]

@@ -313,9 +313,15 @@ def advantage_metrics(rollout: TensorDictBase) -> dict[str, float]:
 
 
 def advantage_counts(rollout: TensorDictBase) -> dict[str, float]:
-    """How many rows are made more likely and how many less; those of several signs are neither."""
+    """How many rows are made more likely and how many less; those of several signs are neither.
+
+    An advantage below 1e-9 is what rounding leaves of equal rewards, and counts as 0.
+    """
     if data.ADVANTAGE not in rollout.keys():
         return {}
-    low_B, high_B = rollout[data.ADVANTAGE].aminmax(dim=-1)
-    return {"advantage/positive_rows": ((high_B > 0) & (low_B >= 0)).sum().item(),
+    low_B, high_B = (value_B.where(value_B.abs() > 1e-9, 0.0)
+                     for value_B in rollout[data.ADVANTAGE].aminmax(dim=-1))
+    zero_B = (low_B == 0) & (high_B == 0)
+    return {"advantage/zero_fraction": zero_B.float().mean().item(),
+            "advantage/positive_rows": ((high_B > 0) & (low_B >= 0)).sum().item(),
             "advantage/negative_rows": ((low_B < 0) & (high_B <= 0)).sum().item()}

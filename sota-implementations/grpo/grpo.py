@@ -24,6 +24,10 @@ HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parents[1] / "config"
 sys.path = [str(HERE.parents[1]), *(p for p in sys.path if Path(p).resolve() != HERE)]
 
+from grpo.cores import share_cores  # noqa: E402
+
+share_cores()  # before PyTorch is imported
+
 import hydra  # noqa: E402
 from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402

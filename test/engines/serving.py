@@ -23,8 +23,8 @@ class Tokenizer:
 
     chat_template = "yes"
 
-    def encode(self, text):
-        return [ord(character) % 90 for character in text]
+    def __call__(self, text, *, add_special_tokens=True):
+        return {"input_ids": [ord(character) % 90 for character in text]}
 
     def decode(self, ids):
         return "".join(chr(32 + token) for token in ids)
@@ -33,7 +33,7 @@ class Tokenizer:
         if "content" not in messages[0]:
             raise ValueError("a message needs content")
         self.options = options
-        return self.encode("".join(message["content"] for message in messages))
+        return self("".join(message["content"] for message in messages))["input_ids"]
 
 
 @contextmanager

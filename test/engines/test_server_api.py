@@ -11,7 +11,7 @@ import pytest
 from grpo.engines.api import GenerateRequest
 
 from .fake_engine import FIRST
-from .serving import post, raw, refusal
+from .serving import post, raw, refusal, server
 
 ALTERED = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2,
            "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"5": 1.0},
@@ -47,6 +47,18 @@ def test_forms_of_one_prompt(client, body):
     assert answer["prompt_token_ids"] == [7, 8, 9]
     as_text = body in ({"prompt": "abc"}, {"prompt": {"prompt": "abc"}})
     assert answer["prompt"] == ("abc" if as_text else "'()")  # token ids are decoded
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_text_begins_as_the_tokenizer_has_it_and_is_not_ended(adding_tokenizer, path):
+    with server(tokenizer=adding_tokenizer, vocab_size=len(adding_tokenizer)) as (_, client):
+        answer = post(client, path, {"prompt": "abc", "max_tokens": 1})
+        chat = post(client, "/v1/chat/completions", {
+            "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1})
+    tokens = answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"]
+    assert adding_tokenizer.decode(tokens) == "<bos>abc"
+    assert adding_tokenizer.decode(chat["choices"][0]["prompt_token_ids"]) == (
+        "<bos>user: hi\nassistant: ")
 
 
 @pytest.mark.parametrize("body", [

@@ -77,6 +77,33 @@ def test_text_is_tokenised_as_it_is_and_chats_by_their_template(tokenizer):
     assert tokenizer.decode(render(problem("p", CHAT), tokenizer)) == "user: hi\nassistant: "
 
 
+def test_text_begins_as_the_tokenizer_has_it_and_is_not_ended(adding_tokenizer):
+    added = adding_tokenizer("3+4=")["input_ids"]
+    assert added[0] == adding_tokenizer.bos_token_id  # or this tests nothing
+    tokens = render(problem("p", "3+4="), adding_tokenizer)
+    assert tokens == added[:5]
+    assert adding_tokenizer.decode(tokens) == "<bos>3+4="
+
+
+def test_a_text_that_begins_with_the_special_token_does_not_get_it_twice(adding_tokenizer):
+    assert adding_tokenizer.decode(render(problem("p", "<bos>3+4="), adding_tokenizer)) == (
+        "<bos>3+4=")
+
+
+def test_a_chat_has_the_special_tokens_of_its_template_alone(adding_tokenizer):
+    tokens = render(problem("p", CHAT), adding_tokenizer)
+    assert tokens.count(adding_tokenizer.bos_token_id) == 1
+    assert adding_tokenizer.decode(tokens) == "<bos>user: hi\nassistant: "
+
+
+def test_a_tokenizer_whose_beginning_cannot_be_told_is_refused():
+    def shuffled(text, *, add_special_tokens=True):
+        return {"input_ids": [3, 2] if add_special_tokens else [2, 3]}
+
+    with pytest.raises(ValueError, match=r"makes .* of 'a'.*use chat messages, or give token"):
+        render(problem("p", "3+4="), shuffled)
+
+
 def test_a_chat_without_a_template_says_what_to_use():
     class Bare:
         chat_template = None

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo import build, build_objective
@@ -106,6 +107,18 @@ def make_trainer(config, run_dir, checkpoint=None, **options) -> Trainer:
     if checkpoint:
         trainer.restore(checkpoint)
     return trainer
+
+
+def make_rollout(rewards, errors, truncated) -> TensorDict:
+    """A rollout of rows of different lengths, with what the metrics are made of."""
+    rows = len(rewards)
+    mask = torch.arange(6) < torch.arange(2, 2 + rows)[:, None]
+    return TensorDict({
+        "masks": {"all_attention_mask": mask, "all_assistant_mask": mask & (torch.arange(6) > 0)},
+        "next": {"reward": torch.tensor(rewards)[:, None],
+                 "reward_error": torch.tensor(errors)[:, None],
+                 "success": torch.tensor(rewards)[:, None] > 0.5,
+                 "truncated": torch.tensor(truncated)[:, None]}}, [rows])
 
 
 def timeless(rows: list[dict]) -> list[dict]:

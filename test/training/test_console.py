@@ -48,7 +48,6 @@ def sample(**changes) -> Sample:
         "prompt": "2 + 2?",
         "completion": "It is\n4",
         "reward": 1.0,
-        "advantage": 0.5,
         "success": True,
         "truncated": False,
         "answer": "4",
@@ -68,6 +67,15 @@ def test_without_a_terminal_each_step_is_one_plain_line():
         "step  2/12  reward 0.500 ▲0.250  held-out 25.0%  12,345 tok/s  "
         "step time 6.0s (generate 4.0s · train 1.5s)  left 1m 40s"
     )
+
+
+def test_a_line_has_the_accuracy_of_its_own_step_only():
+    out = plain()
+    with Console(2, console=out) as console:
+        console.update(0, {"eval/accuracy": 0.125})
+        console.update(1, {"reward/mean": 0.25})
+        console.update(2, {"reward/mean": 0.25, "eval/accuracy": 0.5})
+    assert ["held-out" in line for line in written(out).splitlines()] == [True, False, True]
 
 
 def test_accuracy_before_training_is_what_later_ones_are_compared_with():

@@ -33,7 +33,6 @@ def sample(**changes) -> Sample:
         "prompt": "2 + 2?",
         "completion": "4",
         "reward": 1.0,
-        "advantage": 0.5,
         "success": True,
         "truncated": False,
         "answer": "4",

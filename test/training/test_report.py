@@ -43,7 +43,6 @@ def sample(**changes) -> Sample:
         "prompt": "2 + 2?",
         "completion": "4",
         "reward": 1.0,
-        "advantage": 0.5,
         "success": True,
         "truncated": False,
         "answer": "4",
@@ -192,6 +191,8 @@ def test_png_curves_show_the_lines(full_run):
         ({1: {"loss/objective": math.nan}}, "Not finite in at least one step: loss/objective."),
         ({1: {"reward/errors": 2.0}, 2: {"reward/errors": 1.0}}, "3 completions got no reward"),
         ({1: {"tokens/truncated_fraction": 0.5}}, "50% of the completions of the last step"),
+        ({1: {"reward/zero_variance_groups": 1.0, "reward/mean": 0.0, "reward/std": 0.0}},
+         "Nothing to learn from: every completion got the reward 0 in the only iteration. Check"),
     ],
 )
 def test_what_a_reader_must_know_is_said(tmp_path, monkeypatch, rows, notice):
@@ -223,6 +224,7 @@ def test_samples_with_different_prompts_and_failed_rewards(tmp_path, monkeypatch
     }
     page = write_report(record(tmp_path, {}, samples), title="t", config={}).read_text()
     assert "so each has its own" in page
+    assert "advantage" not in page  # they are of evaluations
     assert "✗ none" in page and "cut by the length limit" in page
     assert page.count('class="card empty"') == 1
     assert "start <i>·</i> step 1" in page and "end <i>·</i> step 9" in page

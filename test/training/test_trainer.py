@@ -10,7 +10,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
 from grpo import data
@@ -22,7 +21,7 @@ from grpo.training.trainer import advantage_counts, advantage_metrics, rollout_m
 from grpo.weights import StaleWeightsError
 from grpo.weights.in_flight import PeriodicCanary, PeriodicUpdates
 
-from .runs import make_trainer, timeless, weights
+from .runs import make_rollout, make_trainer, timeless, weights
 
 # -- One iteration --------------------------------------------------------------------------------
 
@@ -276,17 +275,6 @@ def test_a_resumed_run_keeps_the_checkpoint_that_its_engines_may_be_restarted_fr
 # -- Metrics --------------------------------------------------------------------------------------
 
 
-def make_rollout(rewards, errors, truncated):
-    rows = len(rewards)
-    mask = torch.arange(6) < torch.arange(2, 2 + rows)[:, None]
-    return TensorDict({
-        "masks": {"all_attention_mask": mask, "all_assistant_mask": mask & (torch.arange(6) > 0)},
-        "next": {"reward": torch.tensor(rewards)[:, None],
-                 "reward_error": torch.tensor(errors)[:, None],
-                 "success": torch.tensor(rewards)[:, None] > 0.5,
-                 "truncated": torch.tensor(truncated)[:, None]}}, [rows])
-
-
 def test_metrics_of_a_rollout_leave_rows_without_a_reward_out():
     metrics = rollout_metrics(make_rollout([1.0, 0.0, 9.0], [False, False, True],
                                            [True, False, False]))
@@ -341,7 +329,8 @@ def test_rows_are_counted_by_the_sign_of_their_advantage(advantage, positive, ne
     rollout = make_rollout([0.0] * 4, [False] * 4, [False] * 4)
     assert advantage_counts(rollout.exclude(data.ADVANTAGE)) == {}
     rollout[data.ADVANTAGE] = torch.tensor(advantage)
-    assert advantage_counts(rollout) == {"advantage/positive_rows": positive,
+    assert advantage_counts(rollout) == {"advantage/zero_fraction": 0.25,
+                                         "advantage/positive_rows": positive,
                                          "advantage/negative_rows": negative}
 
 
