@@ -68,7 +68,7 @@ def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(tmp_p
         trainer.collector.collect = remembering
         for _ in range(5):
             metrics = trainer.iterate()
-            assert metrics["policy/age_max"] <= 2
+            assert metrics["policy/age_max"] <= 2 and metrics["async/groups_too_old"] == 0
             by_version[trainer.weights.version] = copy.deepcopy(trainer.model)
         scorer = trainer.learner.loss.scorer
 

@@ -64,6 +64,21 @@ def test_deaths_and_a_resumption_leave_the_metrics_of_a_synchronous_run(
         assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_run_trains_on_all_that_it_generates(tmp_path, tokenizer, staleness):
+    folder = save_tiny(tmp_path / "model", tokenizer, seed=0)
+    config = async_config(folder, train={"staleness": staleness, "eval_frequency": 0,
+                                         "total_dialog_turns": 20 * 16})
+    with ExitStack() as at_end:
+        make_async_trainer(config, tmp_path / "run", at_end).fit()
+    last = rows_of(tmp_path / "run")[-1]
+    assert last["step"] == 20 and last["policy/age_max"] <= staleness
+    assert last["async/groups_finished"] >= 20 * 4
+    assert all(last[f"async/groups_{name}"] == 0
+               for name in ("too_old", "expired", "failed", "lost", "dropped", "late"))
+
+
 def comparable(run_dir) -> list[dict]:
     """Metrics that depend neither on the clock nor on the workers' own proofs."""
     return [{key: value for key, value in row.items()
