@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -79,10 +80,10 @@ class Recording:
     """
 
     def __init__(self, name: str, out: Path | None, **values: Any) -> None:
-        program = Path(sys.argv[0]).name
+        command = ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
         self.out = out
-        self.result = {"benchmark": name, "complete": False, **values,
-                       "command": " ".join([f"python benchmarks/{program}", *sys.argv[1:]])}
+        self.result = {"benchmark": name, "complete": False, "command": shlex.join(command),
+                       **values}
         signal.signal(signal.SIGTERM, _end)
         self._save()
 
@@ -97,8 +98,8 @@ class Recording:
 
     def finish(self, **values: Any) -> None:
         """Add the last values, write and print the result."""
-        self.add(**values, complete=True)
-        print(json.dumps(self.result, indent=2))
+        self.result.update(values, complete=True)
+        write_result(self.result, self.out)
 
     def _save(self) -> None:
         if self.out is not None:

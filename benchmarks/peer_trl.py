@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the work of ``step_time.py``: vLLM on the same GPU, Liger's loss.
+"""The work of ``step_time.py`` by TRL's GRPOTrainer: vLLM on the same GPU, Liger's loss.
 
     python benchmarks/peer_trl.py --shape 1.5b --out benchmarks/results/peer_trl_h200.json
 

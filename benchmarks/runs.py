@@ -32,9 +32,6 @@ class WatchedRun:
         overrides: of its configuration.
         folder: of the run; its log is beside it.
         seen: called with this object whenever another iteration has finished.
-
-    Raises:
-        RunFailed: see there.
     """
 
     def __init__(self, script: str, overrides: list[str], folder: Path, *,
@@ -62,7 +59,11 @@ class WatchedRun:
                 "memory_gib": {"before": self.memory.before_gib, "peak": self.memory.peak_gib}}
 
     def follow(self, *, iterations: int, timeout: float) -> None:
-        """Wait for so many iterations, then end the run."""
+        """Wait for so many iterations, then end the run.
+
+        Raises:
+            RunFailed: if it ends before, or takes longer than ``timeout`` seconds.
+        """
         try:
             with self.memory:
                 while len(self.rows) < iterations:
@@ -97,3 +98,25 @@ class WatchedRun:
             if new and (not self.startup or now - self.startup[-1][0] > _GAP):
                 self.startup.append((now, new.strip()[:120]))
             self._lines = len(lines)
+
+
+def run_to_its_end(script: str, overrides: list[str], folder: Path, *, timeout: float
+                   ) -> list[dict]:
+    """All lines of ``metrics.jsonl`` of a run that ends by itself.
+
+    Raises:
+        RunFailed: if it fails, or takes longer than ``timeout`` seconds.
+    """
+    from grpo.training.loggers import read_jsonl
+
+    log = folder.with_suffix(".log")
+    child = Child([sys.executable, str(SCRIPTS / script), *overrides, f"hydra.run.dir={folder}"],
+                  log_path=log, cwd=folder.parent, env={"HF_HUB_OFFLINE": "1"})
+    try:
+        if not child.wait(timeout=timeout):
+            raise RunFailed(f"{script} was not done in {timeout:g} s{log_tail(log)}")
+        if child.exit_code():
+            raise RunFailed(f"{script} ended with {child.ending()}{log_tail(log, 60)}")
+    finally:
+        child.stop()
+    return read_jsonl(folder / "metrics.jsonl")

@@ -21,6 +21,7 @@ import shlex
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
@@ -116,7 +117,8 @@ def choose(parts: list[Part], *, only: list[str] | None, skip: list[str]) -> lis
               if (only is None or fits(part.name, only)) and not fits(part.name, skip)}
     while needed := {name for part in parts if part.name in chosen for name in part.after} - chosen:
         chosen |= needed
-    return [part for part in parts if part.name in chosen]
+    return [replace(part, behind=tuple(name for name in part.behind if name in chosen))
+            for part in parts if part.name in chosen]
 
 
 def prepare_folder(work: Path) -> None:

@@ -70,6 +70,7 @@ GSM8K_ASYNC = f"{ASYNC_SCRIPT} --config-name grpo_async_gsm8k model.name=$WORK/m
 LORA = "train_model.lora.enabled=true optimizer.lr=1e-3"
 #: Combinations that no page has as a command.
 VARIANTS = {
+    "0.5b, gradient checkpointing": f"{GSM8K}/0.5b train_model.gradient_checkpointing=true",
     "1.5b, layers compiled": f"{GSM8K}/1.5b train_model.compile=true",
     "1.5b, layers not compiled": f"{GSM8K}/1.5b train_model.compile=false",
     "0.5b, adapters as views, compiled":
@@ -80,7 +81,6 @@ VARIANTS = {
     "0.5b, engine=process, adapters": f"{GSM8K}/0.5b inference_model.engine=process {LORA}",
     "0.5b, engine=server, compiled":
         f"{GSM8K}/0.5b inference_model.engine=server train_model.compile=true",
-    "0.5b, gradient checkpointing": f"{GSM8K}/0.5b train_model.gradient_checkpointing=true",
     "0.5b, packing": f"{GSM8K}/0.5b train.packing=true",
     "0.5b, reference and packing": f"{GSM8K}/0.5b train.packing=true train.kl_to_ref_coeff=0.01",
 }
@@ -126,14 +126,25 @@ def all_parts(gpus: int, *, root: Path = REPO) -> list[Part]:
     tests = list(gpu_tests(gpus))
     parts = [
         Part(PREPARE, "python $REPO/tools/acceptance/prepare.py $WORK", limit=120, gib=8),
-        *first, *variants(), *(part for part in tests if not part.alone),
+        *first, *(part for part in tests if not part.alone),
         *(part for part in pages if part.name.startswith("docs/weights")),
-        *benchmarks(),
+        *benchmarks(), *variants(),
         *(part for part in pages if part not in first and "docs/weights" not in part.name),
         *(part for part in tests if part.alone),
     ]
-    return [replace(part, missing=part.missing or f"needs {part.gpus} GPUs")
-            if part.gpus > max(gpus, 1) else part for part in _once(parts)]
+    parts = [replace(part, missing=part.missing or f"needs {part.gpus} GPUs")
+             if part.gpus > max(gpus, 1) else part for part in _once(parts)]
+    return list(_behind_the_first(parts))
+
+
+def _behind_the_first(parts: list[Part]) -> Iterator[Part]:
+    """Runs of a model wait for the first one of it, so that not all compile the same at once."""
+    leaders: dict[str, str] = {}
+    for part in parts:
+        if not part.missing and "/sota-implementations/" in part.script:
+            leader = leaders.setdefault(model_of(part.script), part.name)
+            part = replace(part, behind=() if leader == part.name else (leader,))
+        yield part
 
 
 def _once(parts: list[Part]) -> Iterator[Part]:
@@ -210,7 +221,7 @@ def smaller(text: str) -> str:
 
 def model_of(text: str) -> str:
     """Which of the models a command trains."""
-    found = re.search(r"model\.name=\S*?(0\.5|1\.5)[bB]", text)
+    found = re.search(r"model\.name=\S*(0\.5|1\.5)[bB]", text)
     return f"{found[1]}b" if found else "embedded"
 
 
@@ -235,8 +246,8 @@ def resumed_part(name: str, text: str) -> Part:
 
 def served_part(name: str, text: str) -> Part:
     """A run with a server that was started before, as the page has it."""
-    server = next(other.text for other in page_commands() if other.text.startswith(SERVER))
-    server = server.replace("path/to/model", STAND_INS["path/to/model"])
+    said = next(other.text for other in page_commands() if other.text.startswith(SERVER))
+    server = said.replace("path/to/model", STAND_INS["path/to/model"])
     url = re.search(r"inference_model\.url=(\S+)", text)[1]
     run = run_part(name, f"{text} model.name={STAND_INS['path/to/model']}")
     script = f"""{server} --kv-cache-memory-bytes 1073741824 &
@@ -245,7 +256,8 @@ trap 'kill $server; wait $server || true' EXIT
 until python -c 'import urllib.request as r; r.urlopen("{url}/health", timeout=5)' 2>/dev/null
 do kill -0 $server; sleep 1; done
 {run.script}"""
-    return replace(run, script=script, limit=240.0, gib=10.0, claims=frozenset({url}))
+    return replace(run, script=script, limit=240.0, gib=10.0, claims=frozenset({url}),
+                   covers=(said,))
 
 
 def atropos_part(name: str, text: str) -> Part:

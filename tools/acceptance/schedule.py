@@ -45,6 +45,8 @@ class Part:
         gib: memory of each that it may need.
         alone: nothing else runs meanwhile, because it takes times.
         after: names of parts that must have passed before.
+        behind: names of parts that must have ended before, because they fill the caches of compiled
+            code that this one reads.
         claims: names of what one part at a time may have, such as a port.
         read: gets its folder when it has ended well, and returns figures or raises
             :class:`Missed`; it is also asked after a failure, for what there is.
@@ -59,6 +61,7 @@ class Part:
     gib: float = 0.0
     alone: bool = False
     after: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
     claims: frozenset[str] = frozenset()
     read: Read = field(default=lambda folder: {}, repr=False)
     missing: str = ""
@@ -153,7 +156,8 @@ class Schedule:
                 self._settle(part, "not run", f"{bad[0]} did not pass")
             elif self._stopped:
                 self._settle(part, "not run", self._stopped)
-            elif all(self.outcomes[name].status == "passed" for name in part.after):
+            elif not any(self.outcomes[name].status in ("waiting", "running")
+                         for name in (*part.after, *part.behind)):
                 if (chosen := self._place(part)) is not None:
                     self._begin(part, chosen)
                 elif part.alone:
