@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from machine import describe_machine, write_result
+from machine import Recording
 from step_time import SHAPES, make_model
 
 ARRANGEMENTS = ("bare", "single_copy", "shared_copy", "lora_views", "lora_write")
@@ -52,22 +52,22 @@ def main() -> None:
         name, model, file = args.only
         Path(file).write_text(json.dumps(measure(name, model, args)))
         return
-    result = {"benchmark": "arrangements",
-              "command": " ".join(["python benchmarks/arrangements.py", *sys.argv[1:]]),
-              **describe_machine(also=("vllm", "peft")),
-              "work": f"{args.rows} rows x ({args.prompt_tokens} + {args.response_tokens}) tokens",
-              "arrangements": {}}
+    recording = Recording(
+        "arrangements", args.out,
+        work=f"{args.rows} rows x ({args.prompt_tokens} + {args.response_tokens}) tokens")
+    recording.describe_machine(also=("vllm", "peft"))
+    measured: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
-        result["parameters"] = make_model(args.shape, Path(folder) / "model")
+        recording.add(parameters=make_model(args.shape, Path(folder) / "model"))
         for name in args.arrangements:
             file = Path(folder) / f"{name}.json"
             subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", name,
                             str(Path(folder) / "model"), str(file)], check=True,
                            timeout=args.timeout)
-            result["arrangements"][name] = {"what": BACKEND_NOTE[name],
-                                            **json.loads(file.read_text())}
-            add_ratios(result["arrangements"])
-            write_result(result, args.out)  # what is done stays if a later one fails
+            measured[name] = {"what": BACKEND_NOTE[name], **json.loads(file.read_text())}
+            add_ratios(measured)
+            recording.add(arrangements=measured)
+    recording.finish()
 
 
 def add_ratios(measured: dict[str, dict]) -> None:

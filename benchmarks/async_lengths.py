@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from machine import REPO, describe_machine, write_result
+from machine import REPO, Recording
 
 RESULT = REPO / "benchmarks" / "results" / "async_lengths.json"
 SCHEDULE = REPO / "grpo" / "collectors" / "schedule.py"
@@ -278,14 +278,14 @@ def main() -> None:
         print(table(json.loads(RESULT.read_text())))
         return
     work = Work(**{name: getattr(args, name) for name in asdict(Work())})
-    result = {"benchmark": "async_lengths", "work": asdict(work)}
+    recording = Recording("async_lengths", args.out, work=asdict(work))
+    recording.describe_machine()
     if args.before:
-        result |= {"before_commit": args.before,
-                   "before": measure(schedule_of(args.before), work, args.staleness)}
-    result["after"] = measure(schedule_now(), work, args.staleness)
-    print(table(result))
-    write_result({**result, "command": " ".join(
-        ["python benchmarks/async_lengths.py", *sys.argv[1:]]), **describe_machine()}, args.out)
+        recording.add(before_commit=args.before,
+                      before=measure(schedule_of(args.before), work, args.staleness))
+    recording.add(after=measure(schedule_now(), work, args.staleness))
+    print(table(recording.result))
+    recording.finish()
 
 
 if __name__ == "__main__":

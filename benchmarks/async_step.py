@@ -4,34 +4,23 @@
     python benchmarks/async_step.py --layout 2+2 --out ...      # two train, two generate
     python benchmarks/async_step.py --layout 2+1+1 --out ...    # and one scores: KL is on
 
-The work is that of ``step_time.py``. The layout says how many GPUs train, generate and score. Both
-runs write their medians, and the result has the ratio of the two; with ``--layout`` of several
-training GPUs the synchronous run is still that on one.
+The work is that of ``step_time.py``. The layout says how many GPUs train, generate and score. The
+result has the medians of both runs, the ratio of the two, and from the first iteration on what
+there is; with ``--layout`` of several training GPUs the synchronous run is still that on one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from machine import describe_machine, write_result
-from step_time import (
-    REPO,
-    add_work_options,
-    describe_work,
-    make_model,
-    make_problems,
-    overrides,
-)
+from machine import Recording
+from runs import WatchedRun
+from step_time import add_work_options, describe_work, overrides, prepare
 
 SKIPPED = 4  # iterations that still compile, capture, connect and fill the buffer
-SCRIPTS = REPO / "sota-implementations" / "grpo"
 
 
 def layout_overrides(layout: str) -> list[str]:
@@ -41,60 +30,54 @@ def layout_overrides(layout: str) -> list[str]:
     return keys + [f"ref_model.num_devices={reference[0]}"] if reference else keys
 
 
-def run_script(
-    script: str, chosen: list[str], run_dir: Path, *, timeout: float
-) -> tuple[list[dict], str]:
-    """The rows of ``metrics.jsonl`` of a run, and what it printed; a failure ends this program."""
-    command = [sys.executable, str(SCRIPTS / script), *chosen, f"hydra.run.dir={run_dir}"]
-    done = subprocess.run(command, cwd=run_dir.parent, env=os.environ | {"HF_HUB_OFFLINE": "1"},
-                          timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True)
-    if done.returncode:
-        sys.exit(f"{script} ended with exit code {done.returncode}:\n{done.stdout[-6000:]}")
-    metrics = (run_dir / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in metrics.splitlines()], done.stdout
-
-
-def run(script: str, chosen: list[str], run_dir: Path, *, timeout: float) -> dict:
-    """Medians of the steady iterations of a run."""
-    rows, printed = run_script(script, chosen, run_dir, timeout=timeout)
-    rows = [row for row in rows if "time/step" in row]
-    steady = rows[SKIPPED:-1]  # the last iteration also evaluates
+def summary(run: WatchedRun, chosen: list[str]) -> dict:
+    """Medians of the steady iterations, as soon as there are any."""
+    steady = run.rows[SKIPPED:]
+    result = {"run": chosen, **run.describe()}
+    if not steady:
+        return result
     keys = [key for key in steady[-1]
             if key.startswith(("time/", "async/", "policy/age", "policy/ratio_p", "tokens/per"))]
     return {
         "seconds": statistics.median(row["time/step"] for row in steady),
+        "steady_iterations": len(steady),
         "medians": {key: statistics.median(row[key] for row in steady if key in row)
                     for key in sorted(keys)},
-        "seconds_per_iteration": [row["time/step"] for row in rows],
-        "canary_max_abs_diff": max(row["canary/max_abs_diff"] for row in rows),
-        "last_lines": printed.strip().splitlines()[-12:],
-        "run": [option for option in chosen if str(run_dir.parent) not in option],
-    }
+        "canary_max_abs_diff": max(row["canary/max_abs_diff"] for row in run.rows),
+        **result}
 
 
-def measure(args: argparse.Namespace, work: Path) -> dict:
-    parameters = make_model(args.shape, work / "model")
-    make_problems(work / "problems", count=max(64, args.prompts), prompt_tokens=args.prompt_tokens)
-    chosen = overrides(args, work / "model", work / "problems", work / "run")
-    chosen = [option for option in chosen if not option.startswith(("hydra.run.dir", "--config",
-                                                                    "grpo_gsm8k"))]
+def measure_run(name: str, script: str, chosen: list[str], args: argparse.Namespace, work: Path,
+                recording: Recording) -> float:
+    """Run a script until enough was seen; returns its seconds a step."""
+    shown = [option for option in chosen if str(work) not in option]
+
+    def record(run: WatchedRun) -> None:
+        recording.add(**{name: summary(run, shown)})
+
+    run = WatchedRun(script, chosen, work / name, seen=record)
+    try:
+        run.follow(iterations=args.iterations, timeout=args.timeout)
+    finally:
+        record(run)
+    return recording.result[name]["seconds"]
+
+
+def measure(args: argparse.Namespace, work: Path, recording: Recording) -> None:
+    model, problems, parameters = prepare(args, work)
+    recording.add(parameters=parameters)
+    recording.describe_machine()
+    chosen = [option for option in overrides(args, model, problems)
+              if option not in ("--config-name", "grpo_gsm8k")]
     if args.layout.count("+") == 2:
         chosen.append("train.kl_to_ref_coeff=0.001")
     asynchronous = ["--config-name", "grpo_async_gsm8k", *chosen, *layout_overrides(args.layout),
                     f"train.staleness={args.staleness}", *args.asynchronous]
-    result = {"async": run("grpo-async.py", asynchronous, work / "async", timeout=args.timeout)}
+    seconds = measure_run("async", "grpo-async.py", asynchronous, args, work, recording)
     if not args.only_async:
-        result["sync"] = run("grpo.py", ["--config-name", "grpo_gsm8k", *chosen], work / "sync",
-                             timeout=args.timeout)
-        result["ratio"] = result["async"]["seconds"] / result["sync"]["seconds"]
-    return {
-        "benchmark": "async_step",
-        "work": describe_work(args),
-        "layout": args.layout, "staleness": args.staleness, "parameters": parameters, **result,
-        "command": " ".join(["python benchmarks/async_step.py", *sys.argv[1:]]),
-        **describe_machine(),
-    }
+        alone = measure_run("sync", "grpo.py", ["--config-name", "grpo_gsm8k", *chosen], args,
+                            work, recording)
+        recording.add(ratio=seconds / alone)
 
 
 def main() -> None:
@@ -111,10 +94,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the JSON result is written")
     parser.add_argument("overrides", nargs="*", help="further overrides for both scripts")
     args = parser.parse_args()
-    sys.path.insert(0, str(REPO))
+    if args.iterations <= SKIPPED:
+        parser.error(f"--iterations {args.iterations}: the first {SKIPPED} are not counted, give "
+                     "more")
+    recording = Recording("async_step", args.out, work=describe_work(args), layout=args.layout,
+                          staleness=args.staleness)
     with tempfile.TemporaryDirectory() as work:
-        result = measure(args, Path(work))
-    write_result(result, args.out)
+        measure(args, Path(work), recording)
+    recording.finish()
 
 
 if __name__ == "__main__":

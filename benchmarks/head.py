@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from machine import describe_machine, write_result
+from machine import Recording
 
 import torch  # isort: skip
 from torch import Tensor
@@ -156,8 +156,10 @@ def liger_way(length: int = 512) -> Way | None:
     return way
 
 
-def measure(ways: dict[str, Way], inputs: tuple, *, rounds: int, repeats: int) -> dict[str, dict]:
-    """Median time (ms) and peak memory (GiB) of each way; they take turns."""
+def measure(ways: dict[str, Way], inputs: tuple, *, rounds: int, repeats: int,
+            record: Callable[[dict[str, dict]], None]) -> None:
+    """Median time (ms) and peak memory (GiB) of each way; they take turns, and what was found so
+    far is recorded after each."""
     hidden, weight = inputs[:2]
     times: dict[str, list[float]] = {name: [] for name in ways}
     peaks = {}
@@ -179,9 +181,10 @@ def measure(ways: dict[str, Way], inputs: tuple, *, rounds: int, repeats: int) -
             hidden.grad = weight.grad = None
             gc.collect()
             torch.cuda.empty_cache()
-    return {name: {"ms": round(statistics.median(times[name]), 2),
-                   "ms_min": round(min(times[name]), 2),
-                   "gib": round(peaks[name] / 2**30, 3)} for name in ways}
+        if turn:
+            record({name: {"ms": round(statistics.median(times[name]), 2),
+                           "ms_min": round(min(times[name]), 2),
+                           "gib": round(peaks[name] / 2**30, 3)} for name in ways})
 
 
 def errors(ways: dict[str, Way], inputs: tuple, *, count: int) -> dict[str, dict]:
@@ -251,16 +254,14 @@ def main() -> None:
     with_entropy = ("plain logits, entropy", "trl, entropy", "linear_log_probs, entropy",
                     "fused_loss, entropy", "fused_loss, entropy, 2048 tokens")
     compared = {name: ways[name] for name in with_entropy if name in ways}
-    result = {
-        "benchmark": "head",
-        "work": f"{args.tokens} tokens x {args.vocabulary} vocabulary x {args.hidden} hidden, "
-                "bfloat16, forward + backward",
-        "ways": measure(ways, inputs, rounds=args.rounds, repeats=args.repeats),
-        "errors": errors(compared, inputs, count=args.checked),
-        "command": " ".join(["python benchmarks/head.py", *sys.argv[1:]]),
-        **describe_machine(also=("triton", "trl", "liger-kernel")),
-    }
-    write_result(result, args.out)
+    recording = Recording(
+        "head", args.out,
+        work=f"{args.tokens} tokens x {args.vocabulary} vocabulary x {args.hidden} hidden, "
+             "bfloat16, forward + backward")
+    recording.describe_machine(also=("triton", "trl", "liger-kernel"))
+    measure(ways, inputs, rounds=args.rounds, repeats=args.repeats,
+            record=lambda found: recording.add(ways=found))
+    recording.finish(errors=errors(compared, inputs, count=args.checked))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from machine import REPO, describe_machine, write_result
+from machine import REPO, Recording
 
 from grpo.engines.child import bind  # isort: skip
 from grpo.engines.http_call import http_request  # isort: skip
@@ -202,17 +202,14 @@ def main() -> None:
          "print(of('atroposlib'), of('fastapi'), of('uvicorn'))"],
         capture_output=True, text=True, check=True).stdout.split()
     hub = [sys.executable, "-m", "grpo.atropos.hub_server"]
-    result = {"benchmark": "hub",
-              "command": " ".join(["python benchmarks/hub.py", *sys.argv[1:]]).replace(
-                  args.atropos_python, "PYTHON"),
-              **describe_machine(also=("fastapi", "uvicorn")),
-              "run_api_versions": dict(zip(("atroposlib", "fastapi", "uvicorn"), version,
-                                           strict=True)),
-              "group": {"sequences": ROWS, "tokens": TOKENS,
-                        "json_bytes": len(gzip.decompress(bodies[0])),
-                        "packed_bytes": len(bodies[0])},
-              "queued_groups": args.groups, "groups_per_batch": args.batch_groups,
-              "rounds": args.rounds}
+    recording = Recording(
+        "hub", args.out,
+        run_api_versions=dict(zip(("atroposlib", "fastapi", "uvicorn"), version, strict=True)),
+        group={"sequences": ROWS, "tokens": TOKENS,
+               "json_bytes": len(gzip.decompress(bodies[0])), "packed_bytes": len(bodies[0])},
+        queued_groups=args.groups, groups_per_batch=args.batch_groups, rounds=args.rounds)
+    recording.add(command=recording.result["command"].replace(args.atropos_python, "PYTHON"))
+    recording.describe_machine(also=("fastapi", "uvicorn"))
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal"
         servers = {"hub": hub, "hub_with_journal": [*hub, "--journal", str(journal)],
@@ -222,14 +219,20 @@ def main() -> None:
             for name, command in servers.items():
                 journal.unlink(missing_ok=True)
                 rounds[name].append(measure(command, bodies, args))
-    for name, measured in rounds.items():
-        result[name] = {key: statistics.median(one[key] for one in measured)
-                        for key in measured[0]}
+                recording.add(**summary(rounds))
+    recording.finish()
+
+
+def summary(rounds: dict[str, list[dict]]) -> dict:
+    """Medians over the rounds of the servers that have had one."""
+    result = {name: {key: statistics.median(one[key] for one in measured) for key in measured[0]}
+              for name, measured in rounds.items() if measured}
     result["groups_per_second_in_each_round"] = {
         name: [one["groups_per_second_in"] for one in measured]
         for name, measured in rounds.items()}
-    result["hub_times_better"] = compare(result["hub"], result["run_api"])
-    write_result(result, args.out)
+    if rounds["run_api"]:
+        result["hub_times_better"] = compare(result["hub"], result["run_api"])
+    return result
 
 
 if __name__ == "__main__":

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
-from async_step import run_script
-from machine import describe_machine, write_result
+from machine import Recording
+from runs import run_to_its_end
 
 ROWS = 32 * 8  # of an iteration
 
@@ -31,7 +29,7 @@ def curve(script: str, seed: int, chosen: list[str], args: argparse.Namespace, w
     keys = [f"train.seed={seed}", f"train.total_dialog_turns={ROWS * args.iterations}",
             f"train.eval_frequency={args.every}", "train.checkpoint_frequency=0", *chosen,
             *args.overrides]
-    rows, _ = run_script(script, keys, run_dir, timeout=args.timeout)
+    rows = run_to_its_end(script, keys, run_dir, timeout=args.timeout)
     accuracies = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
     learned = [value for step, value in accuracies.items() if step]
     return {"seed": seed, "accuracy_by_iteration": accuracies, "last": learned[-1],
@@ -67,17 +65,18 @@ def main() -> None:
         parser.error("--seeds needs at least two, or there is no spread to compare with")
     asynchronous = [f"train.staleness={args.staleness}", *args.asynchronous]
     runs: dict[str, list[dict]] = {"sync": [], "async": []}
-    result = {"benchmark": "learning_curves", "staleness": args.staleness,
-              "of_async_alone": args.asynchronous,
-              "command": shlex.join(["python", "benchmarks/learning_curves.py", *sys.argv[1:]]),
-              **describe_machine(also=("ray",)), "runs": runs}
+    recording = Recording("learning_curves", args.out, staleness=args.staleness,
+                          of_async_alone=args.asynchronous)
+    recording.describe_machine(also=("ray",))
     with tempfile.TemporaryDirectory() as work:
         for seed in args.seeds:
             runs["sync"].append(curve("grpo.py", seed, [], args, Path(work)))
+            recording.add(runs=runs)
             runs["async"].append(curve("grpo-async.py", seed, asynchronous, args, Path(work)))
+            recording.add(runs=runs)
             if len(runs["async"]) > 1:
-                result |= {key: compare(runs, key) for key in ("area", "last")}
-            write_result(result, args.out)  # what is done stays if a later run fails
+                recording.add(**{key: compare(runs, key) for key in ("area", "last")})
+    recording.finish()
 
 
 if __name__ == "__main__":

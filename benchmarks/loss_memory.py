@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from machine import describe_machine, write_result
+from machine import Recording
 
 LOSSES = ("ours", "ours, entropy bonus and KL", "torchrl")
 
@@ -121,20 +121,19 @@ def main() -> None:
     options = [option for name in ("rows", "prompt_tokens", "response_tokens", "vocabulary",
                                    "hidden")
                for option in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    recording = Recording(
+        "loss_memory", args.out,
+        work=f"[B, T, V] = [{args.rows}, {tokens}, {args.vocabulary}] float32 = "
+             f"{unit / 2**20:.0f} MiB")
+    recording.describe_machine()
     results = {}
     for loss in LOSSES:
         child = subprocess.run([sys.executable, __file__, *options, "--loss", loss], check=True,
                                capture_output=True, text=True, timeout=args.timeout)
         peak = int(child.stdout.splitlines()[-1])
         results[loss] = {"peak_bytes": peak, "in_logits": round(peak / unit, 3)}
-    write_result({
-        "benchmark": "loss_memory",
-        "work": f"[B, T, V] = [{args.rows}, {tokens}, {args.vocabulary}] float32 = "
-                f"{unit / 2**20:.0f} MiB",
-        "losses": results,
-        "command": " ".join(["python benchmarks/loss_memory.py", *sys.argv[1:]]),
-        **describe_machine(),
-    }, args.out)
+        recording.add(losses=results)
+    recording.finish()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from machine import describe_machine, write_result
+from machine import Recording
 from step_time import SHAPES, make_model
 
 from grpo.engines.child import bind
@@ -54,18 +54,17 @@ def main() -> None:
         client(args, *args.client)
         return
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    recording = Recording("server_overhead", args.out, **{
+        name: getattr(args, name) for name in
+        ("shape", "requests", "n", "prompt", "response", "repeats")})
     with tempfile.TemporaryDirectory() as folder:
-        parameters = make_model(args.shape, Path(folder))
-        forms = asyncio.run(measure(args, folder))
-    write_result({
-        "benchmark": "server_overhead",
-        "command": " ".join(["python benchmarks/server_overhead.py", *sys.argv[1:]]),
-        **describe_machine(), "parameters": parameters,
-        **{name: getattr(args, name) for name in
-           ("shape", "requests", "n", "prompt", "response", "repeats")}, **forms}, args.out)
+        recording.add(parameters=make_model(args.shape, Path(folder)))
+        recording.describe_machine()
+        asyncio.run(measure(args, folder, recording))
+    recording.finish()
 
 
-async def measure(args: argparse.Namespace, model: str) -> dict:
+async def measure(args: argparse.Namespace, model: str, recording: Recording) -> None:
     """Rounds of both sides by turns, for each form of an answer."""
     import torch
 
@@ -79,29 +78,35 @@ async def measure(args: argparse.Namespace, model: str) -> dict:
         sock = bind("127.0.0.1", 0)
         serving = asyncio.ensure_future(http.serve(sockets=[sock]))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        result = {}
         for form in FORMS:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, __file__, *sys.argv[1:], "--client", url, form,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
             rounds = {"bare": bare(engine, args, form), "server": through(process)}
-            result[form] = await compare(engine, rounds, args)
+            await compare(engine, rounds, args, lambda found, form=form: recording.add(
+                **{form: found}))
             process.stdin.close()
             await process.wait()
         http.should_exit = True
         await serving
-        return result
     finally:
         engine.shutdown()
 
 
-async def compare(engine, rounds: dict[str, Round], args: argparse.Namespace) -> dict:
+async def compare(engine, rounds: dict[str, Round], args: argparse.Namespace,
+                  record: Callable[[dict], None]) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in rounds}
     for repeat in range(args.repeats + 1):
         # Neither side always comes first.
         for name in list(rounds)[:: 1 if repeat % 2 else -1]:
             await engine.reset_prefix_cache()
             seconds[name].append(await rounds[name]())
+        if repeat:
+            record(summary(seconds, args))
+
+
+def summary(seconds: dict[str, list[float]], args: argparse.Namespace) -> dict:
+    """Rates of both sides, in pairs of rounds."""
     tokens = args.requests * args.n * args.response
     kept = {name: values[1:] for name, values in seconds.items()}  # the first pair warms up
     ratios = [bare / server for bare, server in zip(kept["bare"], kept["server"], strict=True)]

@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from machine import describe_machine, write_result
+from machine import Recording
 from weight_update import SHAPES
 
 import torch  # isort: skip
@@ -47,6 +47,9 @@ def main() -> None:
     needed = 1 + max(trainer + [int(gpu) for gpu in args.engine.split(",")])
     if torch.cuda.device_count() < needed:
         sys.exit(f"needs {needed} GPUs, and sees {torch.cuda.device_count()}")
+    recording = Recording("sharded_update", args.out, size=args.size, trainer=args.trainer,
+                          engine=args.engine)
+    recording.describe_machine(also=("vllm",))
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         save_config(args.size, folder)
@@ -55,7 +58,7 @@ def main() -> None:
         for process in others:
             process.start()
         try:
-            measured = run_rank(0, trainer, folder, args)
+            run_rank(0, trainer, folder, args, recording)
             for process in others:
                 process.join(TIMEOUT)
         finally:
@@ -63,13 +66,12 @@ def main() -> None:
                 process.kill()
     if failed := [process.exitcode for process in others if process.exitcode]:
         sys.exit(f"{len(failed)} of the trainer's ranks failed; see above")
-    command = " ".join(["python benchmarks/sharded_update.py", *sys.argv[1:]])
-    write_result({"benchmark": "sharded_update", "command": command,
-                  **describe_machine(also=("vllm",)), "size": args.size, "trainer": args.trainer,
-                  "engine": args.engine, **measured}, args.out)
+    recording.finish()
 
 
-def run_rank(rank: int, trainer: list[int], folder: str, args: argparse.Namespace) -> dict:
+def run_rank(rank: int, trainer: list[int], folder: str, args: argparse.Namespace,
+             recording: Recording | None = None) -> None:
+    """Measure as one of the trainer's ranks; the first one records."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
@@ -95,17 +97,16 @@ def run_rank(rank: int, trainer: list[int], folder: str, args: argparse.Namespac
         engine = InProcessEngine(llm)
     same = args.trainer == args.engine
     weights = WeightTransfer(model, engine, backend="ipc" if same else "nccl", timeout=TIMEOUT)
-    measured = update(weights, llm, whole, args.updates)
+    update(weights, llm, whole, args.updates, recording)
     weights.close()
     dist.destroy_process_group()
     if rank == 0:
         from grpo.engines.inprocess import stop_engine
 
         stop_engine(llm)
-    return measured
 
 
-def update(weights, llm, whole, updates: int) -> dict:
+def update(weights, llm, whole, updates: int, recording: Recording | None) -> None:
     """Publish ``updates`` times, each time other values; all ranks call it."""
     leads, seconds, gaps = weights.trainer.leads, [], []
     before = weights.differing()
@@ -123,14 +124,21 @@ def update(weights, llm, whole, updates: int) -> dict:
             raise RuntimeError(f"after update {number + 1} the engine's {different[:5]} differ")
         if whole is not None:
             gaps.append(log_prob_gap(llm, whole))
-    if not leads:
-        return {}
-    gigabytes = 1e-9 * sum(p.numel() * p.element_size() for p in weights.model.parameters())
+        if recording is not None:
+            recording.add(**summary(weights.model, seconds),
+                          **({"mean_log_prob_gap": gaps} if gaps else {}))
+
+
+def summary(model, seconds: list[float]) -> dict:
+    """Of the updates so far; the first one connects."""
+    gigabytes = 1e-9 * sum(p.numel() * p.element_size() for p in model.parameters())
+    first = {"gigabytes": gigabytes, "first_with_connection": seconds[0],
+             "differing_after_each_update": 0}
+    if not seconds[1:]:
+        return first
     median = statistics.median(seconds[1:])
-    return {"gigabytes": gigabytes, "first_with_connection": seconds[0], "seconds": median,
-            "best": min(seconds[1:]), "gigabytes_per_second": gigabytes / median,
-            "differing_after_each_update": 0,
-            **({"mean_log_prob_gap": gaps} if gaps else {})}
+    return {**first, "seconds": median, "best": min(seconds[1:]),
+            "gigabytes_per_second": gigabytes / median}
 
 
 @torch.no_grad()

@@ -27,10 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from machine import describe_machine, write_result
+from machine import Recording
 
 import torch  # isort: skip
 
@@ -97,18 +97,21 @@ def main() -> None:
         return
     if torch.cuda.device_count() < 2:
         sys.exit("needs two GPUs, and sees " + str(torch.cuda.device_count()))
-    result = {"benchmark": "weight_update",
-              "command": " ".join(["python benchmarks/weight_update.py", *sys.argv[1:]]),
-              **describe_machine(also=("vllm",)),
-              "repeats": args.repeats, "rows": ROWS, "prompt": PROMPT, "response": RESPONSE,
-              "sizes": {}}
+    recording = Recording("weight_update", args.out, repeats=args.repeats, rows=ROWS,
+                          prompt=PROMPT, response=RESPONSE)
+    recording.describe_machine(also=("vllm",))
+    sizes: dict[str, dict] = {}
     for size in args.sizes:
-        result["sizes"][size] = {"nccl_alone": run_bare_nccl(size, args.repeats),
-                                 **measure(size, args)}
-        write_result(result, args.out)  # what is done stays if a later size fails
+        sizes[size] = {"nccl_alone": run_bare_nccl(size, args.repeats)}
+        recording.add(sizes=sizes)
+        for measured in measure(size, args):
+            sizes[size].update(measured)
+            recording.add(sizes=sizes)
+    recording.finish()
 
 
-def measure(size: str, args: argparse.Namespace) -> dict:
+def measure(size: str, args: argparse.Namespace) -> Iterator[dict]:
+    """All that is measured of a size so far, again after each way."""
     from grpo.engines.inprocess import stop_engine
     from grpo.weights import paths
     from grpo.weights.transfer import WeightTransfer
@@ -122,8 +125,10 @@ def measure(size: str, args: argparse.Namespace) -> dict:
                                      timeout=TIMEOUT)
             measured[f"direct_{mib}_mib_small_{small}"] = time_updates(
                 weights, model, engine, args.repeats)
+            yield measured
         weights = WeightTransfer(model, engine, backend="ipc", timeout=TIMEOUT)
         measured["ipc"] = time_updates(weights, model, engine, args.repeats)
+        yield measured
         weights = WeightTransfer(model, engine, backend="nccl", loader="vllm", timeout=TIMEOUT)
         measured["vllm_loader"] = time_updates(weights, model, engine, args.repeats)
         measured["generate"] = time_generate(llm, args.repeats)
@@ -131,9 +136,9 @@ def measure(size: str, args: argparse.Namespace) -> dict:
             if isinstance(value, dict) and "seconds" in value and key != "generate":
                 value["share_of_generate"] = value["seconds"] / measured["generate"]["seconds"]
         stop_engine(llm)
+    yield measured
     del model
     torch.cuda.empty_cache()
-    return measured
 
 
 def start(size: str, folder: str):

@@ -26,6 +26,7 @@ class Child:
         command: program and arguments.
         log_path: standard output and error are appended to it; its folder is made.
         env: further environment variables.
+        cwd: folder that it runs in; None: this process's.
 
     Raises:
         OSError: if the log cannot be opened.
@@ -40,7 +41,8 @@ class Child:
     """
 
     def __init__(
-        self, command: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None
+        self, command: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
     ) -> None:
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +50,7 @@ class Child:
             self._process = subprocess.Popen(
                 ["/bin/sh", "-c", _WATCHED, "sh", str(GRACE), *command], stdin=subprocess.PIPE,
                 stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})},
-                start_new_session=True)
+                start_new_session=True, cwd=cwd)
         self._stopped = False
 
     @property

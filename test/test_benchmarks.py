@@ -1,16 +1,24 @@
-"""What benchmarks/README.md says is what the results say."""
+"""What benchmarks/README.md says is what the results say, and a benchmark that is ended leaves what
+it has measured."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+REPO = Path(__file__).resolve().parents[1]
+BENCHMARKS = REPO / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 TEXT = (BENCHMARKS / "README.md").read_text()
 
 
@@ -45,7 +53,7 @@ def test_every_run_on_several_gpus_has_a_line(scaling):
 
 def test_each_benchmark_is_named_with_what_it_says_of_itself():
     for path in BENCHMARKS.glob("*.py"):
-        if path.name != "machine.py":
+        if path.name not in ("machine.py", "gpu_memory.py", "runs.py"):  # what they share
             first = path.read_text().split('"""')[1].splitlines()[0]
             assert f"- `{path.name}`: {first[0].lower()}{first[1:]}" in TEXT
 
@@ -73,3 +81,90 @@ class TestAsyncLengths:
             assert ours["in_vain"] < 1e-9 and ours["oldest"] == 1 and ours["dropped"] == 0
             assert ours["step"] == pytest.approx(theirs["step"], rel=0.05)
             assert ours["age"] == pytest.approx(theirs["age"], rel=0.05)
+
+
+# -- results before the end -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Start a benchmark that writes ``result.json``."""
+    started = []
+
+    def start(name: str, *arguments: str) -> subprocess.Popen:
+        started.append(subprocess.Popen(
+            [sys.executable, str(BENCHMARKS / name), *arguments, "--out",
+             str(tmp_path / "result.json")], env=os.environ | {"PYTHONPATH": str(REPO)},
+            stdout=subprocess.DEVNULL, stderr=(tmp_path / "errors").open("w"), cwd=tmp_path))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def until(process: subprocess.Popen, folder: Path, ready, *, timeout: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not ((folder / "result.json").exists() and ready(
+            json.loads((folder / "result.json").read_text()))):
+        assert process.poll() is None and time.monotonic() < deadline, (
+            folder / "errors").read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def test_a_step_benchmark_that_is_ended_leaves_the_iterations_that_were_done(begin, tmp_path):
+    before = set(Path(tempfile.gettempdir()).iterdir())
+    process = begin("step_time.py", "--shape", "tiny", "--prompts", "2", "--group", "2",
+                    "--prompt-tokens", "32", "--response-tokens", "4", "--iterations", "100000",
+                    "inference_model.backend=transformers")
+    until(process, tmp_path, lambda found: len(found.get("seconds_per_iteration", ())) > 3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["complete"] is False
+    assert result["steady_iterations"] == len(result["seconds_per_iteration"]) - 3
+    assert 0 < result["seconds"]["generate"] < result["seconds"]["step"]
+    # What the start-up took, by what was printed when.
+    assert [at for at, _ in result["startup"]] == sorted(at for at, _ in result["startup"])
+    assert result["startup"] and result["machine"] and result["commit"]
+    assert "inference_model.backend=transformers" in result["run"]
+    assert set(Path(tempfile.gettempdir()).iterdir()) <= before | {tmp_path}
+
+
+def test_a_run_that_fails_says_why_and_what_was_measured(begin, tmp_path):
+    process = begin("step_time.py", "--shape", "tiny", "--prompts", "2", "--group", "2",
+                    "inference_model.backend=transformers", "train.clip_epsilon=-1")
+    assert process.wait(timeout=120) == 1
+    errors = (tmp_path / "errors").read_text()
+    assert "grpo.py ended with exit code 1 after 0 iterations" in errors
+    assert "clip_epsilon" in errors
+    assert json.loads((tmp_path / "result.json").read_text())["complete"] is False
+
+
+def test_the_losses_that_were_measured_stay(begin, tmp_path):
+    process = begin("loss_memory.py", "--vocabulary", "512", "--rows", "2")
+    until(process, tmp_path, lambda found: "losses" in found)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["complete"] is False
+    assert all(loss["peak_bytes"] > 0 for loss in result["losses"].values())
+
+
+def test_a_copy_without_git_says_what_it_was_told(monkeypatch):
+    from machine import commit
+
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("GRPO_COMMIT", raising=False)
+    assert commit() == "unknown"
+    monkeypatch.setenv("GRPO_COMMIT", "1234abc")
+    assert commit() == "1234abc"
+
+
+def test_every_benchmark_that_takes_minutes_records_as_it_goes():
+    programs = [path for path in BENCHMARKS.glob("*.py")
+                if "__main__" in path.read_text() and path.name != "scaling.py"]
+    assert len(programs) > 10
+    for path in programs:
+        assert "Recording(" in path.read_text(), path.name

@@ -49,8 +49,10 @@ def start(folder, devices: str):
     from grpo.engines.lifecycle import remember, starting
 
     with visible(devices), starting():
-        llm = LLM(str(folder), dtype="bfloat16", max_model_len=256, gpu_memory_utilization=0.2,
-                  logprobs_mode="processed_logprobs", distributed_executor_backend="mp",
+        # A share of the GPU would be measured, wrongly where others use the GPU meanwhile.
+        llm = LLM(str(folder), dtype="bfloat16", max_model_len=256, gpu_memory_utilization=0.05,
+                  kv_cache_memory_bytes=1 << 30, logprobs_mode="processed_logprobs",
+                  distributed_executor_backend="mp",
                   worker_extension_cls="grpo.engines.worker.WeightWorker",
                   tensor_parallel_size=len(devices.split(",")),
                   weight_transfer_config=WeightTransferConfig(backend="nccl"))

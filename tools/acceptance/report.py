@@ -1,0 +1,95 @@
+"""The table of an acceptance, and its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from acceptance.schedule import Outcome, Part, Schedule
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from machine import commit, save  # noqa: E402
+
+_NAME = 78  # characters
+
+
+class Report:
+    """Writes the file anew whenever a part has begun or ended, and prints a line for each ending.
+
+    Args:
+        out: the file.
+        work: folder of the acceptance, where the first part leaves what machine this is.
+        **values: what is known from the start.
+    """
+
+    def __init__(self, out: Path, work: Path, **values: object) -> None:
+        self.out, self.work, self.values = out, work, values
+        self._started = time.monotonic()
+        self._printed: set[str] = set()
+
+    def update(self, schedule: Schedule) -> None:
+        """Write what there is."""
+        for part in schedule.parts:
+            outcome = schedule.outcomes[part.name]
+            if outcome.status not in ("waiting", "running") and part.name not in self._printed:
+                self._printed.add(part.name)
+                print(line(part, outcome), flush=True)
+        save(self.result(schedule), self.out)
+
+    def result(self, schedule: Schedule) -> dict:
+        """The file's content."""
+        outcomes = schedule.outcomes
+        machine = self.work / "machine.json"
+        described = read_machine(machine)
+        return {
+            "benchmark": "acceptance", **self.values, "commit": commit(), **described,
+            "complete": all(o.status not in ("waiting", "running") for o in outcomes.values()),
+            "accepted": accepted(list(outcomes.values())),
+            "seconds": round(time.monotonic() - self._started, 1),
+            "counts": dict(Counter(outcome.status for outcome in outcomes.values())),
+            "parts": [describe(part, outcomes[part.name]) for part in schedule.parts],
+        }
+
+
+def read_machine(path: Path) -> dict:
+    """What ``prepare.py`` has found, if it has."""
+    return json.loads(path.read_text()) if path.exists() else {
+        "machine": f"{os.cpu_count()} cores", "versions": {}}
+
+
+def accepted(outcomes: Sequence[Outcome]) -> bool:
+    """Nothing failed, was ended or was not reached. What cannot run here does not count."""
+    return all(outcome.status in ("passed", "skipped") for outcome in outcomes)
+
+
+def describe(part: Part, outcome: Outcome) -> dict:
+    """A part in the file."""
+    described = {
+        "name": part.name, "status": outcome.status, "reason": outcome.reason,
+        "seconds": outcome.seconds, "limit_seconds": part.limit, "gpus": part.gpus,
+        "alone": part.alone, "command": part.script.splitlines(), "figures": outcome.figures,
+        "log_end": outcome.log_end}
+    return {key: value for key, value in described.items() if value not in ("", {}, [], None)}
+
+
+def line(part: Part, outcome: Outcome) -> str:
+    """A part in the table."""
+    name = part.name if len(part.name) <= _NAME else part.name[:_NAME - 3] + "..."
+    seconds = "" if outcome.seconds is None else f"{outcome.seconds:.0f} s"
+    said = "; ".join(filter(None, (outcome.reason, outcome.figures.get("summary"))))
+    return f"{outcome.status:<10}{seconds:>6}  {name:<{_NAME}}  {said[:160]}".rstrip()
+
+
+def table(schedule: Schedule) -> str:
+    """All parts, and how many ended in which way."""
+    lines = [line(part, schedule.outcomes[part.name]) for part in schedule.parts]
+    counts = Counter(outcome.status for outcome in schedule.outcomes.values())
+    verdict = "accepted" if accepted(list(schedule.outcomes.values())) else "NOT accepted"
+    return "\n".join([*lines, f"{verdict}: " + ", ".join(
+        f"{count} {status}" for status, count in counts.items())])

@@ -1,0 +1,332 @@
+"""What an acceptance runs: the commands of the pages on less work, the GPU's tests, benchmarks.
+
+The commands are read from the pages, so a new one is run without a line here, or refused by
+:func:`all_parts` if it is of a kind that nobody has said how to run. Models are random and made on
+the spot; ``$WORK`` and ``$REPO`` stand for the acceptance's folder and the repository.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from acceptance.figures import read_benchmark, read_pytest, read_run
+from acceptance.pages import REPO, Command, page_commands
+from acceptance.schedule import Part
+
+SCRIPT = "python sota-implementations/grpo/grpo.py"
+ASYNC_SCRIPT = "python sota-implementations/grpo/grpo-async.py"
+SERVER = "python -m grpo.engines.server"
+ATROPOS = "atropos-grpo-run"
+PREPARE = "models and machine"
+
+#: What `make` runs, for hosts that have an environment of their own.
+MAKE = {"make train": SCRIPT}
+#: Commands that no part runs, and why.
+NOT_RUN = {
+    "make test": "the fast tests need no GPU",
+    "make gpu-acceptance": "is this program",
+    "make atropos-env": "builds an environment",
+    "make train-atropos": f"is short for the first {ATROPOS} of examples/atropos/README.md",
+}
+#: Starts of commands that no part runs, and why.
+BY_HAND = {
+    "MODEL=$(": f"the four programs by hand are those that {ATROPOS} starts",
+    ".venv/bin/python -m grpo.": "the same",
+    ".venv-atropos/bin/python ": "the same",
+}
+#: What stands on the pages for something that the reader has.
+STAND_INS = {
+    "Qwen/Qwen2.5-1.5B-Instruct": "$WORK/models/1.5b", "path/to/gsm8k": "$WORK/problems",
+    "path/to/teacher": "$WORK/models/tiny", "path/to/model": "$WORK/models/tiny",
+    "sota-implementations/": "$REPO/sota-implementations/", "examples/": "$REPO/examples/",
+}
+
+#: Makes a command with the embedded model short. What the page sets stays.
+SMALL = ("model.warm_start_steps=20", "env.num_envs=8", "env.repeats=4", "env.task.num_test=8",
+         "env.reward=negative_length", "inference_model.max_tokens=8",
+         "train.total_dialog_turns=96", "train.eval_frequency=0", "train.checkpoint_frequency=0",
+         "optimizer.lr=1e-3")
+SMALL_ITERATIONS = 3
+#: The same for a random model of real size. Nearly all its tokens stand for no character, so only
+#: a reward by length differs within a group.
+SMALLER_LARGE = (
+    "env.data_path=$WORK/problems", "env.num_envs=8", "env.repeats=4", "env.task.num_test=8",
+    "env.reward=my_rewards:brevity", "inference_model.max_tokens=64",
+    "train.total_dialog_turns=128", "train.eval_frequency=0", "train.checkpoint_frequency=0")
+LARGE_ITERATIONS = 4
+
+#: GiB of a GPU that a run takes, with room: by model, and for adapters.
+GIB = {"embedded": 5.0, "0.5b": 24.0, "1.5b": 50.0}
+GIB_ADAPTERS = {"embedded": 5.0, "0.5b": 16.0, "1.5b": 24.0}
+
+GSM8K = f"{SCRIPT} --config-name grpo_gsm8k model.name=$WORK/models"
+GSM8K_ASYNC = f"{ASYNC_SCRIPT} --config-name grpo_async_gsm8k model.name=$WORK/models"
+LORA = "train_model.lora.enabled=true optimizer.lr=1e-3"
+#: Combinations that no page has as a command.
+VARIANTS = {
+    "0.5b, gradient checkpointing": f"{GSM8K}/0.5b train_model.gradient_checkpointing=true",
+    "1.5b, layers compiled": f"{GSM8K}/1.5b train_model.compile=true",
+    "1.5b, layers not compiled": f"{GSM8K}/1.5b train_model.compile=false",
+    "0.5b, adapters as views, compiled":
+        f"{GSM8K}/0.5b {LORA} train_model.lora.alpha=16 train_model.compile=true",
+    "0.5b, adapters written": f"{GSM8K}/0.5b {LORA} train_model.compile=false",
+    "0.5b, engine=process, compiled":
+        f"{GSM8K}/0.5b inference_model.engine=process train_model.compile=true",
+    "0.5b, engine=process, adapters": f"{GSM8K}/0.5b inference_model.engine=process {LORA}",
+    "0.5b, engine=server, compiled":
+        f"{GSM8K}/0.5b inference_model.engine=server train_model.compile=true",
+    "0.5b, packing": f"{GSM8K}/0.5b train.packing=true",
+    "0.5b, reference and packing": f"{GSM8K}/0.5b train.packing=true train.kl_to_ref_coeff=0.01",
+}
+VARIANTS_OF_TWO_GPUS = {
+    "0.5b, one trains, one generates, adapters": f"{GSM8K_ASYNC}/0.5b {LORA}",
+    "1.5b, one trains, one generates, compiled": f"{GSM8K_ASYNC}/1.5b train_model.compile=true",
+    "1.5b, two train": f"{GSM8K}/1.5b inference_model.engine=process train_model.num_devices=2",
+    "0.5b, two train, adapters":
+        f"{GSM8K}/0.5b inference_model.engine=process train_model.num_devices=2 {LORA}",
+}
+
+WORK = "--shape 1.5b --model $WORK/models/1.5b"
+OURS, PEER = "step time with the defaults", "TRL + Liger on the same work"
+#: Name -> program and options in benchmarks/, and the keys of its result for the table.
+BENCHMARKS = {
+    OURS: (f"step_time.py {WORK} --iterations 9", ("seconds/step", "canary_share",
+                                                   "memory_gib/peak")),
+    PEER: (f"peer_trl.py {WORK} --iterations 7", ("seconds/step", "memory_gib/peak")),
+    "cost of the canary": ("canary_cost.py --shape 1.5b --repeats 10",
+                           ("milliseconds_by_max_tokens",)),
+}
+BESIDE = "step time beside TRL + Liger"
+AT_MOST = 0.45  # of the peer's seconds
+
+#: Files of test/gpu -> GPUs that they need, and have use for; the others take one.
+TESTS_OF_SEVERAL_GPUS = {"test_parallel.py": (2, 2), "test_transfer.py": (1, 3)}
+#: Files of test/gpu that look at all of the GPU's memory in use.
+TESTS_ALONE = {"test_server_sleep.py"}
+
+
+class UnknownCommandError(ValueError):
+    """A page has a command of a kind that nobody has said how to run."""
+
+
+def all_parts(gpus: int, *, root: Path = REPO) -> list[Part]:
+    """What is run on so many GPUs, what matters most first.
+
+    Raises:
+        UnknownCommandError: naming the command.
+    """
+    pages = [part for command in page_commands(root) for part in command_parts(command)]
+    first = [part for part in pages if part.name.startswith("README")]
+    tests = list(gpu_tests(gpus))
+    parts = [
+        Part(PREPARE, "python $REPO/tools/acceptance/prepare.py $WORK", limit=120, gib=8),
+        *first, *(part for part in tests if not part.alone),
+        *(part for part in pages if part.name.startswith("docs/weights")),
+        *benchmarks(), *variants(),
+        *(part for part in pages if part not in first and "docs/weights" not in part.name),
+        *(part for part in tests if part.alone),
+    ]
+    parts = [replace(part, missing=part.missing or f"needs {part.gpus} GPUs")
+             if part.gpus > max(gpus, 1) else part for part in _once(parts)]
+    return list(_behind_the_first(parts))
+
+
+def _behind_the_first(parts: list[Part]) -> Iterator[Part]:
+    """Runs of a model wait for the first one of it, so that not all compile the same at once."""
+    leaders: dict[str, str] = {}
+    for part in parts:
+        if not part.missing and "/sota-implementations/" in part.script:
+            leader = leaders.setdefault(model_of(part.script), part.name)
+            part = replace(part, behind=() if leader == part.name else (leader,))
+        yield part
+
+
+def _once(parts: list[Part]) -> Iterator[Part]:
+    """Commands that stand on several pages are run for the first of them."""
+    scripts: dict[str, Part] = {}
+    for part in parts:
+        earlier = scripts.setdefault(part.script, part)
+        if earlier is not part:
+            scripts[part.script] = replace(earlier, covers=earlier.covers + part.covers)
+    yield from scripts.values()
+
+
+# -- commands of the pages ------------------------------------------------------------------------
+
+
+def command_parts(command: Command) -> Iterator[Part]:
+    """What runs a page's command: one part, or none if :data:`NOT_RUN` or :data:`BY_HAND` says so.
+
+    Raises:
+        UnknownCommandError: naming the command.
+    """
+    text = MAKE.get(command.text, command.text)
+    name = f"{command.page.removesuffix('.md')}: {_short(command.text)}"
+    if text in NOT_RUN or text.startswith(tuple(BY_HAND)):
+        return
+    if text.startswith(ATROPOS):
+        part = atropos_part(name, text)
+    elif text.startswith(SERVER):
+        return  # with the run that names its address
+    elif "inference_model.url=" in text:
+        part = served_part(name, text)
+    elif "resume=" in text:
+        part = resumed_part(name, text)
+    elif text.startswith((f"{SCRIPT} ", f"{ASYNC_SCRIPT} ")) or text == SCRIPT:
+        part = run_part(name, text)
+    else:
+        raise UnknownCommandError(
+            f"{command.page} has the command {command.text!r}, and nobody has said how "
+            "tools/gpu_acceptance.py runs it; add it to tools/acceptance/rows.py")
+    yield replace(part, covers=(*part.covers, command.text))
+
+
+def _short(text: str) -> str:
+    return text.replace("python sota-implementations/grpo/", "").replace(
+        "Qwen/Qwen2.5-", "").replace("-Instruct", "")
+
+
+def run_part(name: str, text: str) -> Part:
+    """A run of ``grpo.py`` or ``grpo-async.py``, on less work."""
+    script, model = smaller(text), model_of(text)
+    sweep = re.search(r"--multirun \S+=(\S+)", text)
+    runs = len(sweep[1].split(",")) if sweep else 1
+    iterations = SMALL_ITERATIONS if model == "embedded" else LARGE_ITERATIONS
+    asynchronous = text.startswith(ASYNC_SCRIPT)
+    return Part(
+        name, script, limit=(150.0 if model == "embedded" else 300.0) + 40.0 * (runs - 1),
+        gpus=devices_of(text), gib=(GIB_ADAPTERS if "lora.enabled=true" in text else GIB)[model],
+        # Ray's own ports are taken anew by each that starts.
+        claims=frozenset({"ray"} if asynchronous else ()),
+        after=() if model == "embedded" and "$WORK/models" not in script else (PREPARE,),
+        read=read_run(iterations, runs=runs, says="held-out accuracy"))
+
+
+def smaller(text: str) -> str:
+    """The command with what the reader has replaced, and made short by further settings."""
+    for said, ours in STAND_INS.items():
+        text = text.replace(said, ours)
+    given = {word.partition("=")[0] for word in shlex.split(text)}
+    settings = SMALL if model_of(text) == "embedded" else SMALLER_LARGE
+    if "model.name=" in text:
+        settings = tuple(s for s in settings if not s.startswith("model.warm_start_steps"))
+    return " ".join([text, *(s for s in settings if s.partition("=")[0] not in given)])
+
+
+def model_of(text: str) -> str:
+    """Which of the models a command trains."""
+    found = re.search(r"model\.name=\S*(0\.5|1\.5)[bB]", text)
+    return f"{found[1]}b" if found else "embedded"
+
+
+def devices_of(text: str) -> int:
+    """GPUs that a command takes, by what it says of devices."""
+    def said(section: str, default: int) -> int:
+        found = re.search(rf"{section}\.num_devices=(\d+)", text)
+        return int(found[1]) if found else default
+
+    if not text.startswith(ASYNC_SCRIPT):
+        return said("train_model", 1)  # the engine is on the first of them
+    return said("train_model", 1) + said("inference_model", 1) + said("ref_model", 0)
+
+
+def resumed_part(name: str, text: str) -> Part:
+    """A run that leaves checkpoints, and the command that goes on from the newest."""
+    first = smaller(text.replace(" resume=auto", " train.checkpoint_frequency=1"))
+    longer = smaller(f"{text} train.total_dialog_turns=160 train.checkpoint_frequency=1")
+    return replace(run_part(name, text), script=f"{first}\n{longer}", limit=240.0,
+                   read=read_run(5, says="resumed at iteration 3"))
+
+
+def served_part(name: str, text: str) -> Part:
+    """A run with a server that was started before, as the page has it."""
+    said = next(other.text for other in page_commands() if other.text.startswith(SERVER))
+    server = said.replace("path/to/model", STAND_INS["path/to/model"])
+    url = re.search(r"inference_model\.url=(\S+)", text)[1]
+    run = run_part(name, f"{text} model.name={STAND_INS['path/to/model']}")
+    script = f"""{server} --kv-cache-memory-bytes 1073741824 &
+server=$!
+trap 'kill $server; wait $server || true' EXIT
+until python -c 'import urllib.request as r; r.urlopen("{url}/health", timeout=5)' 2>/dev/null
+do kill -0 $server; sleep 1; done
+{run.script}"""
+    return replace(run, script=script, limit=240.0, gib=10.0, claims=frozenset({url}),
+                   covers=(said,))
+
+
+def atropos_part(name: str, text: str) -> Part:
+    """Hub, engine server, an environment of atroposlib and the trainer; five steps."""
+    large = "Qwen/" in text
+    text = re.sub(r"--training-steps \d+", "--training-steps 5", text).replace(
+        ATROPOS, "python -m grpo.cli.run")
+    for said, ours in STAND_INS.items():
+        text = text.replace(said, ours)
+    ports = (8101, 9101) if large else (8102, 9102)
+    text += (f" --atropos-url http://127.0.0.1:{ports[0]} --vllm-port {ports[1]} "
+             "--save-path out --log-dir logs")
+    if large:
+        # All answers of a random model are wrong alike.
+        text += (" --env-flag env.ensure_scores_are_not_same=false --env-flag env.max_new_tokens=64"
+                 " --max-model-len 1024")
+    python = Path(os.environ.get("GRPO_ATROPOS_PYTHON") or REPO / ".venv-atropos/bin/python")
+    return Part(
+        name, f"export GRPO_ATROPOS_PYTHON={shlex.quote(str(python))}\n{text}", limit=300.0,
+        gib=GIB["1.5b" if large else "embedded"], after=(PREPARE,) if large else (),
+        read=read_run(5),
+        missing="" if python.exists() else "needs an environment of atroposlib: `make atropos-env`")
+
+
+# -- what no page has -----------------------------------------------------------------------------
+
+
+def variants() -> Iterator[Part]:
+    """Combinations of :data:`VARIANTS`."""
+    for name, text in {**VARIANTS, **VARIANTS_OF_TWO_GPUS}.items():
+        yield run_part(name, text)
+
+
+def gpu_tests(gpus: int) -> Iterator[Part]:
+    """Each file of test/gpu."""
+    for path in sorted((REPO / "test" / "gpu").glob("test_*.py")):
+        least, most = TESTS_OF_SEVERAL_GPUS.get(path.name, (1, 1))
+        yield Part(
+            f"test/gpu/{path.name}",
+            "cd $REPO\npython -m pytest -q -m gpu -p no:cacheprovider --durations=5 "
+            f"test/gpu/{path.name}", limit=300.0, gib=10.0,
+            gpus=max(least, min(gpus, most)), alone=path.name in TESTS_ALONE,
+            read=read_pytest)
+
+
+def benchmarks() -> Iterator[Part]:
+    """Those of :data:`BENCHMARKS`, each alone, and the comparison of ours with the peer's."""
+    peer_missing = "" if importlib.util.find_spec("trl") and importlib.util.find_spec(
+        "liger_kernel") else "needs `pip install trl liger-kernel datasets`"
+    for name, (command, shown) in BENCHMARKS.items():
+        copy = {OURS: "\ncp result.json $WORK/ours.json", PEER: "\ncp result.json $WORK/peer.json"}
+        yield Part(
+            name, f"python $REPO/benchmarks/{command} --out result.json{copy.get(name, '')}",
+            limit=240.0, gib=120.0, alone=True, after=(PREPARE,), read=read_benchmark(*shown),
+            missing=peer_missing if name == PEER else "")
+        if name == PEER:
+            yield Part(
+                BESIDE, "python $REPO/tools/acceptance/compare.py $WORK/ours.json $WORK/peer.json "
+                f"--at-most {AT_MOST:g} --out result.json", limit=30.0, after=(OURS, PEER),
+                read=read_benchmark("ratio", "memory_gib", "peer_memory_gib"),
+                missing=peer_missing)
+
+
+def not_run(root: Path = REPO) -> dict[str, str]:
+    """Commands of the pages that no part runs, and why."""
+    reasons = {}
+    for command in page_commands(root):
+        for start, why in {**BY_HAND, **NOT_RUN}.items():
+            if command.text.startswith(start):
+                reasons[command.text] = why
+    return reasons
+
