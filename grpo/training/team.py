@@ -94,9 +94,10 @@ def obey(learner: ParallelLearner, weights: Any = None) -> None:
         elif what == "save":
             save_trained(model, None, Path(tempfile.gettempdir()))  # gathers; rank 0 alone writes
         elif what == "gather":
-            which, part = details
-            named = trained_parameters(model) if which == "trained" else model.named_parameters()
-            for _ in TrainerRanks(model).whole(part.choose(named)):
+            which, *part = details
+            named = (trained_parameters(model) if which == "trained" else
+                     part[0].choose(model.named_parameters()))
+            for _ in TrainerRanks(model).whole(named):
                 pass
         elif what == "perturb":
             learner.perturb()

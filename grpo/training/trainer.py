@@ -174,8 +174,8 @@ class Trainer:
                 metrics["policy/version"] = self.weights.catch_up()
         save = self.checkpoint_frequency > 0 and self._due(self.checkpoint_frequency)
         first = self._report is None
-        shown = evaluate or save  # or kept
-        self._prove(now=not self.overlap_canary or shown or first, whole=shown)
+        kept = evaluate or save or self.step == self.iterations
+        self._prove(now=not self.overlap_canary or kept or first, whole=kept)
         metrics["canary/mean_abs_diff"] = self._report.mean_abs_diff
         metrics["canary/max_abs_diff"] = self._report.max_abs_diff
         for adaptation in self.adaptations:

@@ -154,7 +154,7 @@ class ObjectStoreSync(FleetSync):
         return self.pool.send(number, "load_state", values, version, self.timeout)
 
     def _trained(self) -> Iterable[tuple[str, Tensor]]:
-        self.tell("gather", "trained", ALL)
+        self.tell("gather", "trained")
         return TrainerRanks(self.model).whole(trained_parameters(self.model))
 
     def _differing(self, part: Part) -> list[str]:

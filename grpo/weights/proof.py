@@ -8,7 +8,7 @@ each update and another part after the next, so that it costs little and all hav
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -125,7 +125,7 @@ class WeightProof:
             raise StaleWeightsError(self._complaint(
                 names, "after an update the engine does not have the trainer's weights"))
 
-    def self_test(self, learner: Perturbed, *, begin=lambda: None) -> None:
+    def self_test(self, learner: Perturbed, *, begin: Callable[[], object] = lambda: None) -> None:
         """Prove before the first step that updates arrive.
 
         A few values of each trained tensor are changed, published and compared; then they are put
@@ -143,13 +143,13 @@ class WeightProof:
         if self._starts_engines:
             return
         version = self.weights.version
+        begin()
+        learner.perturb()
         try:
-            begin()
-            learner.perturb()
             self._publish_again()
             missed = self.weights.differing()
-        finally:
             begin()
+        finally:
             learner.restore()
             self.weights.version = version
         self._publish_again()

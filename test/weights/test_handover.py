@@ -348,7 +348,7 @@ def test_a_fingerprint_follows_every_byte(size):
     for index in {0, size // 2, size - 1}:
         changed = tensor.clone()
         changed.view(torch.uint8)[4 * index] ^= 1
-        assert fingerprint(changed)[0] != before[0]
+        assert fingerprint(changed) != before
 
 
 @given(st.lists(st.integers(-128, 127), min_size=2, max_size=40), st.randoms())
@@ -358,7 +358,6 @@ def test_a_fingerprint_depends_on_the_order_and_not_on_the_address(values, rando
     tensor = torch.tensor(values, dtype=torch.int8)
     shifted = torch.cat([torch.zeros(3, dtype=torch.int8), tensor])[3:]
     assert fingerprint(tensor) == fingerprint(shifted)
-    assert fingerprint(tensor)[1] == sum(values)
     same = fingerprint(tensor) == fingerprint(torch.tensor(shuffled, dtype=torch.int8))
     assert same == (values == shuffled)
 

@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo.weights import StaleWeightsError
 from grpo.weights.channel import Deadline, TransferError
+from grpo.weights.fingerprint import Part
 from grpo.weights.layout import LayoutError
+from grpo.weights.proof import WeightProof
 from grpo.weights.transfer import WeightTransfer
 
+from .faults import FAULTS, Changing, Faulty, params, updates_until_found
 from .receivers import ThreadedEngine, Worker, assert_holds, vllm_like
 
 BUCKET = 2000  # bytes; some parameters are larger, most are not
@@ -132,6 +136,40 @@ def test_an_update_pauses_sends_resets_counts_and_resumes_in_this_order(model):
     weights.publish()
     calls = engine.log[engine.log.index("pause wait"):]
     assert calls == ["pause wait", "transfer_receive", "reset_prefix_cache", "version 7", "resume"]
+
+
+# -- the proof -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_what_is_lost_on_the_way_fails_the_proof_within_its_interval(model, backend, fault):
+    engine = engine_for(model, size=2)
+    weights = transfer(model, engine, backend=backend)
+    workers = [params(worker.model) for worker in engine.workers]
+    found = updates_until_found(Faulty(weights, workers, fault), model)
+    assert found == 1 or fault == "one tensor"
+    weights.close()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_the_self_test_finds_workers_that_keep_their_weights(model, backend):
+    engine, learner = engine_for(model, size=2), Changing(model)
+    weights = transfer(model, engine, backend=backend)
+    WeightProof(weights).self_test(learner)
+    assert weights.version == engine.version == 0
+    assert_holds(engine, model)
+    with pytest.raises(StaleWeightsError, match="the self-test.*model.embed_tokens.weight"):
+        WeightProof(Faulty(weights, [params(engine.workers[1].model)])).self_test(learner)
+    weights.close()
+
+
+def test_a_part_is_compared_alone(model):
+    engine = engine_for(model)
+    weights = transfer(model, engine)
+    names = [name for name, _ in model.named_parameters()]
+    assert weights.differing(Part(1, 5)) == names[1::5]
+    assert weights.differing(Part(99, 100)) == []  # fewer tensors than parts
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
