@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo.engines.client import EngineClient
 from grpo.weights import StaleWeightsError
 from grpo.weights.layout import view
 from grpo.weights.proof import WeightProof
@@ -80,64 +79,52 @@ def test_adapters_over_http_follow_every_update(client, folders, tmp_path):
         check_follows(client, model, version=version)
 
 
+@pytest.mark.parametrize("way", ["one memory", "transfer", "adapters"])
 def test_a_server_that_misses_an_update_fails_the_proof_where_no_canary_sees_it(
-        client, server, folders, tmp_path):
-    pytest.importorskip("peft")
-    from grpo.weights.adapters import make_lora
+        client, server, folders, tmp_path, way):
     from grpo.weights.handover import Handover, map_tensors
-    from grpo.weights.lora import HTTPLoRASync
     from grpo.weights.shared import SharedCopy
     from grpo.weights.transfer import WeightTransfer
 
-    old = client.version
-    shared = load(folders[0])
-    adapted = make_lora(load(folders[0]), r=4, alpha=12)
-    copied = load(folders[0])
-    lora = HTTPLoRASync(client, adapted, folder=tmp_path, version=old - 1)
-    lora.publish()
-    for model, weights in (
-            (adapted, lora),
-            (shared, SharedCopy(shared, client, tensors=map_tensors(Handover.read(server.log_dir)),
-                                version=old)),
-            (copied, WeightTransfer(copied, client, backend="gloo", version=old))):
-        if model is not adapted:
-            client.unload_lora()
-        before = [param.detach().clone() for param in model.parameters()]
-        proof = WeightProof(weights)
-        proof.self_test(Changing(model))
-        assert weights.version == client.version == old
-        proof.check()
-        nudge(model)
-        weights.publish()
-        proof.check()
-        if model is adapted:
-            client.load_lora = lambda path, **options: EngineClient.load_lora(
-                client, str(tmp_path / f"adapter_step_{old + 1}"), **options)
-        elif model is shared:  # a mapping of memory that the engine does not use any more
+    model, old = load(folders[0]), client.version
+    if way == "one memory":
+        weights = SharedCopy(model, client, tensors=map_tensors(Handover.read(server.log_dir)),
+                             version=old)
+
+        def lose():  # a mapping of memory that the engine does not use any more
             weights.tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
-            mapped = [param.data for param in model.parameters()]
             for name, param in model.named_parameters():
                 param.data = view(weights.places[name], weights.tensors)
-        else:
+    elif way == "transfer":
+        weights = WeightTransfer(model, client, backend="gloo", version=old)
+
+        def lose():
             weights._path.send = lambda tensors, deadline: list(tensors)
+    else:
+        pytest.importorskip("peft")
+        from grpo.weights.adapters import make_lora
+        from grpo.weights.lora import HTTPLoRASync
+
+        model = make_lora(model, r=4, alpha=12)
+        weights = HTTPLoRASync(client, model, folder=tmp_path, version=old - 1)
+        weights.publish()
+
+        def lose():
+            client.load_lora = lambda path, load=client.load_lora, **options: load(
+                str(tmp_path / f"adapter_step_{old + 1}"), **options)
+    proof = WeightProof(weights)
+    proof.self_test(Changing(model))
+    assert weights.version == client.version == old
+    for _ in range(2):
+        proof.check()
         nudge(model)
         weights.publish()
-        with pytest.raises(StaleWeightsError, match="after an update the engine does not have"):
-            proof.check()
-        if model is adapted:
-            del client.load_lora
-            client.unload_lora()
-        elif model is shared:
-            for param, data in zip(model.parameters(), mapped, strict=True):
-                param.data = data
-        else:
-            del weights._path.send
-        with torch.no_grad():
-            for param, value in zip(model.parameters(), before, strict=True):
-                param.copy_(value)
-        if model is not adapted:
-            weights.publish()
-        client.set_version(old)
+    lose()
+    nudge(model)
+    weights.publish()
+    check_follows(client, model, version=old + 3)
+    with pytest.raises(StaleWeightsError, match="after an update the engine does not have"):
+        proof.check()
 
 
 def update(client, folder, mode, version):

@@ -99,6 +99,23 @@ def test_one_memory_in_two_processes_under_cuda_graphs(engine, gpu_folder):
                for one, other in zip(outputs, outputs[1:], strict=False))
     assert min(seconds) < 0.010, seconds
 
+    proof = WeightProof(weights)
+    proof.self_test(Changing(model))
+    proof.check()
+    ours, weights.tensors = weights.tensors, {
+        name: tensor.clone() for name, tensor in weights.tensors.items()}
+    for name, param in model.named_parameters():  # a mapping that the engine does not use
+        param.data = view(weights.places[name], weights.tensors)
+    nudge(model)
+    weights.publish()
+    canary.check()
+    with pytest.raises(StaleWeightsError, match="differ to the bit"):
+        proof.check()
+    weights.tensors = ours
+    for name, param in model.named_parameters():
+        param.data = view(weights.places[name], weights.tensors)
+    weights.publish()
+
     with torch.no_grad():  # a parameter that is replaced, not written into
         norm = model.model.norm.weight
         norm.data = norm.data.clone()
