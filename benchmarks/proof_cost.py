@@ -2,15 +2,15 @@
 
     python benchmarks/proof_cost.py --shape 1.5b --out benchmarks/results/proof_cost_h200.json
 
-Starts engines on a random Qwen2-shaped model and times ``WeightSync.differing``: of all tensors, and
-of each of the ``--interval`` parts of which one is compared after an update. ``share_of_step`` is the
-mean of the parts over ``--step-seconds``. Ways:
+Starts engines on a random Qwen2-shaped model and times ``WeightSync.differing``: of all tensors,
+and of each of the ``--interval`` parts of which one is compared after an update. ``share_of_step``
+is the mean of the parts over ``--step-seconds``. Ways:
 
 * ``memory``: the hashes alone, of a model in this process's memory;
 * ``in_process``: an engine in this process, one copy;
 * ``process``: an engine in a process of its own, one copy; it hashes, and so does the trainer;
-* ``transfer``: an engine with weights of its own, which it gets by NCCL on a second GPU, by CUDA IPC
-  where there is one GPU, and by Gloo on a CPU.
+* ``transfer``: an engine with weights of its own, which it gets by NCCL on a second GPU, by CUDA
+  IPC where there is one GPU, and by Gloo on a CPU.
 
 What is done is written after each way.
 """
@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,12 @@ def milliseconds(function: Callable[[], object], repeats: int) -> float:
 
 def measure_memory(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Hashes of a model's parameters."""
-    from grpo.weights.fingerprint import Part, fingerprints
+    from grpo.weights.fingerprint import fingerprints
 
     params = [*_load(folder).parameters()]
-    parts = [milliseconds(lambda part=Part(number, args.interval):
-                          fingerprints(part.choose(params)), args.repeats)
-             for number in range(args.interval)]
-    whole = milliseconds(lambda: fingerprints(params), args.repeats)
+    parts = [milliseconds(partial(fingerprints, part.choose(params)), args.repeats)
+             for part in _parts(args.interval)]
+    whole = milliseconds(partial(fingerprints, params), args.repeats)
     gigabytes = 1e-9 * sum(param.nbytes for param in params)
     return {"gigabytes_per_second": round(1e3 * gigabytes / whole, 1),
             **_summary(whole, parts, args)}
@@ -66,7 +66,6 @@ def measure_engine(way: str, folder: Path, args: argparse.Namespace) -> dict[str
     """A comparison of the engine's weights, and the self-test."""
     from grpo.engines.inprocess import stop_engine
     from grpo.training import MasterAdamW
-    from grpo.weights.fingerprint import Part
     from grpo.weights.proof import Perturbation, WeightProof
 
     model, llm, weights, how = start(way, folder)
@@ -83,8 +82,8 @@ def measure_engine(way: str, folder: Path, args: argparse.Namespace) -> dict[str
                 self.change.undo()
 
         self_test = milliseconds(lambda: WeightProof(weights).self_test(Changing()), 2)
-        parts = [milliseconds(lambda part=Part(number, args.interval): weights.differing(part),
-                              args.repeats) for number in range(args.interval)]
+        parts = [milliseconds(partial(weights.differing, part), args.repeats)
+                 for part in _parts(args.interval)]
         whole = milliseconds(weights.differing, args.repeats)
         return {"how": how, "self_test_milliseconds": self_test,
                 "publish_milliseconds": milliseconds(weights.publish, args.repeats),
@@ -138,6 +137,12 @@ def _seeing(number: int | None) -> Iterator[None]:
             del os.environ["CUDA_VISIBLE_DEVICES"]
         else:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def _parts(interval: int) -> list[Any]:
+    from grpo.weights.fingerprint import Part
+
+    return [Part(number, interval) for number in range(interval)]
 
 
 def _load(folder: Path, device: str | None = None) -> Any:

@@ -155,8 +155,8 @@ class WeightProof:
         self._publish_again()
         if missed := missed or self.weights.differing():
             raise StaleWeightsError(self._complaint(
-                missed, "the self-test changed a few values and published them, but the engine does "
-                "not have them"))
+                missed, "the self-test changed a few values and published them, but the engine "
+                "does not have them"))
 
     @property
     def _starts_engines(self) -> bool:

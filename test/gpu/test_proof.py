@@ -1,4 +1,4 @@
-"""On a GPU: fingerprints are those of the CPU and cost little; losses that no canary sees are found."""
+"""On a GPU: fingerprints are those of the CPU, and cost little."""
 
 from __future__ import annotations
 

@@ -15,7 +15,11 @@ from grpo.policies import Sampling, VLLMPolicy
 from grpo.training import MasterAdamW
 from grpo.weights import Canary, SharedCopy, StaleWeightsError
 from grpo.weights.adapters import make_lora
+from grpo.weights.layout import view
 from grpo.weights.lora import LoRASync
+from grpo.weights.proof import WeightProof
+
+from ..weights.faults import Changing, nudge
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(300)]
 

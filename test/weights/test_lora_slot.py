@@ -271,7 +271,7 @@ def test_each_worker_is_asked_for_its_own_rows_and_columns(make_model, engine):
     model, sync = make(make_model, engine, 4, 12, "load")
     values = sync._values()
     workers = [halved(rank) for rank in range(2)]
-    for rank, registry in enumerate(workers):
+    for registry in workers:
         for name, factors in lora_worker.nested(values).items():
             place = lora_worker._places(registry)[name]
             for part, value in factors.items():

@@ -6,6 +6,7 @@ Weights change by one step of their float type, far below what a canary could se
 from __future__ import annotations
 
 import copy
+
 import pytest
 import torch
 from torch import nn
