@@ -60,8 +60,8 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[str]:
     """Hashes of some tensors' bytes, computed where they are and read back once, at the end.
 
     Every 8-byte word is mixed by a bijection, multiplied by an odd key that belongs to its
-    position, and the products are added modulo 2^64. The order of addition does not matter, so CPU and GPU
-    agree to the bit, and two tensors that differ in a single word never collide.
+    position, and the products are added modulo 2^64. The order of addition does not matter, so CPU
+    and GPU agree to the bit, and two tensors that differ in a single word never collide.
 
     Args:
         tensors: any shape, any dtype, any device; taken one at a time, so that a generator may

@@ -24,8 +24,6 @@ FIRST_UPDATES = 3
 # Values of each tensor that the self-test changes, spread so that each worker of an engine that
 # divides the tensor has some.
 _CHANGED = 1024
-# A large odd number, which spreads multiples of it over any size.
-_STRIDE = 2_654_435_761
 # Relative change, at least one step of every float type; and what stands for it next to zero.
 _RELATIVE, _SMALL, _FROM_ZERO = 2.0**-6, 1e-4, 1e-3
 
@@ -58,8 +56,8 @@ class Perturbation:
             if not local.numel():
                 continue
             count = min(_CHANGED, local.numel())
-            places = (torch.arange(count) * _STRIDE) % local.numel()
-            index = torch.unravel_index(places.to(local.device), local.shape)
+            index = torch.unravel_index(_spread(count, local.numel()).to(local.device),
+                                        local.shape)
             values = local[index]
             self._before.append((local, index, values))
             local[index] = torch.where(values.abs() < _SMALL, _FROM_ZERO,
@@ -71,6 +69,14 @@ class Perturbation:
         for local, index, values in self._before:
             local[index] = values
         self._before = []
+
+
+def _spread(count: int, size: int) -> Tensor:
+    """``count`` different numbers below ``size``: one in each of as many equal pieces, at places
+    that follow no pattern of rows and columns."""
+    number = torch.arange(count)
+    first, after = number * size // count, (number + 1) * size // count
+    return first + (number * 2_654_435_761 >> 12) % (after - first)
 
 
 class Perturbed(Protocol):

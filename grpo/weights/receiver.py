@@ -91,7 +91,11 @@ class TransferMethods:
     def transfer_fingerprints(self, plan: list[dict[str, Any]]) -> list[list[str]]:
         """For each parameter of ``plan``, the fingerprints of the pieces this worker holds."""
         model = self.model_runner.get_model()
-        tensors, described = engine_tensors(model), describe_tensors(model)
+        tensors = engine_tensors(model)
+        # What the tensors are parts of stays; the tensors themselves may have been replaced.
+        if getattr(self, "_transfer_described", (None,))[0] is not model:
+            self._transfer_described = model, describe_tensors(model)
+        described = self._transfer_described[1]
         pieces = [pieces_of(described.get(item["tensor"]), item) for item in plan]
         found = iter(fingerprints(local(tensors[item["tensor"]], piece)
                                   for item, held in zip(plan, pieces, strict=True)
