@@ -287,10 +287,10 @@ def test_a_deadline_says_what_was_waited_for_last():
 
 SHARDED = """
 import sys, torch, torch.distributed as dist
-sys.path[:0] = [{folder!r}]
+sys.path[:0] = [FOLDER, TESTS]
 from torch.distributed.fsdp import fully_shard
-from test.weights.faults import FAULTS, Changing, Faulty, params
-from test.weights.receivers import ThreadedEngine, Worker, assert_holds, vllm_like
+from faults import FAULTS, Changing, Faulty, params
+from receivers import ThreadedEngine, Worker, assert_holds, vllm_like
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from grpo.weights import StaleWeightsError
 from grpo.weights.channel import TransferError
@@ -368,7 +368,8 @@ print("all is well")
 def test_a_sharded_trainer_reaches_every_worker_and_fails_on_all_ranks(tmp_path, backend):
     here = Path(__file__).resolve()
     script = tmp_path / "trainer.py"
-    script.write_text(SHARDED.replace("{folder!r}", repr(str(here.parents[2]))))
+    script.write_text(SHARDED.replace("FOLDER, TESTS", f"{str(here.parents[2])!r}, "
+                                                       f"{str(here.parent)!r}"))
     ranks = [subprocess.Popen([sys.executable, script, str(rank), tmp_path / "rendezvous", backend],
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                               env={**os.environ, "OMP_NUM_THREADS": "1"}) for rank in range(2)]
