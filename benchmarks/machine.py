@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -24,8 +23,8 @@ def describe_machine(*, also: tuple[str, ...] = ()) -> dict:
     commit = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], cwd=REPO,
                             capture_output=True, text=True)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    more = {name: importlib.metadata.version(name) for name in also
-            if importlib.util.find_spec(name.replace("-", "_"))}
+    more = {name: found.version for name in also
+            for found in importlib.metadata.distributions(name=name)}
     return {"machine": gpu or f"{platform.machine()} CPU, {os.cpu_count()} cores",
             "versions": versions() | more | {"python": platform.python_version()},
             "commit": os.environ.get("GRPO_COMMIT") or commit.stdout.strip() or "unknown"}
