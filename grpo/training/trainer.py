@@ -194,8 +194,9 @@ class Trainer:
 
     def _prove_start(self) -> None:
         """Before any step: do updates arrive, and do engine and trainer agree?"""
-        self.proof.self_test(self.learner, begin=self.learner.before_step or (lambda: None))
-        self._prove(whole=True)
+        with self._timed("canary"), evaluating(self.model):
+            self.proof.self_test(self.learner, begin=self.learner.before_step or (lambda: None))
+            self._report = self.canary.check()
 
     def _prove(self, *, now: bool = True, whole: bool = False) -> None:
         """Let the canary check, ``now`` or before anything is changed or kept; and compare the

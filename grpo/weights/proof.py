@@ -129,14 +129,16 @@ class WeightProof:
         self._checks += 1
         if names := self.weights.differing(part):
             raise StaleWeightsError(self._complaint(
-                names, "after an update the engine does not have the trainer's weights"))
+                names, "after an update the engine does not have the trainer's weights",
+                "the newest checkpoint was compared as a whole before it was saved, so resume=auto "
+                "goes on from there"))
 
     def self_test(self, learner: Perturbed, *, begin: Callable[[], object] = lambda: None) -> None:
         """Prove before the first step that updates arrive.
 
         A few values of each trained tensor are changed, published and compared; then they are put
-        back, published and compared again. The version stays. Where each update starts a new engine
-        nothing is done: that takes long, and each is compared as a whole.
+        back, published and compared again. The version stays. Where each update starts a new
+        engine, which takes long, the present one is compared and nothing published.
 
         Args:
             learner: changes the values.
@@ -146,8 +148,20 @@ class WeightProof:
             StaleWeightsError: if what was published did not arrive; the trainer has its own
                 values again.
         """
-        if self._starts_engines:
-            return
+        missed = [] if self._starts_engines else self._missed(learner, begin)
+        if missed:
+            raise StaleWeightsError(self._complaint(
+                missed, "the self-test changed a few values and published them, but the engine "
+                "does not have them", "inference_model.weight_sync does not work here; see that "
+                "the engine is of the same version of this package, or use weight_sync=reload, "
+                "which needs a disk only"))
+        if missed := self.weights.differing():
+            raise StaleWeightsError(self._complaint(
+                missed, "the engine does not have the weights that the trainer starts from",
+                "start it from the same model"))
+
+    def _missed(self, learner: Perturbed, begin: Callable[[], object]) -> list[str]:
+        """Tensors whose changed values did not arrive; they have been put back and published."""
         version = self.weights.version
         begin()
         learner.perturb()
@@ -159,10 +173,7 @@ class WeightProof:
             learner.restore()
             self.weights.version = version
         self._publish_again()
-        if missed := missed or self.weights.differing():
-            raise StaleWeightsError(self._complaint(
-                missed, "the self-test changed a few values and published them, but the engine "
-                "does not have them"))
+        return missed
 
     @property
     def _starts_engines(self) -> bool:
@@ -173,7 +184,7 @@ class WeightProof:
         self.weights.version -= 1
         self.weights.publish()
 
-    def _complaint(self, names: list[str], what: str) -> str:
+    def _complaint(self, names: list[str], what: str, fix: str) -> str:
         from grpo.weights.diagnosis import some_groups  # which knows the canary
 
         return (f"policy version {self.weights.version}: {what}; {len(names)} of the tensors "
@@ -181,5 +192,4 @@ class WeightProof:
                 "sent nothing, or one of several engines missed it: look at the engine's log and "
                 "see that no call of it failed. If they are a few, something else than the "
                 "optimizer wrote to them or replaced their storage on one side: write into "
-                "parameters in place. The trainer's weights are intact; the newest checkpoint was "
-                "proven before it was saved, so resume=auto goes on from there")
+                f"parameters in place. The trainer's weights are intact; {fix}")

@@ -85,12 +85,12 @@ def test_nothing_is_compared_while_updates_wait_and_new_engines_as_a_whole(model
     weights = PeriodicUpdates(inner, interval=2)
     proof = WeightProof(weights, interval=10)
     proof.self_test(Changing(model))
-    assert inner.compared == []  # each costs an engine
+    assert inner.compared == [ALL] and inner.version == 0  # each update would cost an engine
     for _ in range(12):
         nudge(model)
         weights.publish()
         proof.check()
-    assert inner.compared == [ALL] * 6
+    assert inner.compared == [ALL] * 7
 
 
 def test_it_cannot_be_switched_off(model):
@@ -113,6 +113,13 @@ def test_the_self_test_leaves_version_and_weights_as_they_were(model):
     changed, restored = seen
     assert all(torch.equal(value, before[name]) for name, value in restored.items())
     assert not any(torch.equal(value, before[name]) for name, value in changed.items())
+
+
+def test_an_engine_that_starts_from_other_weights_is_found_before_any_step(model):
+    inner = Copying(model)
+    nudge(model)
+    with pytest.raises(StaleWeightsError, match="the engine does not have the weights that the "):
+        WeightProof(PeriodicUpdates(inner, interval=2)).self_test(Changing(model))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

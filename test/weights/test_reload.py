@@ -301,11 +301,12 @@ def test_a_restarted_engine_has_the_weights_of_the_newest_checkpoint(
 def test_an_engine_that_starts_from_an_older_checkpoint_fails_the_proof_at_once(
         byte_model, tokenizer, tmp_path):
     engines, older = Restarts(byte_model), tmp_path / "older"
-    weights = EngineRestart(byte_model, tokenizer, tmp_path / "newest", stop=engines.stop,
-                            start=engines.start, timeout=60.0)
+    weights = EngineRestart(
+        byte_model, tokenizer, tmp_path / "newest", stop=engines.stop, start=engines.start,
+        engine=engines.start(write_checkpoint(byte_model, tokenizer, older, 0)), timeout=60.0)
     proof = WeightProof(weights, interval=100)
     proof.self_test(Changing(byte_model))
-    assert engines.log == []  # it would cost two engines
+    assert engines.log == ["start version_000000"]  # it would cost two engines
     for _ in range(5):
         nudge(byte_model)
         weights.publish()
