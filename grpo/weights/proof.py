@@ -52,23 +52,28 @@ class Perturbation:
     def __init__(self, params: Iterable[Tensor]) -> None:
         self._before: list[tuple[Tensor, tuple[Tensor, ...], Tensor]] = []
         for param in params:
-            local = param.to_local() if isinstance(param, DTensor) else param.data
+            local = _local(param)
             if not local.numel():
                 continue
             count = min(_CHANGED, local.numel())
             index = torch.unravel_index(_spread(count, local.numel()).to(local.device),
                                         local.shape)
             values = local[index]
-            self._before.append((local, index, values))
+            self._before.append((param, index, values))
             local[index] = torch.where(values.abs() < _SMALL, _FROM_ZERO,
                                        values * (1 + _RELATIVE)).to(values.dtype)
 
     @torch.no_grad()
     def undo(self) -> None:
         """Put the values back, to the bit."""
-        for local, index, values in self._before:
-            local[index] = values
+        for param, index, values in self._before:
+            _local(param)[index] = values  # where it is now: the first update may have moved it
         self._before = []
+
+
+def _local(param: Tensor) -> Tensor:
+    """What this rank has of a parameter."""
+    return param.to_local() if isinstance(param, DTensor) else param.data
 
 
 def _spread(count: int, size: int) -> Tensor:

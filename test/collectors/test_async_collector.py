@@ -65,8 +65,8 @@ def test_a_dead_worker_is_replaced_by_one_with_the_present_weights(start, sectio
     assert len(trainer.weights.differing()) == 1
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("sections", [{}, LORA], ids=["weights", "adapters"])
+@pytest.mark.parametrize(("sections", "staleness"), [({}, 1), (LORA, 0)],
+                         ids=["weights", "adapters"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_loss_that_no_canary_sees_ends_the_run_within_the_interval(
         start, sections, fault, staleness):

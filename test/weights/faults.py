@@ -84,13 +84,19 @@ def updates_until_found(faulty: Faulty, model: nn.Module, *, sound: int = 4, int
 
 
 class Changing:
-    """As much of a learner as the self-test needs."""
+    """As much of a learner as the self-test needs; sees that nothing of it stays."""
 
     def __init__(self, model: nn.Module) -> None:
         self.params = [param for param in model.parameters() if param.requires_grad]
 
+    def _values(self) -> list[Tensor]:
+        return [getattr(param, "_local_tensor", param).detach().clone() for param in self.params]
+
     def perturb(self) -> None:
+        self.before = self._values()
         self.change = Perturbation(self.params)
 
     def restore(self) -> None:
+        assert not any(map(torch.equal, self._values(), self.before))
         self.change.undo()
+        assert all(map(torch.equal, self._values(), self.before))

@@ -133,6 +133,21 @@ def test_a_way_that_never_arrives_is_found_before_any_step(model, fault):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_values_are_put_back_where_the_first_update_has_moved_them(model):
+    """As on a CPU where the engine copies out of the trainer's memory."""
+    weights, before = Copying(model), copy.deepcopy(model.state_dict())
+
+    def moving() -> int:
+        for param in model.parameters():
+            param.data = param.data.clone()
+        return Copying.publish(weights)
+
+    weights.publish = moving
+    WeightProof(weights).self_test(Changing(model))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in weights.held.state_dict().items())
+
+
 def test_an_update_that_fails_in_the_self_test_leaves_the_trainers_weights(model):
     weights, before = Copying(model), copy.deepcopy(model.state_dict())
 
