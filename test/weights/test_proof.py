@@ -145,7 +145,8 @@ def test_values_are_put_back_where_the_first_update_has_moved_them(model):
     weights.publish = moving
     WeightProof(weights).self_test(Changing(model))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(torch.equal(value, before[name]) for name, value in weights.held.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in
+               weights.held.state_dict().items())
 
 
 def test_an_update_that_fails_in_the_self_test_leaves_the_trainers_weights(model):
