@@ -168,11 +168,15 @@ def slot_fingerprints(
 
     Returns:
         Name to ``[dtype, first row, rows, first column, columns, fingerprint]``, JSON values; with
-        tensor parallelism rows and columns are those of this worker's shard. Empty if the adapter
-        is in no slot.
+        tensor parallelism rows and columns are those of this worker's shard. Empty if the engine
+        does not have the adapter.
     """
     if slot_of(registry, adapter_id) is None:
-        return {}
+        if adapter_id not in registry.list_adapters():
+            return {}
+        # Running requests of older ones took all slots; vLLM moves each in when it is asked for.
+        _forget_mapping(registry)
+        registry.activate_adapter(adapter_id)
     held, places = slot_factors(registry, adapter_id), _places(registry)
     shards, buffers = {}, []
     for name, shape in shapes.items():
@@ -282,14 +286,19 @@ def _install(registry: LoRAModelManager, adapter_id: int, tensors: dict[str, Fac
         adapter_id, {f"base_model.model.{name}.weight": t for name, t in flat(tensors).items()},
         helper, device="cpu", dtype=registry.lora_config.lora_dtype)
     registry.remove_adapter(adapter_id)
-    # vLLM 0.25 keeps the assignment of rows to slots while the requests stay the same.
-    registry._last_mapping = None
+    _forget_mapping(registry)
     if len(registry) >= registry.capacity:
         registry.remove_oldest_adapter()
     registry.add_adapter(adapter)
     registry.activate_adapter(adapter_id)
     registry.pin_adapter(adapter_id)
     return slot_of(registry, adapter_id)
+
+
+def _forget_mapping(registry: LoRAModelManager) -> None:
+    """Before slots change: vLLM 0.25 keeps the assignment of rows to slots while the requests stay
+    the same."""
+    registry._last_mapping = None
 
 
 def _mapped(handover: dict[str, Any]) -> dict[str, Factors]:

@@ -35,7 +35,7 @@ class Registry:
 
     def __init__(self):
         self.lora_config = SimpleNamespace(max_lora_rank=MAX_RANK)
-        self.lora_index_to_id = [None] * SLOTS
+        self.lora_index_to_id, self.waiting = [None] * SLOTS, []
         self.modules, self.packed_modules = {}, {}
         for layer in ("model.layers.0.", "model.layers.1."):
             attention, mlp = layer + "self_attn.", layer + "mlp."
@@ -47,6 +47,12 @@ class Registry:
             self.modules[mlp + "down_proj"] = stacked(WIDTH, WIDTH)
         # An embedding's factors are tensors, not tuples.
         self.modules["model.embed_tokens"] = SimpleNamespace(lora_a_stacked=torch.zeros(1, 1, 1))
+
+    def list_adapters(self):
+        return [adapter_id for adapter_id in [*self.lora_index_to_id, *self.waiting] if adapter_id]
+
+    def activate_adapter(self, adapter_id):
+        self.lora_index_to_id[0] = adapter_id
 
     def remove_adapter(self, adapter_id):
         known = adapter_id in self.lora_index_to_id
@@ -264,6 +270,17 @@ def test_views_of_a_slot_that_the_engine_no_longer_uses_fail_the_proof(make_mode
     registry.lora_index_to_id = registry.lora_index_to_id[1:] + [5]
     with pytest.raises(StaleWeightsError, match="lora_A"):
         proof.check()
+
+
+def test_an_adapter_that_waits_for_a_slot_is_compared_and_one_that_is_gone_differs(
+        make_model, engine):
+    model, sync = make(make_model, engine, 4, 12, "load")
+    registry, shapes = engine.registry, shapes_of(sync._values())
+    found = lora_worker.slot_fingerprints(registry, 5, shapes)
+    registry.lora_index_to_id, registry.waiting = [7, 8, 9], [5]
+    assert lora_worker.slot_fingerprints(registry, 5, shapes) == found
+    registry.lora_index_to_id, registry.waiting = [7, 8, 9], []
+    assert lora_worker.slot_fingerprints(registry, 5, shapes) == {}
 
 
 def test_each_worker_is_asked_for_its_own_rows_and_columns(make_model, engine):
