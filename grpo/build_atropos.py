@@ -138,7 +138,8 @@ def _build(
         tokenizer=start.tokenizer, run_dir=start.run_dir, config=start.settings,
         iterations=config.iterations, eval_frequency=config.train.eval_frequency,
         checkpoint_frequency=config.train.checkpoint_frequency,
-        keep_checkpoints=config.train.keep_checkpoints or 3)
+        keep_checkpoints=config.train.keep_checkpoints or 3,
+        proof_interval=config.train.proof_interval)
     if start.checkpoint:
         trainer.restore(start.checkpoint)
         console.info(f"resumed at step {start.checkpoint.step} from {start.checkpoint.folder}")

@@ -125,7 +125,7 @@ def build_actor(setup: Setup, *, backend: str, server: RunServer | None = None) 
 def _one_module(setup: Setup) -> Actor:
     model = load_model(setup.path, setup.config, device=setup.device, dtype=setup.dtype)
     prepare_model(model, setup.config, adapter=setup.adapter)
-    weights = SameModule(model)
+    weights = SameModule(model, used=lambda: policy.model)
     policy = TransformersPolicy(model, setup.sampling, max_model_len=setup.max_model_len,
                                 version=lambda: weights.version, **setup.policy_options())
     return Actor(model, policy, weights)
@@ -181,7 +181,7 @@ def _with_server(setup: Setup, on_failure: ExitStack, server: RunServer | None) 
                                            version=-1)
         weights.publish()  # a resumed adapter is not what the engine starts with
         if config.weight_sync == "restart":
-            weights.client = FreshServer(server, setup.path)
+            weights.client = FreshServer(server, setup.path, client)
     elif config.weight_sync == "restart":
         weights = EngineRestart(model, setup.tokenizer, setup.folder / "weights", engine=client,
                                 stop=server.stop, start=server.start)
@@ -299,16 +299,22 @@ class RunServer:
             self._running.check()
 
 
-@dataclass(frozen=True)
+@dataclass
 class FreshServer:
     """Takes up each adapter in a server that is started anew, for :class:`HTTPLoRASync`."""
 
     server: RunServer
     path: str
+    client: EngineClient
+    starts_engines = True
 
     def load_lora(self, path: str, *, name: str, version: int) -> str:
         self.server.stop()
-        return self.server.start(self.path).load_lora(path, name=name, version=version)
+        self.client = self.server.start(self.path)
+        return self.client.load_lora(path, name=name, version=version)
+
+    def lora_fingerprints(self, shapes: dict[str, list[int]]) -> list[dict[str, list]]:
+        return self.client.lora_fingerprints(shapes)
 
 
 def child_environment() -> dict[str, str]:

@@ -84,6 +84,10 @@ class TrainConfig(ObjectiveConfig):
     """Iterations between checkpoints; 0: none."""
     keep_checkpoints: int | None = Field(None, ge=1)
     """null: the 3 newest."""
+    proof_interval: int = Field(10, ge=1)
+    """Updates within which every tensor of the engine is compared with the trainer's, to the bit: a
+    part of them after each, all after the first three, at evaluations and at checkpoints. 1: all
+    after each update; it cannot be switched off."""
 
     @model_validator(mode="after")
     def _one_way_to_split(self) -> TrainConfig:

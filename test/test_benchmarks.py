@@ -3,6 +3,7 @@ it has measured."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -169,3 +170,31 @@ def test_every_benchmark_that_takes_minutes_records_as_it_goes():
     assert len(programs) > 10
     for path in programs:
         assert "Recording(" in path.read_text(), path.name
+
+
+def proof_cost(monkeypatch, tmp_path, *ways: str) -> dict:
+    """What benchmarks/proof_cost.py writes of a tiny model."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    out = tmp_path / "result.json"
+    importlib.import_module("proof_cost").main([
+        "--shape", "tiny", "--interval", "3", "--repeats", "1", "--out", str(out),
+        "--ways", *ways])
+    return json.loads(out.read_text())
+
+
+def test_the_cost_of_the_hashes_is_measured(monkeypatch, tmp_path):
+    found = proof_cost(monkeypatch, tmp_path, "memory")["ways"]["memory"]
+    assert found["whole_milliseconds"] > 0 and found["gigabytes_per_second"] > 0
+    assert found["share_of_step"] == pytest.approx(
+        found["part_milliseconds_mean"] / 2200, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_cost_of_the_proof_is_measured_of_real_engines(monkeypatch, tmp_path):
+    pytest.importorskip("vllm")
+    ways = proof_cost(monkeypatch, tmp_path, "in_process", "process", "transfer")["ways"]
+    assert {way: found["differing_afterwards"] for way, found in ways.items()} == {
+        "in_process": [], "process": [], "transfer": []}
+    assert ways["transfer"]["how"] == "gloo"
+    assert all(found["self_test_milliseconds"] > 0 for found in ways.values())

@@ -229,6 +229,8 @@ def test_a_restart_takes_up_each_adapter_in_a_new_server(parts, setup_of):
     assert fresh.load_lora("adapter", name="policy", version=3) == "policy-v1"
     parts.stopped.assert_called_once_with()
     parts.client.load_lora.assert_called_once_with("adapter", name="policy", version=3)
+    assert fresh.starts_engines  # each is compared as a whole, none is started for the self-test
+    assert fresh.lora_fingerprints({}) is parts.client.lora_fingerprints.return_value
 
 
 # -- a server that runs already --------------------------------------------------------------------

@@ -108,7 +108,8 @@ class RayCollector:
         """The workers have new weights: hand out what that admits."""
         with self._changed:
             self.schedule.publish(version)
-            self._hand_out()
+            if self._thread is not None:  # nobody generates before a batch is asked for
+                self._hand_out()
 
     def collect(self) -> TensorDictBase:
         """One batch of whole groups, flat and dense."""

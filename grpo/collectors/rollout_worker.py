@@ -28,6 +28,7 @@ from grpo.envs import Prompt, VerifiableEnv
 from grpo.policies import Policy, Sampling, TransformersPolicy, VLLMPolicy
 from grpo.policies.base import Completions
 from grpo.weights.adapters import make_lora
+from grpo.weights.fingerprint import fingerprints
 from grpo.weights.lora_slot import AdapterSlot, lora_request
 from grpo.weights.packed import Packed
 
@@ -279,8 +280,10 @@ class RolloutWorker:
     def differing_adapter(self, packed: Packed, timeout: float) -> list[str]:
         """Names of the values that differ in the adapter's slot."""
         values = self._adapter_values(packed)
-        return self._between_steps(
-            lambda: self._adapter_slot(values, timeout).differing(values), timeout)
+        if self._slot is None:  # it was never given any; these may not be all there are
+            return list(values)
+        return self._between_steps(lambda: self._slot.differing(values), timeout,
+                                   "a comparison of the weights")
 
     def _adapter_values(self, packed: Packed) -> dict[str, torch.Tensor]:
         """On the device of the slot, if there is one; several workers take their shards of it."""
@@ -304,16 +307,18 @@ class RolloutWorker:
 
         self._between_steps(load, timeout)
 
-    def fingerprints(self, timeout: float) -> dict[str, list]:
-        """Of a Transformers model's parameters, to compare with the trainer's."""
-        from grpo.weights.fingerprint import fingerprint
+    def fingerprints(self, names: list[str], timeout: float) -> dict[str, str]:
+        """Of some of a Transformers model's parameters, to compare with the trainer's."""
+        def compute() -> dict[str, str]:
+            params = dict(self.policy.model.named_parameters())
+            found = fingerprints(params[name] for name in names)
+            return dict(zip(names, found, strict=True))
 
-        return self._between_steps(lambda: {
-            name: fingerprint(param) for name, param in self.policy.model.named_parameters()},
-            timeout)
+        return self._between_steps(compute, timeout, "a comparison of the weights")
 
-    def _between_steps(self, function: Callable[[], Any], timeout: float) -> Any:
-        return self.driver.call(function, timeout=timeout, what="a change of the weights")
+    def _between_steps(self, function: Callable[[], Any], timeout: float,
+                       what: str = "a change of the weights") -> Any:
+        return self.driver.call(function, timeout=timeout, what=what)
 
     def close(self) -> None:
         """End engine and threads."""

@@ -160,6 +160,23 @@ class EngineClient:
         return self._wait("/lora/load", timeout, adapter_path=path, adapter_id=adapter_id,
                           adapter_name=name, version=version)["adapter_name"]
 
+    def lora_fingerprints(
+        self, shapes: dict[str, list[int]], *, timeout: float | None = None
+    ) -> list[dict[str, list]]:
+        """What each worker's slot holds of the adapter that new requests use.
+
+        Args:
+            shapes: see :func:`~grpo.engines.lora_worker.slot_fingerprints`.
+            timeout: seconds.
+
+        Returns:
+            One answer a worker, ``[{}]`` where requests use the model without an adapter.
+        """
+        adapter_id = self.call("GET", "/lora/status")["active_adapter_id"]
+        if adapter_id is None:
+            return [{}]
+        return self.collective_rpc("lora_fingerprints", adapter_id, shapes, timeout=timeout)
+
     def unload_lora(self, *, timeout: float | None = None) -> None:
         """Go back to the base model."""
         self._wait("/lora/unload", timeout)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from grpo.weights.fingerprint import fingerprints
+
 if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager
 
@@ -53,9 +55,9 @@ class LoRAMethods:
         """Install an adapter from the trainer's memory; see :func:`load_slot`."""
         return load_slot(self._adapter_registry(), adapter_id, _mapped(handover))
 
-    def lora_differing(self, adapter_id: int, handover: dict[str, Any]) -> list[str]:
-        """Names of the trainer's factors that differ in the slot."""
-        return differing_factors(self._adapter_registry(), adapter_id, _mapped(handover))
+    def lora_fingerprints(self, adapter_id: int, shapes: dict[str, list[int]]) -> dict[str, list]:
+        """What the slot holds of each factor; see :func:`slot_fingerprints`."""
+        return slot_fingerprints(self._adapter_registry(), adapter_id, shapes)
 
     def _adapter_registry(self) -> LoRAModelManager:
         return adapter_registry(self.model_runner.get_model())
@@ -154,23 +156,45 @@ def export_buffers(registry: LoRAModelManager) -> dict[str, Any]:
     return export_tensors(buffers, model="LoRA adapter slots", owner="engine").to_dict()
 
 
-def differing_factors(
-    registry: LoRAModelManager, adapter_id: int, tensors: dict[str, Factors]
-) -> list[str]:
-    """Compare an adapter's values with its slot, exactly, after rounding to the slot's dtype.
+def slot_fingerprints(
+    registry: LoRAModelManager, adapter_id: int, shapes: dict[str, list[int]]
+) -> dict[str, list]:
+    """Hashes of an adapter's values in its slot, and of which rows and columns they are.
+
+    Args:
+        registry: from :func:`adapter_registry`.
+        adapter_id: the adapter's integer.
+        shapes: ``module.lora_A`` or ``module.lora_B`` to the whole factor's ``[rows, columns]``.
 
     Returns:
-        Names ``module.lora_A`` or ``module.lora_B`` of the factors that differ.
+        Name to ``[dtype, first row, rows, first column, columns, fingerprint]``, JSON values; with
+        tensor parallelism rows and columns are those of this worker's shard. Empty if the engine
+        does not have the adapter.
     """
+    if slot_of(registry, adapter_id) is None:
+        if adapter_id not in registry.list_adapters():
+            return {}
+        # Running requests of older ones took all slots; vLLM moves each in when it is asked for.
+        _forget_mapping(registry)
+        registry.activate_adapter(adapter_id)
     held, places = slot_factors(registry, adapter_id), _places(registry)
-    different = []
-    for name, factors in tensors.items():
-        for part, tensor in factors.items():
-            shard = places[name].shard(part, tensor)
-            buffer = narrow(held[name][part], part, shard.shape)
-            if not torch.equal(buffer, shard.to(buffer.device, buffer.dtype)):
-                different.append(f"{name}.{part}")
-    return different
+    shards, buffers = {}, []
+    for name, shape in shapes.items():
+        module, part = name.rsplit(".", 1)
+        shards[name] = _shard_of(places[module], part, shape)
+        _, rows, _, columns = shards[name]
+        buffers.append(narrow(held[module][part], part, (rows, columns)))
+    return {name: [str(buffer.dtype).removeprefix("torch."), *shard, hash]
+            for (name, shard), buffer, hash in
+            zip(shards.items(), buffers, fingerprints(buffers), strict=True)}
+
+
+def _shard_of(place: _Place, part: str, shape: list[int]) -> tuple[int, int, int, int]:
+    """First row, rows, first column and columns of what this worker has of a factor."""
+    rows, columns = (
+        place.shard(part, torch.arange(size).view(view).expand(tuple(shape)))
+        for size, view in zip(shape, ((-1, 1), (1, -1)), strict=True))
+    return int(rows[0, 0]), len(rows), int(columns[0, 0]), columns.shape[1]
 
 
 def narrow(buffer: Tensor, part: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
@@ -262,14 +286,19 @@ def _install(registry: LoRAModelManager, adapter_id: int, tensors: dict[str, Fac
         adapter_id, {f"base_model.model.{name}.weight": t for name, t in flat(tensors).items()},
         helper, device="cpu", dtype=registry.lora_config.lora_dtype)
     registry.remove_adapter(adapter_id)
-    # vLLM 0.25 keeps the assignment of rows to slots while the requests stay the same.
-    registry._last_mapping = None
+    _forget_mapping(registry)
     if len(registry) >= registry.capacity:
         registry.remove_oldest_adapter()
     registry.add_adapter(adapter)
     registry.activate_adapter(adapter_id)
     registry.pin_adapter(adapter_id)
     return slot_of(registry, adapter_id)
+
+
+def _forget_mapping(registry: LoRAModelManager) -> None:
+    """Before slots change: vLLM 0.25 keeps the assignment of rows to slots while the requests stay
+    the same."""
+    registry._last_mapping = None
 
 
 def _mapped(handover: dict[str, Any]) -> dict[str, Factors]:

@@ -19,7 +19,7 @@ from grpo.engines.inprocess import keep_weights_unpacked
 from grpo.engines.layer_outputs import LayerMethods
 from grpo.engines.lora_worker import LoRAMethods
 from grpo.engines.shared_loader import LOAD_FORMAT, register_shared_loader
-from grpo.weights.fingerprint import fingerprint
+from grpo.weights.fingerprint import fingerprints
 from grpo.weights.handover import Kind, export_tensors
 from grpo.weights.layout import base_parameters, without_adapters
 from grpo.weights.receiver import TransferMethods
@@ -58,9 +58,8 @@ class WeightMethods:
                 tensor_parallel_size=self.parallel_config.tensor_parallel_size).to_dict()
         return self._exported_weights
 
-    def fingerprints(self, names: list[str] | None = None) -> dict[str, list]:
-        """Hash of the bytes and sum of the values of each tensor, see
-        :func:`~grpo.weights.fingerprint.fingerprint`.
+    def fingerprints(self, names: list[str] | None = None) -> dict[str, str]:
+        """Hash of each tensor's bytes, see :func:`~grpo.weights.fingerprint.fingerprints`.
 
         Args:
             names: of engine tensors; None: all.
@@ -68,8 +67,8 @@ class WeightMethods:
         params = self._weights()
         if unknown := sorted(set(names or ()) - params.keys()):
             raise ValueError(f"the engine has no tensors called {', '.join(unknown)}")
-        return {name: fingerprint(params[name])
-                for name in (params if names is None else names)}
+        names = list(params) if names is None else names
+        return dict(zip(names, fingerprints(params[name] for name in names), strict=True))
 
     def load_checkpoint(self, folder: str) -> int:
         """Overwrite the weights, in place, with a Hugging Face checkpoint on disk.

@@ -13,6 +13,7 @@ from grpo import data
 from grpo.objectives.grpo import GRPOLoss, total_loss
 from grpo.policies.scoring import ProximalScorer
 from grpo.training.optim import MasterAdamW
+from grpo.weights.proof import Perturbation
 
 DEFAULT_TOKENS_PER_MICRO_BATCH = 8_192
 #: Micro-batches on a GPU are as wide as a multiple of this: attention kernels want masks aligned,
@@ -74,6 +75,7 @@ class Learner:
         self.device = next(loss.actor_network.parameters()).device
         self.seconds = {"train": 0.0, "optimizer": 0.0}
         self.before_step: Callable[[], object] | None = None
+        self._perturbation: Perturbation | None = None
         self._probe: CheckpointingProbe | None = None
         if getattr(loss.actor_network, "is_gradient_checkpointing", False):
             self._probe = CheckpointingProbe(loss.actor_network)
@@ -109,6 +111,17 @@ class Learner:
 
     def before_saving(self) -> None:
         """Called before the model is saved, for what other processes have to do then."""
+
+    def perturb(self) -> None:
+        """Change some values of each trained parameter, see
+        :class:`~grpo.weights.proof.Perturbation`."""
+        self._perturbation = Perturbation(self.optimizer.params)
+
+    def restore(self) -> None:
+        """Undo :meth:`perturb`, to the bit; without effect before it."""
+        if self._perturbation is not None:
+            self._perturbation.undo()
+            self._perturbation = None
 
     def _optimizer_batches(
         self, rollout: TensorDictBase, iteration: int

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from grpo import data
-from grpo.weights.fingerprint import fingerprint
+from grpo.weights.fingerprint import fingerprints
 from grpo.weights.shared import some_names
 
 
@@ -159,9 +159,11 @@ class Ranks:
         Raises:
             ValueError: on every rank, if one has others.
         """
-        hashes = [f"{key} {fingerprint(value)[0]}" for key, value in batch.items(True, True)]
+        keys, values = zip(*batch.items(True, True), strict=True)
+        hashes = sorted(f"{key} {hash}" for key, hash in zip(keys, fingerprints(values),
+                                                              strict=True))
         found: list = [None] * self.count
-        dist.all_gather_object(found, sorted(hashes))
+        dist.all_gather_object(found, hashes)
         differing = sorted({line.rsplit(" ", 1)[0] for lines in found
                             for line in set(lines) ^ set(found[0])})
         if differing:

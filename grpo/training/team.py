@@ -26,6 +26,7 @@ from grpo.training.checkpoint import save_trained
 from grpo.training.parallel import ParallelLearner, score_divided
 from grpo.training.ranks import Ranks
 from grpo.weights.adapters import adapters_disabled, whole_adapters
+from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import TrainerRanks, trained_parameters
 from grpo.weights.shared import WrappedSync
 from grpo.weights.transfer import WeightTransfer
@@ -93,14 +94,19 @@ def obey(learner: ParallelLearner, weights: Any = None) -> None:
         elif what == "save":
             save_trained(model, None, Path(tempfile.gettempdir()))  # gathers; rank 0 alone writes
         elif what == "gather":
-            named = trained_parameters(model) if details == ["trained"] else (
-                model.named_parameters())
+            which, *part = details
+            named = (trained_parameters(model) if which == "trained" else
+                     part[0].choose(model.named_parameters()))
             for _ in TrainerRanks(model).whole(named):
                 pass
+        elif what == "perturb":
+            learner.perturb()
+        elif what == "restore":
+            learner.restore()
         elif what == "adapters":
             whole_adapters(model)
         elif what == "differing":
-            weights.differing()
+            weights.differing(*details)
         elif what == "publish":
             weights.version = details[0]
             try:
@@ -140,6 +146,16 @@ class LedLearner:
     def before_saving(self) -> None:
         self.leader.tell("save")
 
+    def perturb(self) -> None:
+        """See :meth:`grpo.training.learner.Learner.perturb`."""
+        self.leader.tell("perturb")
+        self.learner.perturb()
+
+    def restore(self) -> None:
+        """See :meth:`grpo.training.learner.Learner.restore`."""
+        self.leader.tell("restore")
+        self.learner.restore()
+
 
 class _LedOptimizer:
     def __init__(self, optimizer: Any, leader: Leader) -> None:
@@ -171,10 +187,10 @@ class LedTransfer(WrappedSync):
         self.leader.tell("publish", self.version)
         return super().publish()
 
-    def differing(self) -> list[str]:
+    def differing(self, part: Part = ALL) -> list[str]:
         """See :meth:`grpo.weights.transfer.WeightTransfer.differing`."""
-        self.leader.tell("differing")
-        return super().differing()
+        self.leader.tell("differing", part)
+        return super().differing(part)
 
 
 class LedReference:

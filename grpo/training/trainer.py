@@ -29,6 +29,7 @@ from grpo.training.learner import Learner
 from grpo.training.reporter import Reporter
 from grpo.weights import Canary, CanaryReport, WeightSync
 from grpo.weights.in_flight import PeriodicUpdates
+from grpo.weights.proof import WeightProof
 
 
 class Trainer:
@@ -62,6 +63,8 @@ class Trainer:
             compared with it.
         teacher: writes a teacher's opinion into a rollout, for distillation.
         adaptations: coefficients that follow a metric.
+        proof_interval: updates within which all of the engine's tensors are compared with the
+            trainer's, to the bit; see :class:`~grpo.weights.proof.WeightProof`.
     """
 
     def __init__(
@@ -85,9 +88,11 @@ class Trainer:
         teacher: Callable[[TensorDictBase], TensorDictBase] | None = None,
         adaptations: Sequence[Adaptation] = (),
         overlap_canary: bool = False,
+        proof_interval: int = 10,
     ) -> None:
         self.collector, self.advantage, self.learner = collector, advantage, learner
         self.weights, self.canary, self.evaluator = weights, canary, evaluator
+        self.proof = WeightProof(weights, interval=proof_interval)
         self.reporter, self.tokenizer = reporter, tokenizer
         self.run_dir, self.config = run_dir, config
         self.frozen = {"reference": reference, "teacher": teacher}
@@ -130,7 +135,7 @@ class Trainer:
 
     def _first_look(self) -> None:
         """Before any update: do engine and trainer agree, and how good is the model?"""
-        self._prove()
+        self._prove_start()
         metrics = self._evaluate()
         if metrics:
             self.first_accuracy = self.last_accuracy
@@ -169,7 +174,8 @@ class Trainer:
                 metrics["policy/version"] = self.weights.catch_up()
         save = self.checkpoint_frequency > 0 and self._due(self.checkpoint_frequency)
         first = self._report is None
-        self._prove(now=not self.overlap_canary or evaluate or save or first)
+        kept = evaluate or save or self.step == self.iterations
+        self._prove(now=not self.overlap_canary or kept or first, whole=kept)
         metrics["canary/mean_abs_diff"] = self._report.mean_abs_diff
         metrics["canary/max_abs_diff"] = self._report.max_abs_diff
         for adaptation in self.adaptations:
@@ -186,14 +192,22 @@ class Trainer:
             self.save()
         return metrics
 
-    def _prove(self, *, now: bool = True) -> None:
-        """Let the canary check; ``now``, or before anything is changed or kept."""
+    def _prove_start(self) -> None:
+        """Before any step: do updates arrive, and do engine and trainer agree?"""
+        with self._timed("canary"), evaluating(self.model):
+            self.proof.self_test(self.learner, begin=self.learner.before_step or (lambda: None))
+            self._report = self.canary.check()
+
+    def _prove(self, *, now: bool = True, whole: bool = False) -> None:
+        """Let the canary check, ``now`` or before anything is changed or kept; and compare the
+        ``whole`` of the weights, or a part of them."""
         with self._timed("canary"), evaluating(self.model):  # engines have no dropout
             if now:
                 self._report = self.canary.check()
             else:
                 self.canary.start()
                 self._unproven = True
+            self.proof.check(whole=whole)
 
     def _finish_proof(self) -> None:
         if self._unproven:
@@ -238,7 +252,7 @@ class Trainer:
         for adaptation in self.adaptations:
             if adaptation.name in saved:  # one that is new in this run starts at its beginning
                 adaptation.load_state_dict(saved[adaptation.name])
-        self._prove()
+        self._prove_start()
         # Last, because loading and checking may have drawn numbers and counted calls.
         for name, policy in self._policies().items():
             policy.calls = state["calls"][name]

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo.weights.canary import Canary, CanaryReport, StaleWeightsError
     from grpo.weights.layout import LayoutError
+    from grpo.weights.proof import WeightProof
     from grpo.weights.shared import SameModule, SharedCopy, SingleCopy, WeightSync
 
 _MODULE_OF = {
     "Canary": "canary", "CanaryReport": "canary", "StaleWeightsError": "canary",
-    "LayoutError": "layout",
+    "LayoutError": "layout", "WeightProof": "proof",
     "SameModule": "shared", "SharedCopy": "shared", "SingleCopy": "shared", "WeightSync": "shared",
 }
 __all__ = ["Canary", "CanaryReport", "LayoutError", "SameModule", "SharedCopy", "SingleCopy",
-           "StaleWeightsError", "WeightSync"]
+           "StaleWeightsError", "WeightProof", "WeightSync"]
 
 
 def __getattr__(name: str) -> Any:

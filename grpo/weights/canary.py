@@ -23,7 +23,7 @@ from grpo.weights.shared import WeightSync, some_names
 
 #: Greatest allowed mean and maximum difference of log-probs, in nats. Half precision rounds the
 #: two forward passes differently; float32 leaves only the order of summation. In half precision the
-#: numbers alone cannot see one small missed update; that the memory is shared is checked exactly.
+#: numbers alone cannot see one small missed update; :mod:`grpo.weights.proof` compares the bits.
 TOLERANCE = {
     torch.float64: (1e-6, 1e-5),
     torch.float32: (2e-5, 1e-4),

@@ -19,7 +19,7 @@ from grpo.engines.lora_worker import flat
 from grpo.engines.ray_engine import Call, EngineFleet, RayEngine, WorkerPool
 from grpo.weights.adapters import whole_adapters
 from grpo.weights.channel import TransferError
-from grpo.weights.fingerprint import fingerprint
+from grpo.weights.fingerprint import ALL, Part, fingerprints
 from grpo.weights.gather import TrainerRanks, trained_parameters
 from grpo.weights.packed import Packed
 from grpo.weights.transfer import Backend, PauseMode, WeightTransfer
@@ -72,6 +72,23 @@ class FleetSync(ABC):
         self.pool.outdated.update(range(self.pool.count))
         self.heal()
 
+    def differing(self, part: Part = ALL) -> list[str]:
+        """Names of parameters that differ in any worker, by fingerprint.
+
+        A worker that dies meanwhile is replaced, and the comparison is made again.
+
+        Args:
+            part: of the parameters, to compare some only.
+        """
+        while True:
+            try:
+                return self._differing(part)
+            except EngineError:
+                self.pool.look()
+                if not self.pool.dead:
+                    raise
+            self.heal()
+
     def unshared(self) -> list[str]:
         """Nothing is shared, and nothing has to be: :meth:`publish` copies what is trained."""
         return []
@@ -95,6 +112,10 @@ class FleetSync(ABC):
     @abstractmethod
     def _publish(self) -> None:
         """Send the trainer's weights as a new version."""
+
+    @abstractmethod
+    def _differing(self, part: Part) -> list[str]:
+        """See :meth:`differing`; fails if a worker does not answer."""
 
     @abstractmethod
     def _refresh(self) -> None:
@@ -136,16 +157,17 @@ class ObjectStoreSync(FleetSync):
         self.tell("gather", "trained")
         return TrainerRanks(self.model).whole(trained_parameters(self.model))
 
-    def differing(self) -> list[str]:
-        """Names of parameters that differ in any worker, by fingerprint; also of frozen ones."""
-        self.tell("gather")
-        whole = TrainerRanks(self.model).whole(self.model.named_parameters())
-        ours = {name: fingerprint(param)[0] for name, param in whole}
-        different = set()
-        for number in self.pool.usable:
-            theirs = self.pool.ask(number, "fingerprints", self.timeout, timeout=self.timeout)
-            different |= {name for name in ours if theirs[name][0] != ours[name]}
-        return [name for name in ours if name in different]
+    def _differing(self, part: Part) -> list[str]:
+        """Of all parameters, also of frozen ones."""
+        self.tell("gather", "all", part)
+        named = part.choose(self.model.named_parameters())
+        names = [name for name, _ in named]
+        calls = [self.pool.send(number, "fingerprints", names, self.timeout)
+                 for number in self.pool.usable]
+        ours = fingerprints(whole for _, whole in TrainerRanks(self.model).whole(named))
+        theirs = [self.pool.result(call, timeout=self.timeout + 10.0) for call in calls]
+        return [name for name, mine in zip(names, ours, strict=True)
+                if any(of_worker[name] != mine for of_worker in theirs)]
 
 
 class FleetLoRA(ObjectStoreSync):
@@ -178,9 +200,9 @@ class FleetLoRA(ObjectStoreSync):
         return flat({name: adapter.tensors() for name, adapter in whole.items()}).items()
 
     @torch.no_grad()
-    def differing(self) -> list[str]:
-        """Factors that differ in any worker, as ``module.lora_A`` or ``module.lora_B``."""
-        ours = dict(self._trained())
+    def _differing(self, part: Part) -> list[str]:
+        """Of the factors, as ``module.lora_A`` or ``module.lora_B``."""
+        ours = dict(part.choose(self._trained()))
         values = self.pool.put(Packed.of(ours))
         calls = [self.pool.send(number, "differing_adapter", values, self.timeout)
                  for number in self.pool.usable]
@@ -238,7 +260,6 @@ class FleetTransfer(FleetSync):
         self.tell("publish", self.version)
         self.transfer.publish()
 
-    def differing(self) -> list[str]:
-        """See :meth:`WeightTransfer.differing`."""
-        self.tell("differing")
-        return self.transfer.differing()
+    def _differing(self, part: Part) -> list[str]:
+        self.tell("differing", part)
+        return self.transfer.differing(part)

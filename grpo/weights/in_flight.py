@@ -73,6 +73,8 @@ class PeriodicUpdates(WrappedSync):
         [0, 0, 1, 1, 1, 2, 2]
     """
 
+    starts_engines = True
+
     def __init__(self, weights: WeightSync, *, interval: int) -> None:
         if interval < 1:
             raise ValueError(f"interval={interval} must be at least 1")

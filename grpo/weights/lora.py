@@ -12,19 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-import torch
 from torch import Tensor, nn
 
 from grpo.engines import lora_worker
 from grpo.weights.adapters import (
     Adapter,
     adapters,
-    load_adapter_tensors,
     save_adapter,
     whole_adapters,
 )
+from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import TrainerRanks
-from grpo.weights.lora_slot import AdapterSlot, lora_request
+from grpo.weights.lora_slot import AdapterSlot, differing_factors, lora_request, shapes_of
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -125,9 +124,9 @@ class LoRASync:
         self.engine.set_version(self.version)
         return self.version
 
-    def differing(self) -> list[str]:
+    def differing(self, part: Part = ALL) -> list[str]:
         """Factors whose values differ in the engine, as ``module.lora_A`` or ``module.lora_B``."""
-        return self.target.differing(self._values())
+        return self.target.differing(dict(part.choose(self._values().items())))
 
     def unshared(self) -> list[str]:
         """Factors that should lie in the engine's slot and do not; none unless they are views."""
@@ -194,6 +193,10 @@ class AdapterServer(Protocol):
     def load_lora(self, path: str, *, name: str, version: int) -> str:
         """Use the adapter in a folder from now on; returns the name it is served under."""
 
+    def lora_fingerprints(self, shapes: dict[str, list[int]]) -> list[dict[str, list]]:
+        """What each worker's slot holds of the adapter that new requests use; see
+        :func:`~grpo.engines.lora_worker.slot_fingerprints`. Empty where they use none."""
+
 
 class HTTPLoRASync:
     """Bring adapters to an engine server as folders that it reads from disk.
@@ -233,20 +236,22 @@ class HTTPLoRASync:
         path = save_adapter(self.model, self.folder / f"adapter_step_{version}")
         self.lora_name = self.client.load_lora(str(path), name=self.name, version=version)
         self.version = version
+        if path in self.saved:  # the same version again
+            self.saved.remove(path)
         self.saved.append(path)
         while len(self.saved) > self.KEPT:
             shutil.rmtree(self.saved.pop(0), ignore_errors=True)
         return self.version
 
-    def differing(self) -> list[str]:
-        """Factors that changed since the newest version was saved for the server."""
-        ours = {f"{key}.{part}": param for key, adapter in adapters(self.model).items()
-                for part, param in (("lora_A", adapter.a), ("lora_B", adapter.b))}
-        if not self.saved:
-            return list(ours)
-        theirs = lora_worker.flat(load_adapter_tensors(self.saved[-1]))
-        return [key for key, param in ours.items()
-                if key not in theirs or not torch.equal(param.detach().cpu(), theirs[key])]
+    @property
+    def starts_engines(self) -> bool:
+        return getattr(self.client, "starts_engines", False)
+
+    def differing(self, part: Part = ALL) -> list[str]:
+        """Factors whose values differ in the server's memory, in the adapter that requests use."""
+        values = lora_worker.flat({key: a.tensors() for key, a in adapters(self.model).items()})
+        values = dict(part.choose(values.items()))
+        return differing_factors(self.client.lora_fingerprints(shapes_of(values)), values)
 
     def unshared(self) -> list[str]:
         """Nothing is meant to be shared."""

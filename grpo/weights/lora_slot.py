@@ -10,6 +10,7 @@ from torch import Tensor
 from grpo.engines import lora_worker
 from grpo.engines.handle import EngineHandle, InProcessEngine
 from grpo.engines.inprocess import engine_module
+from grpo.weights.fingerprint import fingerprints
 from grpo.weights.handover import Handover, export_shared_memory, map_tensors, release
 
 if TYPE_CHECKING:
@@ -86,15 +87,36 @@ class AdapterSlot:
         for device in {held.device for held in self.held.values() if held.is_cuda}:
             torch.cuda.synchronize(device)
 
-    @torch.no_grad()
     def differing(self, values: dict[str, Tensor]) -> list[str]:
-        """Names of the values that differ in the engine."""
-        if self.access.slot() != self.slot:
+        """Names of the values that differ in the engine, by fingerprint of the slot it uses."""
+        if not self.loads and self.access.slot() != self.slot:
             return list(values)
-        if self.loads:
-            return self.access.differing(values)
-        return [name for name, held in self.held.items()
-                if not torch.equal(held, values[name].to(held.device, held.dtype))]
+        return differing_factors(self.access.fingerprints(shapes_of(values)), values)
+
+
+def shapes_of(values: dict[str, Tensor]) -> dict[str, list[int]]:
+    """As JSON."""
+    return {name: list(value.shape) for name, value in values.items()}
+
+
+@torch.no_grad()
+def differing_factors(
+    held: list[dict[str, list]], values: dict[str, Tensor]
+) -> list[str]:
+    """Names of the trainer's values of which a worker's slot has others, or none.
+
+    Args:
+        held: from each worker, see :func:`~grpo.engines.lora_worker.slot_fingerprints`.
+        values: scaling folded into B; rounded to the slot's dtype before they are compared.
+    """
+    wanted = [(name, of_worker[name]) for of_worker in held for name in values if name in of_worker]
+    ours = fingerprints(
+        values[name][row : row + rows, column : column + columns].to(getattr(torch, dtype))
+        for name, (dtype, row, rows, column, columns, _) in wanted)
+    found = {name for (name, (*_, theirs)), mine in zip(wanted, ours, strict=True)
+             if theirs != mine}
+    found |= {name for of_worker in held for name in values if name not in of_worker}
+    return [name for name in values if name in found]
 
 
 class SlotAccess(Protocol):
@@ -116,8 +138,8 @@ class SlotAccess(Protocol):
     def load(self, values: dict[str, Tensor]) -> int:
         """Install the adapter anew and return its slot."""
 
-    def differing(self, values: dict[str, Tensor]) -> list[str]:
-        """Names of the values that differ in the slot."""
+    def fingerprints(self, shapes: dict[str, list[int]]) -> list[dict[str, list]]:
+        """What each worker's slot holds of each factor."""
 
     def close(self) -> None:
         """Give the slot back."""
@@ -151,9 +173,8 @@ class LocalSlot:
     def load(self, values: dict[str, Tensor]) -> int:
         return lora_worker.load_slot(self.registry, self.adapter_id, lora_worker.nested(values))
 
-    def differing(self, values: dict[str, Tensor]) -> list[str]:
-        return lora_worker.differing_factors(self.registry, self.adapter_id,
-                                             lora_worker.nested(values))
+    def fingerprints(self, shapes: dict[str, list[int]]) -> list[dict[str, list]]:
+        return [lora_worker.slot_fingerprints(self.registry, self.adapter_id, shapes)]
 
     def close(self) -> None:
         self.registry.remove_adapter(self.adapter_id)
@@ -188,9 +209,8 @@ class RemoteSlot:
     def load(self, values: dict[str, Tensor]) -> int:
         return self._call("lora_load", self.adapter_id, self._stage(values))[0]
 
-    def differing(self, values: dict[str, Tensor]) -> list[str]:
-        found = self._call("lora_differing", self.adapter_id, self._stage(values))
-        return list(dict.fromkeys(name for names in found for name in names))
+    def fingerprints(self, shapes: dict[str, list[int]]) -> list[dict[str, list]]:
+        return self._call("lora_fingerprints", self.adapter_id, shapes)
 
     def close(self) -> None:
         self._call("lora_close", self.adapter_id)

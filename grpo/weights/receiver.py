@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.weights.channel import Channel, Deadline, Packing, as_words, buckets
-from grpo.weights.fingerprint import fingerprint
+from grpo.weights.fingerprint import fingerprints
 from grpo.weights.layout import base_parameters
 
 #: ``[local start, start in the whole tensor, length]`` along one dimension.
@@ -88,12 +88,19 @@ class TransferMethods:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def transfer_fingerprints(self, plan: list[dict[str, Any]]) -> list[list[list[Any]]]:
+    def transfer_fingerprints(self, plan: list[dict[str, Any]]) -> list[list[str]]:
         """For each parameter of ``plan``, the fingerprints of the pieces this worker holds."""
         model = self.model_runner.get_model()
-        tensors, described = engine_tensors(model), describe_tensors(model)
-        return [[fingerprint(local(tensors[item["tensor"]], piece))
-                 for piece in pieces_of(described.get(item["tensor"]), item)] for item in plan]
+        tensors = engine_tensors(model)
+        # What the tensors are parts of stays; the tensors themselves may have been replaced.
+        if getattr(self, "_transfer_described", (None,))[0] is not model:
+            self._transfer_described = model, describe_tensors(model)
+        described = self._transfer_described[1]
+        pieces = [pieces_of(described.get(item["tensor"]), item) for item in plan]
+        found = iter(fingerprints(local(tensors[item["tensor"]], piece)
+                                  for item, held in zip(plan, pieces, strict=True)
+                                  for piece in held))
+        return [[next(found) for _ in held] for held in pieces]
 
     def transfer_close(self) -> None:
         """Leave the sender's group."""

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from grpo.weights.channel import Deadline, TransferError, in_background
+from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.transfer import PauseMode, check_option, compare, describe_workers, make_plan
 
@@ -65,16 +66,20 @@ class CheckpointSync(ABC):
         self.version = version
         return version
 
-    def differing(self) -> list[str]:
-        """Names of parameters whose values differ in the engine, by fingerprint (on rank 0)."""
+    def differing(self, part: Part = ALL) -> list[str]:
+        """Names of parameters whose values differ in the engine, by fingerprint (on rank 0).
+
+        Args:
+            part: of the parameters; only these are compared, and gathered.
+        """
         params = dict(self.model.named_parameters())
-        wholes = (whole for _, whole in self.trainer.whole(params.items()))
+        wholes = (whole for _, whole in self.trainer.whole(part.choose(params.items())))
         if not self.trainer.leads:
             for _ in wholes:
                 pass
             return []
         workers = describe_workers(self.engine, timeout=self.timeout)
-        plan = make_plan(params, workers)
+        plan = part.choose(make_plan(params, workers))
         rounded = (whole.to(getattr(torch, item["dtype"]))
                    for item, whole in zip(plan, wholes, strict=True))
         return compare(rounded, self.engine, plan, workers, timeout=self.timeout)
@@ -169,6 +174,8 @@ class EngineRestart(CheckpointSync):
         1
     """
 
+    starts_engines = True
+
     def __init__(self, model: nn.Module, tokenizer: Any, folder: str | Path, *,
                  stop: Callable[[], None], start: Callable[[Path], EngineHandle],
                  engine: EngineHandle | None = None, timeout: float = 900.0,
@@ -187,8 +194,11 @@ class EngineRestart(CheckpointSync):
                                 "look at its log")
         self.engine.set_version(version)
 
-    def differing(self) -> list[str]:
+    def differing(self, part: Part = ALL) -> list[str]:
         """Names of parameters whose values differ in the engine, by fingerprint (on rank 0).
+
+        Args:
+            part: of the parameters; only these are compared, and gathered.
 
         Raises:
             TransferError: if no engine runs.
@@ -196,7 +206,7 @@ class EngineRestart(CheckpointSync):
         if self.trainer.leads and self.engine is None:
             raise TransferError("no engine runs, so there is nothing to compare with; publish "
                                 "first, or pass the engine that runs")
-        return super().differing()
+        return super().differing(part)
 
 
 def write_checkpoint(model: nn.Module, tokenizer: Any, folder: Path, version: int) -> Path:

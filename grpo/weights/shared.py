@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from grpo.engines.inprocess import engine_module
-from grpo.weights.fingerprint import fingerprint
+from grpo.weights.fingerprint import ALL, Part, fingerprints
 from grpo.weights.handover import Handover, Kind, map_tensors
 from grpo.weights.layout import Place, base_parameters, engine_layout, hf_names, view
 
@@ -31,11 +32,17 @@ class WeightSync(Protocol):
     def publish(self) -> int:
         """Make the trainer's current weights the engine's and return the new version."""
 
-    def differing(self) -> list[str]:
-        """Names of the trainer's parameters whose values differ in the engine."""
+    def differing(self, part: Part = ALL) -> list[str]:
+        """Names of the trainer's parameters whose values differ in the engine, to the bit.
+
+        Args:
+            part: of the parameters, to compare some only.
+        """
 
     def unshared(self) -> list[str]:
         """Names of parameters whose in-place updates would not reach the engine."""
+
+    # Those that start a new engine for each update say so by ``starts_engines = True``.
 
 
 class WrappedSync:
@@ -59,8 +66,12 @@ class WrappedSync:
     def publish(self) -> int:
         return self.weights.publish()
 
-    def differing(self) -> list[str]:
-        return self.weights.differing()
+    @property
+    def starts_engines(self) -> bool:
+        return getattr(self.weights, "starts_engines", False)
+
+    def differing(self, part: Part = ALL) -> list[str]:
+        return self.weights.differing(part)
 
     def unshared(self) -> list[str]:
         return self.weights.unshared()
@@ -71,17 +82,25 @@ class SameModule:
 
     Args:
         model: the module both sides use.
+        used: tells which module the policy uses now; None: nobody asks.
     """
 
-    def __init__(self, model: nn.Module, *, version: int = 0) -> None:
+    def __init__(self, model: nn.Module, *, used: Callable[[], nn.Module] | None = None,
+                 version: int = 0) -> None:
         self.model, self.version = model, version
+        self.used = used or (lambda: model)
 
     def publish(self) -> int:
         self.version += 1
         return self.version
 
-    def differing(self) -> list[str]:
-        return []
+    @torch.no_grad()
+    def differing(self, part: Part = ALL) -> list[str]:
+        """Names of parameters that have other values in the module that generates."""
+        theirs = dict(self.used().named_parameters())
+        return [name for name, param in part.choose(self.model.named_parameters())
+                if theirs.get(name) is not param
+                and not (name in theirs and torch.equal(theirs[name], param))]
 
     def unshared(self) -> list[str]:
         return []
@@ -137,12 +156,12 @@ class SingleCopy:
         return self.version
 
     @torch.no_grad()
-    def differing(self) -> list[str]:
+    def differing(self, part: Part = ALL) -> list[str]:
         """Names of the trainer's parameters whose values differ in the engine."""
         different = []
         # What the engine uses now, which something may have put in the place of what is shared.
         engine_params = base_parameters(engine_module(self.engine))
-        for name, param in base_parameters(self.model).items():
+        for name, param in part.choose(base_parameters(self.model).items()):
             target = view(self.places[name], engine_params)
             if param.data_ptr() == target.data_ptr():
                 continue
@@ -248,22 +267,29 @@ class SharedCopy:
         return max(1.0, deadline - time.monotonic())
 
     @torch.no_grad()
-    def differing(self) -> list[str]:
+    def differing(self, part: Part = ALL) -> list[str]:
         """Names of the trainer's parameters whose values differ in the engine.
 
         The engine hashes its tensors in its own process, so equality after an update proves that
         both processes really see one memory.
+
+        Args:
+            part: of the engine's tensors, and of what the trainer has in them.
         """
-        answer, = self.engine.collective_rpc("fingerprints", timeout=self.timeout)
-        parts = hf_names(self.places)
+        names = part.choose(self.tensors)
+        if not names:
+            return []
+        theirs, = self.engine.collective_rpc("fingerprints", names, timeout=self.timeout)
+        ours = fingerprints(self.tensors[name] for name in names)
+        params, parts = base_parameters(self.model), hf_names(self.places)
         different = set()
-        for name, tensor in self.tensors.items():
-            if answer.get(name, [None])[0] != fingerprint(tensor)[0]:
-                different.update(parts.get(name, []))
-        for name, param in base_parameters(self.model).items():
-            target = view(self.places[name], self.tensors)
-            if not torch.equal(param.data.to(target.device), target):
-                different.add(name)
+        for tensor, mine in zip(names, ours, strict=True):
+            for name in parts.get(tensor, []):
+                param, target = params[name], view(self.places[name], self.tensors)
+                moved = param.data_ptr() != target.data_ptr()
+                if theirs[tensor] != mine or (
+                        moved and not torch.equal(param.data.to(target.device), target)):
+                    different.add(name)
         return [name for name in self.places if name in different]
 
     def unshared(self) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.weights.channel import Deadline, TransferError
-from grpo.weights.fingerprint import fingerprint
+from grpo.weights.fingerprint import ALL, Part, fingerprints
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.layout import LayoutError, engine_layout
 from grpo.weights.paths import DirectPath, MappedPath, WrittenPath
@@ -113,6 +113,7 @@ class WeightTransfer:
         self._path: Any = None
         self.workers: list[dict[str, Any]] = []  # known to the leading rank
         self.plan: list[dict[str, Any]] = []
+        self._layout: list[dict[str, Any]] | None = None  # where each parameter lies
         matches = False
         try:
             if self.trainer.leads:
@@ -148,17 +149,26 @@ class WeightTransfer:
         self.version += 1
         return self.version
 
-    def differing(self) -> list[str]:
+    def differing(self, part: Part = ALL) -> list[str]:
         """Names of parameters whose values differ in the engine, by fingerprint (on rank 0).
+
+        What the trainer has is hashed as it lies in its own memory, not as it was sent.
+
+        Args:
+            part: of the parameters; only these are compared, and gathered.
 
         Raises:
             LayoutError: with ``loader="vllm"``, for an architecture whose fused tensors have no
                 rule here, so that it is not known where its parameters lie.
         """
         if not self.trainer.leads:
-            return list(self._gathered())  # empty; takes part in the gathering
-        plan = make_plan(dict(self.model.named_parameters()), self.workers)
-        return compare(self._gathered(plan), self.engine, plan, self.workers, timeout=self.timeout)
+            return list(self._gathered(part=part))  # empty; takes part in the gathering
+        if self._layout is None:
+            self._layout = self.plan if self.loader == "direct" else make_plan(
+                dict(self.model.named_parameters()), self.workers)
+        plan = part.choose(self._layout)
+        return compare(self._gathered(plan, part), self.engine, plan, self.workers,
+                       timeout=self.timeout)
 
     def unshared(self) -> list[str]:
         """Nothing is shared, and nothing has to be: :meth:`publish` copies every parameter."""
@@ -230,9 +240,11 @@ class WeightTransfer:
                           bucket_bytes=self.bucket_bytes, deadline=deadline)
 
     @torch.no_grad()
-    def _gathered(self, plan: list[dict[str, Any]] | None = None) -> Iterator[Tensor]:
+    def _gathered(self, plan: list[dict[str, Any]] | None = None, part: Part = ALL
+                  ) -> Iterator[Tensor]:
         """Whole parameters, on every rank, one at a time; on rank 0 in the types of ``plan``."""
-        for number, (_, whole) in enumerate(self.trainer.whole(self.model.named_parameters())):
+        named = part.choose(self.model.named_parameters())
+        for number, (_, whole) in enumerate(self.trainer.whole(named)):
             if self.trainer.leads:
                 dtype = getattr(torch, (plan or self.plan)[number]["dtype"])
                 yield whole.to(dtype).contiguous()
@@ -249,17 +261,22 @@ def compare(wholes: Iterator[Tensor], engine: EngineHandle, plan: list[dict[str,
         workers: from the workers' ``transfer_describe``.
         timeout: seconds.
     """
+    held = [[pieces_of(worker["tensors"].get(item["tensor"]), item) for worker in workers]
+            for item in plan]
+    # Workers that hold the same piece are compared with one hash of it.
+    distinct = [list(dict.fromkeys(piece for pieces in of_workers for piece in pieces))
+                for of_workers in held]
+    # All of them before the engine is asked: other ranks wait in the gathering.
+    hashes = iter(fingerprints(part_of(whole, piece)
+                               for whole, pieces in zip(wholes, distinct, strict=True)
+                               for piece in pieces))
+    ours = [{piece: next(hashes) for piece in pieces} for pieces in distinct]
+    if not plan:
+        return []
     theirs = engine.collective_rpc("transfer_fingerprints", plan, timeout=timeout)
-    different = []
-    for number, (item, whole) in enumerate(zip(plan, wholes, strict=True)):
-        for worker, fingerprints in zip(workers, theirs, strict=True):
-            pieces = pieces_of(worker["tensors"].get(item["tensor"]), item)
-            ours = [fingerprint(part_of(whole, piece)) for piece in pieces]
-            # The sums beside the hashes are for people; those of broken weights are NaN.
-            if [f[0] for f in ours] != [f[0] for f in fingerprints[number]]:
-                different.append(item["name"])
-                break
-    return different
+    return [item["name"] for number, item in enumerate(plan)
+            if any([ours[number][piece] for piece in pieces] != found[number]
+                   for pieces, found in zip(held[number], theirs, strict=True))]
 
 
 def describe_workers(engine: EngineHandle, *, timeout: float) -> list[dict[str, Any]]:

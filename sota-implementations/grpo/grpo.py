@@ -137,6 +137,7 @@ def build_trainer(
         eval_frequency=config.train.eval_frequency,
         checkpoint_frequency=config.train.checkpoint_frequency,
         keep_checkpoints=config.train.keep_checkpoints or 3,
+        proof_interval=config.train.proof_interval,
     )
     if checkpoint:
         trainer.restore(checkpoint)

@@ -16,8 +16,11 @@ from grpo.collectors.ray import RolloutsFailed, _since
 from grpo.collectors.reference_worker import ReferenceWorker, Scored
 from grpo.engines.ray_engine import WorkersLost
 from grpo.training.checkpoint import list_checkpoints
+from grpo.weights import StaleWeightsError
+from grpo.weights.packed import Packed
 
 from ..training.runs import save_tiny
+from ..weights.faults import FAULTS
 from .asynchronous import LORA, LocalPool, LocalRay, async_config, make_async_trainer, script
 
 
@@ -61,6 +64,34 @@ def test_a_dead_worker_is_replaced_by_one_with_the_present_weights(start, sectio
     with torch.no_grad():
         trainer.learner.optimizer.params[0].add_(1.0)
     assert len(trainer.weights.differing()) == 1
+
+
+@pytest.mark.parametrize(("sections", "staleness"), [({}, 1), (LORA, 0)],
+                         ids=["weights", "adapters"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_loss_that_no_canary_sees_ends_the_run_within_the_interval(
+        start, sections, fault, staleness):
+    train = {**sections.get("train", {}), "staleness": staleness, "eval_frequency": 0,
+             "proof_interval": 3, "total_dialog_turns": 20 * 16}
+    trainer = start(**{**sections, "train": train}, optimizer={"lr": 1e-7})
+    trainer._prove_start()
+    assert trainer.weights.version == 0
+    for _ in range(4):
+        assert trainer.iterate()["canary/max_abs_diff"] < 1e-4
+    name = next(name for name, param in trainer.model.named_parameters() if param.requires_grad)
+
+    def lossy(load):
+        def load_state(packed, *rest):
+            kept = {key: value for key, value in packed.tensors().items()
+                    if fault == FAULTS[1] and key != name}
+            load(Packed.of(kept), *rest)
+        return load_state
+
+    for worker in trainer.collector.pool.actors[fault == FAULTS[2]:]:
+        worker.load_state = lossy(worker.load_state)
+    with pytest.raises(StaleWeightsError, match="differ to the bit"):
+        for _ in range(3 if fault == FAULTS[1] else 1):
+            trainer.iterate()
 
 
 def test_the_only_worker_dies_while_the_trainer_waits_for_it(start):

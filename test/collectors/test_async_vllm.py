@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from grpo import build_async, data
+from grpo.weights import StaleWeightsError
+from grpo.weights.fleet import FleetTransfer
 
 from .asynchronous import LocalRay, async_config, make_async_trainer
 
@@ -53,6 +55,25 @@ def test_at_group_borders_no_row_has_tokens_of_two_versions(tmp_path, configure)
             trainer.weights.publish()
             trainer.canary.check()
     assert len(ages) > 1  # updates came while groups were generated
+
+
+def test_an_update_that_is_lost_ends_the_run_where_no_canary_sees_it(
+        tmp_path, configure, monkeypatch):
+    with ExitStack() as at_end:
+        trainer = make_async_trainer(configure(staleness=1), tmp_path, at_end)
+        trainer.learner.optimizer.peak_lr = 1e-7
+        trainer._prove_start()
+        assert trainer.weights.version == 0
+        for _ in range(4):
+            assert trainer.iterate()["canary/max_abs_diff"] < 1e-4
+        if isinstance(trainer.weights, FleetTransfer):
+            monkeypatch.setattr(trainer.weights.transfer._path, "send",
+                                lambda tensors, deadline: list(tensors))
+        else:
+            monkeypatch.setattr(trainer.collector.pool.actors[0]._slot, "write",
+                                lambda values: None)
+        with pytest.raises(StaleWeightsError, match="differ to the bit"):
+            trainer.iterate()
 
 
 def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(tmp_path, configure):

@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from grpo.weights import StaleWeightsError
+from grpo.weights.layout import view
+from grpo.weights.proof import WeightProof
+
+from ..weights.faults import Changing, nudge
 from .real import LENGTH, PROMPT, InFlight, check_follows, close, load, log_probs
 
 pytestmark = pytest.mark.vllm
@@ -72,6 +77,54 @@ def test_adapters_over_http_follow_every_update(client, folders, tmp_path):
         assert not close(answer.log_probs[0], log_probs(model, PROMPT, answer.tokens[0]))
         client.unload_lora()
         check_follows(client, model, version=version)
+
+
+@pytest.mark.parametrize("way", ["one memory", "transfer", "adapters"])
+def test_a_server_that_misses_an_update_fails_the_proof_where_no_canary_sees_it(
+        client, server, folders, tmp_path, way):
+    from grpo.weights.handover import Handover, map_tensors
+    from grpo.weights.shared import SharedCopy
+    from grpo.weights.transfer import WeightTransfer
+
+    model, old = load(folders[0]), client.version
+    if way == "one memory":
+        weights = SharedCopy(model, client, tensors=map_tensors(Handover.read(server.log_dir)),
+                             version=old)
+
+        def lose():  # a mapping of memory that the engine does not use any more
+            weights.tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+            for name, param in model.named_parameters():
+                param.data = view(weights.places[name], weights.tensors)
+    elif way == "transfer":
+        weights = WeightTransfer(model, client, backend="gloo", version=old)
+
+        def lose():
+            weights._path.send = lambda tensors, deadline: list(tensors)
+    else:
+        pytest.importorskip("peft")
+        from grpo.weights.adapters import make_lora
+        from grpo.weights.lora import HTTPLoRASync
+
+        model = make_lora(model, r=4, alpha=12)
+        weights = HTTPLoRASync(client, model, folder=tmp_path, version=old - 1)
+        weights.publish()
+
+        def lose():
+            client.load_lora = lambda path, load=client.load_lora, **options: load(
+                str(tmp_path / f"adapter_step_{old + 1}"), **options)
+    proof = WeightProof(weights)
+    proof.self_test(Changing(model))
+    assert weights.version == client.version == old
+    for _ in range(2):
+        proof.check()
+        nudge(model)
+        weights.publish()
+    lose()
+    nudge(model)
+    weights.publish()
+    check_follows(client, model, version=old + 3)
+    with pytest.raises(StaleWeightsError, match="after an update the engine does not have"):
+        proof.check()
 
 
 def update(client, folder, mode, version):

@@ -13,7 +13,10 @@ from grpo.objectives import TokenScorer
 from grpo.policies import Sampling, VLLMPolicy
 from grpo.weights import Canary, StaleWeightsError
 from grpo.weights.channel import TransferError
+from grpo.weights.proof import WeightProof
 from grpo.weights.transfer import WeightTransfer
+
+from ..weights.faults import Changing, nudge
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
@@ -126,6 +129,45 @@ def test_another_gpus_engine_generates_with_each_update(other_gpu, folder, loade
     model = changed(folder, seed=bucket_bytes + len(loader))
     check_updates(llm, engine, model, WeightTransfer(
         model, engine, backend="nccl", loader=loader, bucket_bytes=bucket_bytes, timeout=60.0))
+
+
+@pytest.mark.parametrize("fault", ["a skipped update", "one tensor"])
+def test_a_loss_between_two_gpus_that_no_canary_sees_fails_the_proof(other_gpu, folder, fault):
+    llm, engine = other_gpu
+    model = changed(folder, seed=8)
+    weights = WeightTransfer(model, engine, backend="nccl", timeout=60.0)
+    weights.publish()
+    policy = VLLMPolicy(llm, Sampling(max_tokens=12), pad_token_id=0, eos_token_ids=(1,),
+                        version=lambda: weights.version)
+    canary = Canary(policy, TokenScorer(model), weights, prompts=PROMPTS)
+    proof = WeightProof(weights, interval=3)
+    proof.self_test(Changing(model))
+    assert weights.version == engine.version == 1
+    for _ in range(4):
+        nudge(model)
+        weights.publish()
+        proof.check()
+    norm = model.model.norm.weight
+    if fault == "one tensor":  # the trainer sends what it once was
+        send, old = weights._path.send, norm.detach().clone()
+
+        def lossy(tensors, deadline):
+            present = norm.detach().clone()
+            norm.data.copy_(old)
+            torch.cuda.synchronize()
+            send(tensors, deadline)
+            norm.data.copy_(present)
+
+        weights._path.send = lossy
+    else:
+        weights._path.send = lambda tensors, deadline: list(tensors)
+    with pytest.raises(StaleWeightsError, match="differ to the bit"):
+        for _ in range(3 if fault == "one tensor" else 1):
+            nudge(model)
+            weights.publish()
+            canary.check()
+            proof.check()
+    weights.close()
 
 
 def test_float32_masters_are_rounded_on_the_way(other_gpu, folder):

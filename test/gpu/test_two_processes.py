@@ -15,7 +15,11 @@ from grpo.policies import Sampling, VLLMPolicy
 from grpo.training import MasterAdamW
 from grpo.weights import Canary, SharedCopy, StaleWeightsError
 from grpo.weights.adapters import make_lora
+from grpo.weights.layout import view
 from grpo.weights.lora import LoRASync
+from grpo.weights.proof import WeightProof
+
+from ..weights.faults import Changing, nudge
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -98,6 +102,23 @@ def test_one_memory_in_two_processes_under_cuda_graphs(engine, gpu_folder):
     assert all(not torch.equal(one, other)
                for one, other in zip(outputs, outputs[1:], strict=False))
     assert min(seconds) < 0.010, seconds
+
+    proof = WeightProof(weights)
+    proof.self_test(Changing(model))
+    proof.check()
+    ours, weights.tensors = weights.tensors, {
+        name: tensor.clone() for name, tensor in weights.tensors.items()}
+    for name, param in model.named_parameters():  # a mapping that the engine does not use
+        param.data = view(weights.places[name], weights.tensors)
+    nudge(model)
+    weights.publish()
+    canary.check()
+    with pytest.raises(StaleWeightsError, match="differ to the bit"):
+        proof.check()
+    weights.tensors = ours
+    for name, param in model.named_parameters():
+        param.data = view(weights.places[name], weights.tensors)
+    weights.publish()
 
     with torch.no_grad():  # a parameter that is replaced, not written into
         norm = model.model.norm.weight

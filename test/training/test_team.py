@@ -9,6 +9,7 @@ import torch
 
 from grpo.training import team
 from grpo.training.team import LedLearner, LedTransfer, obey
+from grpo.weights.fingerprint import ALL, Part
 
 
 class Leader:
@@ -35,6 +36,12 @@ class Learner:
         self.updates.append((iteration, self.loss.terms.kl_to_ref_coeff,
                              self.loss.terms.entropy_coeff))
         return {}
+
+    def perturb(self):
+        self.updates.append("perturb")
+
+    def restore(self):
+        self.updates.append("restore")
 
 
 @pytest.fixture
@@ -98,8 +105,8 @@ class Transfer:
         self.version += 1
         return self.version
 
-    def differing(self) -> list[str]:
-        self.calls.append("differing")
+    def differing(self, part=ALL) -> list[str]:
+        self.calls.append(("differing", part))
         return []
 
     def unshared(self) -> list[str]:
@@ -111,6 +118,16 @@ def test_all_ranks_take_part_in_an_update_and_a_comparison_with_one_version(foll
     led = LedTransfer(first, leader)
     led.version = 6  # of a checkpoint
     assert (led.publish(), led.version) == (7, 7)
-    assert led.publish() == 8 and led.differing() == led.unshared() == []
+    assert led.publish() == 8 and led.differing(Part(1, 2)) == led.unshared() == []
     follow(leader, Learner(), other)
-    assert other.calls == first.calls == [("publish", 6), ("publish", 7), "differing"]
+    assert other.calls == first.calls == [("publish", 6), ("publish", 7),
+                                          ("differing", Part(1, 2))]
+
+
+def test_all_ranks_change_their_slices_for_the_self_test_and_put_them_back(follow):
+    leader, first, other = Leader(), Learner(), Learner()
+    led = LedLearner(first, leader)
+    led.perturb()
+    led.restore()
+    follow(leader, other)
+    assert other.updates == first.updates == ["perturb", "restore"]

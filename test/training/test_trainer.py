@@ -118,6 +118,49 @@ def test_stale_weights_stop_the_run(make_config, tmp_path):
     assert not list_checkpoints(tmp_path)
 
 
+def test_what_no_canary_sees_stops_the_run_within_the_interval(make_config, tmp_path, monkeypatch):
+    config = make_config(optimizer={"lr": 1e-7}, train={"checkpoint_frequency": 0})
+    trainer = make_trainer(config, tmp_path, proof_interval=30)  # more than there are tensors
+    trainer.eval_frequency = 0
+    trainer.iterations = 100
+    for _ in range(4):
+        trainer.iterate()
+    names = [name for name, _ in trainer.model.named_parameters()]
+    held = [param.detach().clone() for param in trainer.model.parameters()]
+    theirs = torch.nn.ParameterDict()
+    monkeypatch.setattr(trainer.weights, "used", lambda: theirs)
+    monkeypatch.setattr(theirs, "named_parameters", lambda: [
+        (name, old if name == names[7] else param) for name, old, (_, param) in
+        zip(names, held, trainer.model.named_parameters(), strict=True)])
+    for _ in range(3):  # tensors 4, 5 and 6
+        assert trainer.iterate()["canary/max_abs_diff"] < 1e-4
+    with pytest.raises(StaleWeightsError, match=f"1 of the tensors compared differ.*{names[7]}"):
+        trainer.iterate()
+
+
+@pytest.mark.parametrize("due", ["eval_frequency", "checkpoint_frequency", "iterations"])
+def test_all_is_compared_before_anything_is_evaluated_or_kept(make_config, tmp_path, due):
+    config = make_config(train={"checkpoint_frequency": 0, "eval_frequency": 0})
+    trainer = make_trainer(config, tmp_path)
+    trainer.iterations, trainer.eval_frequency = 100, 0
+    wholes = []
+    trainer.proof.check = lambda *, whole: wholes.append(whole)
+    setattr(trainer, due, 2)
+    trainer._prove_start()
+    trainer.iterate()
+    trainer.iterate()
+    assert wholes == [False, True]
+
+
+def test_a_way_that_does_not_arrive_stops_the_run_before_its_first_step(make_config, tmp_path):
+    trainer = make_trainer(make_config(), tmp_path)
+    theirs, before = copy.deepcopy(trainer.model), weights(trainer)
+    trainer.weights.used = lambda: theirs
+    with pytest.raises(StaleWeightsError, match="the self-test changed a few values"):
+        trainer.fit()
+    assert trainer.step == 0 and torch.equal(weights(trainer), before)
+
+
 def test_the_reward_rises(make_config, tmp_path):
     config = make_config(iterations=25, reward="many_letters",
                          env={"num_envs": 4, "repeats": 8},
@@ -162,6 +205,7 @@ def test_evaluations_are_of_their_steps_model_also_where_updates_wait(
     config = make_config(iterations=4, train={"eval_frequency": eval_frequency})
     trainer = make_trainer(config, tmp_path)
     weights = trainer.weights = PeriodicUpdates(trainer.weights, interval=interval)
+    trainer.proof.weights = weights
     trainer.canary = PeriodicCanary(trainer.canary, weights)
     pending: list[int] = []
     run = trainer.evaluator.run

@@ -18,8 +18,12 @@ from grpo.weights.adapters import (
     make_lora,
     save_adapter,
 )
+from grpo.weights.fingerprint import fingerprint
 from grpo.weights.layout import base_parameters
 from grpo.weights.lora import HTTPLoRASync
+from grpo.weights.proof import WeightProof
+
+from .faults import FAULTS, Changing, Faulty, params, updates_until_found
 
 pytest.importorskip("peft")
 TOKENS = torch.tensor([[3, 4, 5, 6]])
@@ -178,6 +182,8 @@ def test_saving_replaces_the_folder_and_leaves_nothing_else(tiny_model, tmp_path
 class Server:
     """Loads adapters as the engine server does: from the folder, each under a name of its own."""
 
+    SCALING = 32 / 2  # the default alpha at rank 2
+
     def __init__(self):
         self.loaded, self.versions = {}, []
 
@@ -186,6 +192,16 @@ class Server:
         self.loaded[name] = load_adapter_tensors(path)
         self.versions.append(version)
         return name
+
+    def lora_fingerprints(self, shapes):
+        if not self.loaded:
+            return [{}]
+        *_, newest = self.loaded.values()
+        held = {f"{module}.lora_A": factors["lora_A"] for module, factors in newest.items()}
+        held |= {f"{module}.lora_B": factors["lora_B"] * self.SCALING
+                 for module, factors in newest.items()}
+        return [{name: ["float64", 0, rows, 0, columns, fingerprint(held[name])]
+                 for name, (rows, columns) in shapes.items()}]
 
 
 def test_each_version_is_loaded_once_and_the_newest_two_folders_stay(tiny_model, tmp_path):
@@ -203,6 +219,30 @@ def test_each_version_is_loaded_once_and_the_newest_two_folders_stay(tiny_model,
     with torch.no_grad():
         adapters(model)[name].b.add_(1.0)
     assert sync.differing() == [f"{name}.lora_B"]
+
+
+@pytest.mark.parametrize("fault", FAULTS[:2])
+def test_a_server_that_keeps_an_older_adapter_fails_the_proof(tiny_model, tmp_path, fault):
+    server, model = Server(), make_lora(tiny_model, r=2)
+    sync = HTTPLoRASync(server, model, folder=tmp_path)
+    sync.publish()
+    WeightProof(sync).self_test(Changing(model))
+    assert sync.version == 1 and [path.name for path in tmp_path.iterdir()] == ["adapter_step_1"]
+
+    class Lossy(Faulty):
+        """Loads into new memory each time, so that the newest load is hit."""
+
+        def publish(self):
+            *_, before = server.loaded.values()
+            version = self.weights.publish()
+            *_, newest = server.loaded.values()
+            for name in newest if self.active else ():
+                if fault == FAULTS[0] or name == "model.layers.1.mlp.up_proj":
+                    newest[name] = before[name]
+            return version
+
+    lossy = Lossy(sync, [params(model)])
+    assert updates_until_found(lossy, model) == 1 or fault == FAULTS[1]
 
 
 def test_a_version_that_the_server_refused_does_not_count(tiny_model, tmp_path):

@@ -94,14 +94,8 @@ def test_a_policy_with_stale_weights_is_found_only_once_they_are_stale(byte_mode
 def with_a_copy(model) -> tuple[Canary, torch.nn.Module]:
     """A canary around a policy with its own copy of the model, and that copy."""
     engine = copy.deepcopy(model)
-
-    class Copies(SameModule):
-        def differing(self):
-            theirs = dict(engine.named_parameters())
-            return [name for name, param in self.model.named_parameters()
-                    if not torch.equal(param, theirs[name])]
-
-    return Canary(make_policy(engine), TokenScorer(model), Copies(model), prompts=PROMPTS), engine
+    return Canary(make_policy(engine), TokenScorer(model), SameModule(model, used=lambda: engine),
+                  prompts=PROMPTS), engine
 
 
 def complaint(canary) -> str:

@@ -12,11 +12,16 @@ from grpo.collectors.rollout_worker import RolloutWorker
 from grpo.engines.driver import EngineDriver
 from grpo.engines.handle import EngineError
 from grpo.engines.lora_worker import flat
+from grpo.weights import StaleWeightsError
 from grpo.weights.adapters import adapters, make_lora
-from grpo.weights.fleet import FleetLoRA, ObjectStoreSync
+from grpo.weights.fleet import FleetLoRA, FleetTransfer, ObjectStoreSync
 from grpo.weights.packed import Packed
+from grpo.weights.proof import WeightProof
 
 from ..collectors.asynchronous import LocalPool
+from .faults import FAULTS, Changing, Faulty, params, updates_until_found
+from .receivers import ThreadedEngine, vllm_like
+from .receivers import Worker as TransferWorker
 from .test_lora_slot import assert_slot_holds, engine, randomise  # noqa: F401
 
 pytest.importorskip("peft")
@@ -167,6 +172,97 @@ def test_transformers_workers_get_what_is_trained_under_its_own_names(model, poo
     values = pool.actors[0].values
     assert set(values) == {name for name in params if ".lora_" in name}
     assert all(torch.equal(value, params[name]) for name, value in values.items())
+
+
+# -- the proof -------------------------------------------------------------------------------------
+
+
+class VLLMWorker:
+    """The weights' side of a rollout worker, around an engine made of threads."""
+
+    failure = None
+
+    def __init__(self, model) -> None:
+        self.engine = ThreadedEngine([TransferWorker(vllm_like(model))])
+        self.held = params(self.engine.workers[0].model)
+
+    def describe(self) -> dict:
+        return {"failure": self.failure}
+
+    def collective_rpc(self, method, args, timeout):
+        return self.engine.collective_rpc(method, *args, timeout=timeout)
+
+    def pause(self, mode, timeout) -> None:
+        self.engine.pause(mode, timeout=timeout)
+
+    def resume(self, timeout) -> None:
+        self.engine.resume(timeout=timeout)
+
+    def reset_prefix_cache(self, timeout) -> bool:
+        return self.engine.reset_prefix_cache(timeout)
+
+    def set_version(self, version) -> None:
+        self.engine.set_version(version)
+
+
+@pytest.fixture
+def engines(make_model):
+    """A model, two engines, and what brings them weights by one broadcast."""
+    model = make_model(dtype=torch.float32, num_key_value_heads=2, hidden_size=32)
+    pool = LocalPool(lambda number: VLLMWorker(model), count=2, max_restarts=1)
+    pool.start()
+    weights = FleetTransfer(model, pool, backend="gloo", timeout=20.0)
+    yield model, pool, weights
+    weights.transfer.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_one_broadcast_does_not_bring_to_each_engine_fails_the_proof(engines, fault):
+    model, pool, weights = engines
+    WeightProof(weights).self_test(Changing(model))
+    assert [worker.engine.version for worker in pool.actors] == [0, 0]
+    faulty = Faulty(weights, [worker.held for worker in pool.actors], fault)
+    assert updates_until_found(faulty, model) == 1 or fault == FAULTS[1]
+    with pytest.raises(StaleWeightsError, match="the self-test changed a few values"):
+        WeightProof(faulty).self_test(Changing(model))
+
+
+def test_an_engine_that_dies_while_it_is_compared_is_replaced_and_compared_again(engines):
+    model, pool, weights = engines
+    weights.publish()
+    pool.kill(1)
+    WeightProof(weights).check()
+    assert pool.restarts == 1 and weights.version == 1
+    assert pool.actors[1].engine.version == 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_adapter_that_does_not_come_to_each_engine_fails_the_proof(model, pool, fault):
+    weights = FleetLoRA(model, pool)
+    weights.start()
+    WeightProof(weights).self_test(Changing(model))
+    assert [worker.given[-1][0] for worker in pool.actors] == [0, 0]
+    faulty = Faulty(weights, [{"model.norm.weight": torch.zeros(1)}], fault)  # is switched alone
+
+    def lossy(worker, load):
+        def load_adapter(packed, *rest):
+            before = getattr(worker, "values", {})
+            load(packed, *rest)
+            if faulty.active:
+                worker.values |= before if fault != FAULTS[1] else {name: before[name]}
+
+        worker.load_adapter = load_adapter
+
+    name = "model.layers.1.mlp.up_proj.lora_B"
+    for worker in pool.actors[fault == FAULTS[2]:]:
+        lossy(worker, worker.load_adapter)
+    assert updates_until_found(faulty, model) == 1 or fault == FAULTS[1]
+
+
+def test_a_worker_that_never_had_an_adapter_differs_in_all(model, worker):
+    some = {name: value for name, value in scaled(model).items() if ".layers.1." in name}
+    assert worker.differing_adapter(Packed.of(some), 5.0) == [
+        name for name, *_ in Packed.of(some).layout]
 
 
 # -- a worker's side -------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from grpo.weights import CanaryReport
+from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.in_flight import PausedUpdates, PeriodicCanary, PeriodicUpdates
 
 
@@ -34,8 +35,8 @@ class Weights:
         self.version += 1
         return self.version
 
-    def differing(self):
-        return ["a"]
+    def differing(self, part=ALL):
+        return part.choose("ab")
 
     def unshared(self):
         return ["b"]
@@ -72,7 +73,7 @@ def test_everything_else_is_that_of_the_weights(make):
     weights = make(inner)
     weights.version = 7  # a run that goes on
     assert (inner.version, weights.version) == (7, 7)
-    assert (weights.differing(), weights.unshared()) == (["a"], ["b"])
+    assert (weights.differing(Part(0, 2)), weights.unshared()) == (["a"], ["b"])
 
 
 def test_the_canary_speaks_when_the_engine_has_the_weights():

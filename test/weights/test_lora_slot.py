@@ -10,8 +10,13 @@ import torch
 
 from grpo.engines import lora_worker
 from grpo.engines.lora_worker import LoRAMethods
+from grpo.weights import StaleWeightsError
 from grpo.weights.adapters import adapters, make_lora
 from grpo.weights.lora import LoRASync
+from grpo.weights.lora_slot import differing_factors, shapes_of
+from grpo.weights.proof import WeightProof
+
+from .faults import FAULTS, Changing, Faulty, updates_until_found
 
 pytest.importorskip("peft")
 SLOTS, MAX_RANK = 3, 8
@@ -30,7 +35,7 @@ class Registry:
 
     def __init__(self):
         self.lora_config = SimpleNamespace(max_lora_rank=MAX_RANK)
-        self.lora_index_to_id = [None] * SLOTS
+        self.lora_index_to_id, self.waiting = [None] * SLOTS, []
         self.modules, self.packed_modules = {}, {}
         for layer in ("model.layers.0.", "model.layers.1."):
             attention, mlp = layer + "self_attn.", layer + "mlp."
@@ -42,6 +47,12 @@ class Registry:
             self.modules[mlp + "down_proj"] = stacked(WIDTH, WIDTH)
         # An embedding's factors are tensors, not tuples.
         self.modules["model.embed_tokens"] = SimpleNamespace(lora_a_stacked=torch.zeros(1, 1, 1))
+
+    def list_adapters(self):
+        return [adapter_id for adapter_id in [*self.lora_index_to_id, *self.waiting] if adapter_id]
+
+    def activate_adapter(self, adapter_id):
+        self.lora_index_to_id[0] = adapter_id
 
     def remove_adapter(self, adapter_id):
         known = adapter_id in self.lora_index_to_id
@@ -230,3 +241,98 @@ def test_options_are_checked(make_model, engine, options, message):
 def test_an_engine_without_lora_says_what_to_start_it_with():
     with pytest.raises(RuntimeError, match="enable_lora=True and a max_lora_rank"):
         lora_worker.adapter_registry(torch.nn.Linear(1, 1))
+
+
+# -- the proof -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", FAULTS[:2])
+@pytest.mark.parametrize(("how", "r", "alpha"), [("write", 4, 12), ("load", 4, 12)])
+def test_factors_that_are_lost_on_the_way_fail_the_proof(make_model, engine, how, r, alpha, fault):
+    model, sync = make(make_model, engine, r, alpha, how)
+    WeightProof(sync).self_test(Changing(model))
+    assert sync.version == engine.version == 0
+    name = "model.layers.1.mlp.up_proj.lora_B"
+    held = lora_worker.flat(lora_worker.slot_factors(engine.registry, 5))
+    faulty = Faulty(sync, [held], fault, name)
+    with pytest.raises(StaleWeightsError, match="the self-test changed a few values"):
+        WeightProof(faulty).self_test(Changing(model))
+    assert updates_until_found(faulty, model) == 1 or fault == FAULTS[1]
+
+
+def test_views_of_a_slot_that_the_engine_no_longer_uses_fail_the_proof(make_model, engine):
+    model, sync = make(make_model, engine, MAX_RANK, MAX_RANK)
+    assert sync.how == "views"
+    proof = WeightProof(sync)
+    proof.self_test(Changing(model))
+    proof.check()
+    registry = engine.registry
+    registry.lora_index_to_id = registry.lora_index_to_id[1:] + [5]
+    with pytest.raises(StaleWeightsError, match="lora_A"):
+        proof.check()
+
+
+def test_an_adapter_that_waits_for_a_slot_is_compared_and_one_that_is_gone_differs(
+        make_model, engine):
+    model, sync = make(make_model, engine, 4, 12, "load")
+    registry, shapes = engine.registry, shapes_of(sync._values())
+    found = lora_worker.slot_fingerprints(registry, 5, shapes)
+    registry.lora_index_to_id, registry.waiting = [7, 8, 9], [5]
+    assert lora_worker.slot_fingerprints(registry, 5, shapes) == found
+    registry.lora_index_to_id, registry.waiting = [7, 8, 9], []
+    assert lora_worker.slot_fingerprints(registry, 5, shapes) == {}
+
+
+def test_each_worker_is_asked_for_its_own_rows_and_columns(make_model, engine):
+    """Two workers: B of q, k and v is cut by rows, A of the output projection by columns."""
+    model, sync = make(make_model, engine, 4, 12, "load")
+    values = sync._values()
+    workers = [halved(rank) for rank in range(2)]
+    for registry in workers:
+        for name, factors in lora_worker.nested(values).items():
+            place = lora_worker._places(registry)[name]
+            for part, value in factors.items():
+                shard = place.shard(part, value)
+                buffer = place.buffers()[part][0, 0]
+                lora_worker.narrow(buffer, part, shard.shape).copy_(shard)
+
+    def held():
+        return [lora_worker.slot_fingerprints(registry, 5, shapes_of(values))
+                for registry in workers]
+
+    assert held()[1]["model.layers.0.self_attn.q_proj.lora_B"][:5] == ["float32", 8, 8, 0, 4]
+    assert held()[1]["model.layers.0.self_attn.o_proj.lora_A"][:5] == ["float32", 0, 4, 8, 8]
+    assert differing_factors(held(), values) == []
+    workers[1].modules["model.layers.1.self_attn.o_proj"].lora_a_stacked[0].add_(1e-6)
+    assert differing_factors(held(), values) == ["model.layers.1.self_attn.o_proj.lora_A"]
+
+
+def halved(rank):
+    """A registry with one of two shards of each module, cut as vLLM's layers cut."""
+    registry = Registry()
+    registry.lora_index_to_id[0] = 5
+    for name, module in registry.modules.items():
+        if not isinstance(module.lora_a_stacked, tuple):
+            continue
+        by_columns = name.endswith(("o_proj", "down_proj"))
+        count = len(module.lora_a_stacked)
+
+        def cut_a(tensor, by_columns=by_columns):
+            return tensor.chunk(2, 1)[rank] if by_columns else tensor
+
+        def cut_b(tensor, by_columns=by_columns):
+            return tensor if by_columns else tensor.chunk(2, 0)[rank]
+
+        def of_all(cut, count=count):
+            return cut if count == 1 else lambda parts: [
+                None if part is None else cut(part) for part in parts]
+
+        module.tp_size = 2
+        module.slice_lora_a, module.slice_lora_b = of_all(cut_a), of_all(cut_b)
+        module.lora_a_stacked = tuple(
+            cut_a(buffer[0, 0]).new_zeros(SLOTS, 1, *cut_a(buffer[0, 0]).shape)
+            for buffer in module.lora_a_stacked)
+        module.lora_b_stacked = tuple(
+            cut_b(buffer[0, 0]).new_zeros(SLOTS, 1, *cut_b(buffer[0, 0]).shape)
+            for buffer in module.lora_b_stacked)
+    return registry

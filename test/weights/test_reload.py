@@ -19,9 +19,11 @@ from grpo.policies import Sampling, VLLMPolicy
 from grpo.weights import Canary, StaleWeightsError
 from grpo.weights.channel import TransferError
 from grpo.weights.layout import LayoutError
+from grpo.weights.proof import WeightProof
 from grpo.weights.reload import CheckpointReload, EngineRestart, write_checkpoint
 from grpo.weights.transfer import WeightTransfer
 
+from .faults import FAULTS, Changing, Faulty, nudge, params, updates_until_found
 from .receivers import ThreadedEngine, Worker, vllm_like
 from .traces import killed_while_it_waits
 
@@ -294,6 +296,39 @@ def test_a_restarted_engine_has_the_weights_of_the_newest_checkpoint(
     assert [path.name for path in tmp_path.iterdir()] == ["version_000002"]
     change(byte_model, seed=3)
     assert weights.differing()
+
+
+def test_an_engine_that_starts_from_an_older_checkpoint_fails_the_proof_at_once(
+        byte_model, tokenizer, tmp_path):
+    engines, older = Restarts(byte_model), tmp_path / "older"
+    weights = EngineRestart(
+        byte_model, tokenizer, tmp_path / "newest", stop=engines.stop, start=engines.start,
+        engine=engines.start(write_checkpoint(byte_model, tokenizer, older, 0)), timeout=60.0)
+    proof = WeightProof(weights, interval=100)
+    proof.self_test(Changing(byte_model))
+    assert engines.log == ["start version_000000"]  # it would cost two engines
+    for _ in range(5):
+        nudge(byte_model)
+        weights.publish()
+        proof.check()
+    write_checkpoint(byte_model, tokenizer, older, 5)
+    weights.start = lambda path: engines.start(older / "version_000005")
+    nudge(byte_model)
+    weights.publish()
+    with pytest.raises(StaleWeightsError, match=f"{len(list(byte_model.parameters()))} of the ten"):
+        proof.check()
+
+
+@pytest.mark.parametrize("fault", FAULTS[:2])
+def test_a_checkpoint_that_is_not_read_fails_the_proof(
+        byte_model, tokenizer, threaded, tmp_path, fault):
+    threaded.intercept["load_checkpoint"] = lambda folder: [WeightTransfer(
+        loaded(folder), ThreadedEngine(threaded.workers), backend="gloo").publish()]
+    weights = CheckpointReload(byte_model, tokenizer, threaded, tmp_path)
+    WeightProof(weights).self_test(Changing(byte_model))
+    assert weights.version == threaded.version == 0
+    faulty = Faulty(weights, [params(threaded.workers[0].model)], fault)
+    assert updates_until_found(faulty, byte_model) == 1 or fault == FAULTS[1]
 
 
 def test_an_engine_that_does_not_start_is_an_error_that_names_the_checkpoint(

@@ -13,10 +13,14 @@ import pytest
 import torch
 
 from grpo.training import MasterAdamW
-from grpo.weights.layout import LayoutError
+from grpo.weights import StaleWeightsError
+from grpo.weights.layout import LayoutError, view
+from grpo.weights.proof import WeightProof
 from grpo.weights.reload import CheckpointReload
 from grpo.weights.shared import SharedCopy
+from grpo.weights.transfer import WeightTransfer
 
+from .faults import Changing, nudge
 from .steps import PROMPTS, gap, load, policy_of, train_once
 from .traces import Traces, killed_while_it_waits
 
@@ -97,6 +101,65 @@ def test_adapters_in_memory_reach_the_engine_at_every_update(handle, model_folde
         assert gap(model, policy_of(handle.llm)) < 1e-4
         assert gap(model, policy) > 1e-3, "the adapter changed nothing"
     weights.close()
+
+
+@pytest.fixture(params=["one memory", "reload", "gloo", "ipc", "adapters written",
+                        "adapters loaded"])
+def way(request, handle, model_folder, tokenizer, tmp_path):
+    """The trainer's model, how its weights travel, and what makes an update lose them."""
+    model = load(model_folder)
+    if request.param == "one memory":
+        weights = SharedCopy(model, handle, timeout=20.0)
+
+        def lose(monkeypatch):  # a mapping of memory that the engine does not use any more
+            weights.tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+            for name, param in model.named_parameters():
+                param.data = view(weights.places[name], weights.tensors)
+            assert weights.unshared() == []
+    elif request.param == "reload":
+        weights = CheckpointReload(model, tokenizer, handle, tmp_path, timeout=60.0)
+
+        def lose(monkeypatch):
+            monkeypatch.setattr("grpo.weights.reload.write_checkpoint",
+                                lambda *args: weights.folder / "version_000004")
+    elif request.param.startswith("adapters"):
+        pytest.importorskip("peft")
+        from grpo.weights.adapters import make_lora
+        from grpo.weights.lora import LoRASync
+
+        model = make_lora(model, r=4, alpha=12)
+        how = {"adapters written": "write", "adapters loaded": "load"}[request.param]
+        weights = LoRASync(model, handle, how=how, timeout=20.0)
+        request.addfinalizer(weights.close)
+
+        def lose(monkeypatch):
+            monkeypatch.setattr(weights.target, "write", lambda values: None)
+    else:
+        weights = WeightTransfer(model, handle, backend=request.param, timeout=60.0)
+        request.addfinalizer(weights.close)
+
+        def lose(monkeypatch):
+            monkeypatch.setattr(weights._path, "send", lambda tensors, deadline: list(tensors))
+    return model, weights, lose
+
+
+def test_updates_that_are_lost_fail_the_proof_where_no_canary_sees_them(
+        way, handle, model_folder, monkeypatch):
+    model, weights, lose = way
+    policy = policy_of(handle.llm, weights, lora_request=getattr(weights, "lora_request", None))
+    proof = WeightProof(weights)
+    proof.self_test(Changing(model))
+    assert weights.version == handle.version == 0
+    for _ in range(4):
+        nudge(model)
+        weights.publish()
+        proof.check()
+    lose(monkeypatch)
+    nudge(model)
+    weights.publish()
+    assert gap(model, policy) < 1e-4
+    with pytest.raises(StaleWeightsError, match="policy version 5: after an update the engine"):
+        proof.check()
 
 
 def test_another_model_or_type_on_the_other_side_is_refused_by_name(

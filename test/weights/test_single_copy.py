@@ -10,7 +10,9 @@ from grpo.objectives import TokenScorer
 from grpo.training import MasterAdamW
 from grpo.weights import Canary, SingleCopy, StaleWeightsError
 from grpo.weights.layout import LayoutError
+from grpo.weights.proof import WeightProof
 
+from .faults import Changing, nudge
 from .steps import PROMPTS, gap, load, policy_of, train_once
 
 pytestmark = pytest.mark.vllm
@@ -177,3 +179,29 @@ def test_publish_while_requests_run_is_an_error(shared):
         while core.has_unfinished_requests():
             core.step()
     weights.publish()
+
+
+def test_an_engine_that_replaced_a_tensor_fails_the_proof_where_no_canary_sees_it(shared, engine):
+    from grpo.engines.inprocess import engine_module
+
+    model, weights, policy = shared
+    proof, check = WeightProof(weights, interval=3), canary(model, weights, policy)
+    proof.self_test(Changing(model))
+    assert weights.version == 0
+    for _ in range(4):
+        nudge(model)
+        weights.publish()
+        proof.check()
+    layer = engine_module(engine).model.layers[1].mlp.down_proj
+    ours = layer.weight.data
+    layer.weight.data = ours.clone()
+    try:
+        with pytest.raises(StaleWeightsError, match=r"1 of the tensors compared differ to the bit: "
+                                                    r"model\.layers\.1\.mlp\.down_proj\.weight"):
+            for _ in range(3):
+                nudge(model)
+                weights.publish()
+                check.check()
+                proof.check()
+    finally:
+        layer.weight.data = ours

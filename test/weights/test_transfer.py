@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo.weights import StaleWeightsError
 from grpo.weights.channel import Deadline, TransferError
+from grpo.weights.fingerprint import Part
 from grpo.weights.layout import LayoutError
+from grpo.weights.proof import WeightProof
 from grpo.weights.transfer import WeightTransfer
 
+from .faults import FAULTS, Changing, Faulty, params, updates_until_found
 from .receivers import ThreadedEngine, Worker, assert_holds, vllm_like
 
 BUCKET = 2000  # bytes; some parameters are larger, most are not
@@ -134,6 +138,40 @@ def test_an_update_pauses_sends_resets_counts_and_resumes_in_this_order(model):
     assert calls == ["pause wait", "transfer_receive", "reset_prefix_cache", "version 7", "resume"]
 
 
+# -- the proof -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_what_is_lost_on_the_way_fails_the_proof_within_its_interval(model, backend, fault):
+    engine = engine_for(model, size=2)
+    weights = transfer(model, engine, backend=backend)
+    workers = [params(worker.model) for worker in engine.workers]
+    found = updates_until_found(Faulty(weights, workers, fault), model)
+    assert found == 1 or fault == "one tensor"
+    weights.close()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_the_self_test_finds_workers_that_keep_their_weights(model, backend):
+    engine, learner = engine_for(model, size=2), Changing(model)
+    weights = transfer(model, engine, backend=backend)
+    WeightProof(weights).self_test(learner)
+    assert weights.version == engine.version == 0
+    assert_holds(engine, model)
+    with pytest.raises(StaleWeightsError, match="the self-test.*model.embed_tokens.weight"):
+        WeightProof(Faulty(weights, [params(engine.workers[1].model)])).self_test(learner)
+    weights.close()
+
+
+def test_a_part_is_compared_alone(model):
+    engine = engine_for(model)
+    weights = transfer(model, engine)
+    names = [name for name, _ in model.named_parameters()]
+    assert weights.differing(Part(1, 5)) == names[1::5]
+    assert weights.differing(Part(99, 100)) == []  # fewer tensors than parts
+
+
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
@@ -249,11 +287,14 @@ def test_a_deadline_says_what_was_waited_for_last():
 
 SHARDED = """
 import sys, torch, torch.distributed as dist
-sys.path[:0] = [{folder!r}, {tests!r}]
+sys.path[:0] = [FOLDER, TESTS]
 from torch.distributed.fsdp import fully_shard
+from faults import FAULTS, Changing, Faulty, params
 from receivers import ThreadedEngine, Worker, assert_holds, vllm_like
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from grpo.weights import StaleWeightsError
 from grpo.weights.channel import TransferError
+from grpo.weights.proof import WeightProof
 from grpo.weights.transfer import WeightTransfer
 
 rank = int(sys.argv[1])
@@ -264,6 +305,11 @@ def make():
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=70, hidden_size=32, intermediate_size=16,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         tie_word_embeddings=True))
+def nudge_shards(module):
+    with torch.no_grad():
+        for p in module.parameters():
+            local = p.to_local() if hasattr(p, "to_local") else p
+            local.copy_(local.view(torch.int32).add(1).view(torch.float32))
 whole, model = make(), make()
 for layer in model.model.layers:
     fully_shard(layer)
@@ -273,6 +319,28 @@ engine = ThreadedEngine(workers) if rank == 0 else None
 weights = WeightTransfer(model, engine, backend=sys.argv[3], bucket_bytes=2000, timeout=60.0)
 assert weights.publish() == 1
 assert weights.differing() == []
+proof, changing = WeightProof(weights, interval=3), Changing(model)
+proof.self_test(changing)
+assert weights.version == 1
+if rank == 0:
+    assert_holds(engine, whole)
+# What is compared is the trainer's own, not what was sent: the last of two workers is behind.
+held = [params(worker.model) for worker in workers]
+for fault in FAULTS:
+    faulty = Faulty(weights, held if rank == 0 else [params(whole)], fault)
+    proof = WeightProof(faulty, interval=2)
+    missed = None
+    for update in range(1, 3 + 1 + 2):
+        faulty.active = rank == 0 and update > 3
+        nudge_shards(model), nudge_shards(whole)
+        faulty.publish()
+        try:
+            proof.check()
+        except StaleWeightsError as error:
+            assert rank == 0 and update > 3, error
+            missed = missed or update - 3
+    assert bool(missed) == (rank == 0) and (missed in (None, 1) or fault == "one tensor")
+weights.version = 1
 with torch.no_grad():
     for p, q in zip(model.parameters(), whole.parameters()):
         p.mul_(3), q.mul_(3)
@@ -300,9 +368,10 @@ print("all is well")
 def test_a_sharded_trainer_reaches_every_worker_and_fails_on_all_ranks(tmp_path, backend):
     here = Path(__file__).resolve()
     script = tmp_path / "trainer.py"
-    script.write_text(SHARDED.format(folder=str(here.parents[2]), tests=str(here.parent)))
+    script.write_text(SHARDED.replace("FOLDER, TESTS", f"{str(here.parents[2])!r}, "
+                                                       f"{str(here.parent)!r}"))
     ranks = [subprocess.Popen([sys.executable, script, str(rank), tmp_path / "rendezvous", backend],
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                               env={**os.environ, "OMP_NUM_THREADS": "1"}) for rank in range(2)]
-    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    outputs = [process.communicate(timeout=200)[0] for process in ranks]
     assert all("all is well" in output for output in outputs), "\n".join(outputs)
