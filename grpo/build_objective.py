@@ -58,6 +58,7 @@ def build_loss(config: Config, model: nn.Module, tokenizer: Any) -> GRPOLoss:
         head=config.train_model.head,
         head_chunk_size=config.train_model.head_chunk_size,
         packing=train.packing,
+        fp32_head=config.train_model.fp32_head,
         pad_token_id=tokenizer.pad_token_id,
     )
 
