@@ -109,7 +109,7 @@ def build_reference(
     if not config.needs_reference:
         return None
     options = {"temperature": config.inference_model.temperature,
-               "max_tokens": scoring_budget(config)}
+               "max_tokens": scoring_budget(config), "fp32_head": config.train_model.fp32_head}
     if config.train_model.lora.enabled and config.ref_model.name is None:
         if isinstance(learner, LedLearner):
             return LedReference(learner, max_tokens=options["max_tokens"])

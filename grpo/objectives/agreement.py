@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 #: Greatest distance of two results that differ by rounding only, relative to their own size: of the
 #: same operations in another order, and of a whole model on inputs of another shape.
-SAME_OPERATIONS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.03,
+SAME_OPERATIONS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.03,
                    torch.float16: 0.03}
-SAME_MODEL = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}
+SAME_MODEL = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}
 #: GPUs may multiply float32 in reduced precision.
 CUDA_FLOAT32 = 1e-2
 
@@ -38,6 +38,9 @@ CUDA_FLOAT32 = 1e-2
 #: small ones.
 _LOGIT_SIZES = (0.1, 1.0, 10.0, 50.0)
 _LONG, _SHORT = 9, 7  # tokens of the rows
+
+# Attention to tokens that are cut off, or chosen, by where they lie in the whole sequence.
+_FROM_LENGTHS = ("attention_chunk_size", "index_topk", "indexer_budget")
 
 
 @dataclass(frozen=True)
@@ -158,9 +161,9 @@ class Trial:
         gap = Gap.between(self.logits(self.row[:half]), self.own[:half])
         if gap.within(self.allowed(SAME_MODEL)):
             return None
-        return (f"{type(self.model).__name__} sees the tokens that come after the one it computes: "
-                f"its logits change with them ({gap}). Encoders have to be told that they are "
-                "decoders (is_decoder=True in the model's configuration)")
+        return (f"{type(self.model).__name__} sees the tokens that it should predict: its logits for "
+                f"the start of a row change with the rest of the row (by {gap}). An encoder has to "
+                "be told that it is a decoder (is_decoder=True in the model's configuration)")
 
     def why_not_together(
         self, logits: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -188,13 +191,23 @@ class Trial:
             return f"the logits of a row of {name} are not those of the row alone ({gap})"
         return None
 
+    def why_not_packed(self) -> str | None:
+        """Why rows that are packed reach into each other where they are long; None: they do not.
+
+        A few tokens cannot show what begins at some thousand.
+        """
+        config = getattr(self.model, "config", None)
+        for field in _FROM_LENGTHS if config is not None else ():
+            if length := getattr(config.get_text_config(), field, None):
+                return (f"{type(self.model).__name__} attends to all rows that are packed as if they "
+                        f"were one, cut or chosen from by {field}={length}")
+        return None
+
     # -- attention --------------------------------------------------------------------------------
 
     def why_not_capped(self) -> str | None:
         """Why attention scores are not capped as the model's layers ask; None: they are."""
-        layers = [module for module in self.model.modules()
-                  if isinstance(getattr(module, "attn_logit_softcapping", None), float)]
-        if not layers:
+        if not (layers := capped_layers(self.model)):
             return None
         caps = [layer.attn_logit_softcapping for layer in layers]
         try:  # scores that are capped to nearly nothing attend to all tokens alike
@@ -208,6 +221,20 @@ class Trial:
             return None
         return (f"{type(self.model).__name__} caps attention scores at {caps[0]:g}, and the "
                 f"implementation {self.model.config._attn_implementation!r} does not")
+
+
+def capped_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that ask for their attention scores to be capped."""
+    return [module for module in model.modules()
+            if isinstance(getattr(module, "attn_logit_softcapping", None), float)]
+
+
+def why_not_capped(model: nn.Module) -> str | None:
+    """See :meth:`Trial.why_not_capped`; None also where the model cannot be tried."""
+    if not capped_layers(model) or not can_try(model):
+        return None
+    with trying(model):
+        return Trial(model).why_not_capped()
 
 
 def product(states_ND: Tensor, weight_VD: Tensor) -> Tensor:
@@ -227,11 +254,29 @@ def trying(model: nn.Module) -> Iterator[None]:
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(gpus), eager:
+        with torch.no_grad(), torch.random.fork_rng(gpus), eager, _head_of_any_dtype(model):
             yield
     finally:
         for module, mode in training.items():
             module.training = mode
+
+
+@contextmanager
+def _head_of_any_dtype(model: nn.Module) -> Iterator[None]:
+    """Within the context an output embedding that is wider than the model has inputs to match."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if not isinstance(head, nn.Linear):
+        yield
+        return
+
+    def widen(module: nn.Linear, args: tuple) -> tuple:
+        return (args[0].to(module.weight.dtype), *args[1:])
+
+    hook = head.register_forward_pre_hook(widen)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @functools.cache

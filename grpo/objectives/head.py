@@ -326,11 +326,15 @@ def _differentiate(
     return terms_L.detach(), grads[0], grads[1] if entropy_gradient else None
 
 
-def default_chunk_size(hidden_ND: Tensor, weight_VD: Tensor) -> int:
+def default_chunk_size(
+    hidden_ND: Tensor, weight_VD: Tensor, *, float32_logits: bool = False
+) -> int:
     """Tokens a chunk where nobody says: enough to keep the device busy, few enough to fit."""
+    itemsize = hidden_ND.dtype.itemsize
+    wider = max(1, 4 // itemsize) if float32_logits else 1
     if hidden_ND.is_cuda:
-        return GPU_CHUNK
-    return max(16, CPU_CHUNK_BYTES // (len(weight_VD) * hidden_ND.dtype.itemsize))
+        return GPU_CHUNK // wider
+    return max(16, CPU_CHUNK_BYTES // (len(weight_VD) * itemsize * wider))
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

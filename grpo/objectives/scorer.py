@@ -132,7 +132,8 @@ class TokenScorer(nn.Module):
                 raise ValueError(reason)
             if self._chunked and (reason := trial.why_not_tiles()):
                 self._without_tiles(reason)
-            if reason := trial.why_not_together(self._logits):
+            reason = trial.why_not_packed() if self.packing else None
+            if reason := reason or trial.why_not_together(self._logits):
                 raise ValueError(
                     f"packing=True does not fit this model: {reason}; set packing=False "
                     "(train.packing=false)" if self.packing else
@@ -264,7 +265,8 @@ class TokenScorer(nn.Module):
 
     def tokens_per_chunk(self, predictions: Predictions) -> int:
         """``chunk_size``, or the default for the device and the vocabulary."""
-        return self.chunk_size or default_chunk_size(predictions.states, self.head_weight)
+        return self.chunk_size or default_chunk_size(
+            predictions.states, self.head_weight, float32_logits=self.fp32_head)
 
 
 def _padding_mask(attention_mask_BT: Tensor) -> Tensor | None:

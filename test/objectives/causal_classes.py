@@ -22,8 +22,6 @@ _SIZES = {
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
            "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
-_ROPES = {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10_000.0}
-                              for kind in _SLIDING["layer_types"]}}
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
            "v_head_dim": 8, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1,
            "n_shared_experts": 1, "first_k_dense_replace": 1}
@@ -57,7 +55,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {**_SLIDING, "logit_scale": 0.5, "sliding_window": 4},
-    "cohere_compass_text": {**_SLIDING, **_ROPES},
     "cpmant": {"prompt_length": 4, "dim_head": 8, "dim_ff": 48, "init_std": 0.2},
     "ctrl": {"dff": 48},
     "dots1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
@@ -114,7 +111,7 @@ NOT_TRIED = {
         "musicgen", "musicgen_melody", "phi4_multimodal", "qwen3_5", "qwen3_5_moe", "qwen4_exp"},
     "drafters that need another model's states": {"gemma4_assistant", "gemma4_unified_assistant"},
     "with tables or caches of a fixed size": {"blt", "hy_v4", "kimi_linear", "roc_bert"},
-    "whose defaults do not build": {"dbrx", "qwen4_exp_text"},
+    "whose defaults do not build": {"cohere_compass_text", "dbrx", "qwen4_exp_text"},
 }
 
 
@@ -137,8 +134,10 @@ def make_class(name: str, *, dtype: torch.dtype = torch.float32, **options: Any)
     """
     kind = CONFIG_MAPPING[name]
     own = {**_OPTIONS.get(name, {}), **options}
-    known = {key: value for key, value in _SIZES.items() if hasattr(kind(), key)}
-    config = kind(**{key: value for key, value in {**known, **own}.items() if value is not None})
+    fields = {key: value for key, value in _SIZES.items()
+              if key not in own and hasattr(kind(), key)}
+    fields |= {key: value for key, value in own.items() if value is not None}
+    config = kind(**fields)
     with torch.device("meta"):
         size = sum(param.numel() for param in AutoModelForCausalLM.from_config(config).parameters())
     if size > _MOST_PARAMETERS:
