@@ -27,8 +27,8 @@ def load_model(path: str, config: Config, *, device: torch.device, dtype: torch.
         os.path.expanduser(path), dtype=dtype, attn_implementation=chosen).to(device)
     if reason := why_not_capped(model):
         if chosen is not None:
-            raise ConfigError(f"train_model.attn_implementation={chosen}: {reason}; remove the key, "
-                              "or set it to eager")
+            raise ConfigError(f"train_model.attn_implementation={chosen}: {reason}; remove the "
+                              "key, or set it to eager")
         say_once(f"train_model.attn_implementation=eager is taken: {reason}")
         model.set_attn_implementation("eager")
     return model

@@ -188,6 +188,7 @@ REACHES = {
     "train_model.compile": (LEARNER, lambda x: x.split["multiple_of"], {}, True, 64),
     "train_model.gradient_checkpointing": (LEARNER, lambda x: x._probe is not None, {}, True, True),
     "train_model.head": (LOSS, lambda x: x.head, {}, "chunked", "chunked"),
+    "train_model.fp32_head": (LOSS, lambda x: x.scorer.fp32_head, {}, True, True),
     "train_model.head_chunk_size": (LOSS, lambda x: x.scorer.chunk_size, {}, 7, 7),
     "train_model.layer_indices": (
         lambda b, c: b.model(c), lambda x: {name.split(".")[2] for name, param in

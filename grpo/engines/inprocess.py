@@ -243,8 +243,9 @@ def fp32_head_options() -> dict[str, Any]:
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     if not hasattr(LogitsProcessor, "_apply_head"):
-        raise ValueError(f"train_model.fp32_head=true: vLLM {vllm.__version__} rounds the logits it "
-                         "samples from to the model's dtype; update vLLM, or set it to false")
+        raise ValueError(f"train_model.fp32_head=true: vLLM {vllm.__version__} rounds the logits "
+                         "that it samples from to the model's dtype; update vLLM, or set it to "
+                         "false")
     return {"hf_overrides": {"head_dtype": "float32"}}
 
 

@@ -181,14 +181,15 @@ async def make_app(engine: AsyncLLM, args: argparse.Namespace) -> FastAPI:
 
     handover = await _export(engine, args, current_platform.device_type)
     config = engine.model_config
+    dtype = str(config.dtype).removeprefix("torch.")
     return create_app(
         engine, tokenizer=AutoTokenizer.from_pretrained(args.model),
         model_names=tuple(name for name in (args.served_model_name, args.model) if name),
         max_model_len=config.max_model_len, vocab_size=config.get_vocab_size(),
         token=args.token, max_body_bytes=args.max_body_mib << 20,
         rpc_methods=_rpc_methods(), handover=handover,
-        info={"dtype": str(config.dtype).removeprefix("torch."),
-              "head_dtype": str(config.head_dtype).removeprefix("torch."),
+        info={"dtype": dtype,
+              "head_dtype": "float32" if args.fp32_head else dtype,
               "device": current_platform.device_type, "vllm_version": vllm.__version__,
               "tensor_parallel_size": args.tensor_parallel_size,
               "max_lora_rank": args.max_lora_rank if args.enable_lora else None,

@@ -161,9 +161,10 @@ class Trial:
         gap = Gap.between(self.logits(self.row[:half]), self.own[:half])
         if gap.within(self.allowed(SAME_MODEL)):
             return None
-        return (f"{type(self.model).__name__} sees the tokens that it should predict: its logits for "
-                f"the start of a row change with the rest of the row (by {gap}). An encoder has to "
-                "be told that it is a decoder (is_decoder=True in the model's configuration)")
+        return (f"{type(self.model).__name__} sees the tokens that it should predict: its logits "
+                f"for the start of a row change with the rest of the row (by {gap}). An encoder "
+                "has to be told that it is a decoder (is_decoder=True in the model's "
+                "configuration)")
 
     def why_not_together(
         self, logits: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -199,8 +200,8 @@ class Trial:
         config = getattr(self.model, "config", None)
         for field in _FROM_LENGTHS if config is not None else ():
             if length := getattr(config.get_text_config(), field, None):
-                return (f"{type(self.model).__name__} attends to all rows that are packed as if they "
-                        f"were one, cut or chosen from by {field}={length}")
+                return (f"{type(self.model).__name__} attends to all rows that are packed as if "
+                        f"they were one, cut or chosen from by {field}={length}")
         return None
 
     # -- attention --------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 else:
                     scratch = _scratch(scratch, hidden, width, of_logits)
                     tile = _tile(scratch, hidden, right - left)
-                _multiply(hidden, weight_VD[left:right].to(dtype).t(), into=tile)
+                _logits(hidden, weight_VD[left:right].to(dtype), into=tile)
                 fold(tile, targets_N[start:stop], part, column=left,
                      inverse_temperature=inverse_temperature)
         log_probs_N, entropy_N, log_normaliser_N = statistics.finish()
@@ -170,7 +170,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 if tile is None:
                     scratch = _scratch(scratch, hidden, width, of_logits)
                     tile = _tile(scratch, hidden, right - left)
-                    _multiply(hidden, weight.t(), into=tile)
+                    _logits(hidden, weight, into=tile)
                 grad_(tile, targets_N[rows], log_normaliser_n=log_normaliser_N[rows],
                       entropy_n=entropy_N[rows], grad_log_prob_n=grad_log_prob_N[rows],
                       grad_entropy_n=None if grad_entropy_N is None else grad_entropy_N[rows],
@@ -278,7 +278,7 @@ class _FusedLoss(torch.autograd.Function):
             hidden, targets = hidden_ND[rows].to(dtype), targets_N[rows]
             scratch = _scratch(scratch, hidden, len(weight), of_logits)
             tile = _tile(scratch, hidden, len(weight))
-            _multiply(hidden, weight.t(), into=tile)
+            _logits(hidden, weight, into=tile)
             statistics = Statistics.empty(stop - start, dtype=exact, device=hidden.device)
             fold(tile, targets, statistics, column=0, inverse_temperature=inverse_temperature)
             log_probs, entropy, log_normaliser = statistics.finish()
@@ -330,11 +330,11 @@ def default_chunk_size(
     hidden_ND: Tensor, weight_VD: Tensor, *, float32_logits: bool = False
 ) -> int:
     """Tokens a chunk where nobody says: enough to keep the device busy, few enough to fit."""
-    itemsize = hidden_ND.dtype.itemsize
-    wider = max(1, 4 // itemsize) if float32_logits else 1
+    of_state = hidden_ND.dtype.itemsize
+    of_logit = max(of_state, 4 * float32_logits)
     if hidden_ND.is_cuda:
-        return GPU_CHUNK // wider
-    return max(16, CPU_CHUNK_BYTES // (len(weight_VD) * itemsize * wider))
+        return GPU_CHUNK * of_state // of_logit
+    return max(16, CPU_CHUNK_BYTES // (len(weight_VD) * of_logit))
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -354,7 +354,7 @@ def _check_shapes(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> No
 
 
 def _dtypes(hidden: Tensor, weight: Tensor, float32_logits: bool) -> tuple[torch.dtype, ...]:
-    """Dtypes of the inputs of the product (neither is rounded to the other's), and of the logits."""
+    """Of the inputs of the product, none of which is rounded to the other's, and of the logits."""
     device = hidden.device.type
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     if torch.is_autocast_enabled(device) and not float32_logits:
@@ -384,12 +384,16 @@ def _tile(scratch: Tensor, hidden: Tensor, width: int) -> Tensor:
     return scratch[: len(hidden) * width].view(len(hidden), width)
 
 
-def _multiply(left: Tensor, right: Tensor, *, into: Tensor, add: bool = False) -> None:
-    """``into = left @ right``, or ``+=``, with the sum rounded once, to the dtype of ``into``.
+def _logits(hidden: Tensor, weight: Tensor, *, into: Tensor) -> None:
+    if hidden.dtype == into.dtype:
+        torch.mm(hidden, weight.t(), out=into)
+    else:
+        _multiply(hidden, weight.t(), into=into, add=False)
 
-    Where one of the two has half precision and the other not (logits in float32), a GPU multiplies
-    in half precision, many times faster.
-    """
+
+def _multiply(left: Tensor, right: Tensor, *, into: Tensor, add: bool) -> None:
+    """``into = left @ right``, or ``+=``, with the sum rounded once, to the dtype of ``into``."""
+    # A GPU multiplies float32 gradients of logits in the half precision of the other factor.
     narrow = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
     if not (into.is_cuda and narrow.itemsize < into.dtype.itemsize):
         torch.addmm(into, left.to(into.dtype), right.to(into.dtype), beta=int(add), out=into)

@@ -91,8 +91,10 @@ def test_a_model_without_values_is_tried_once_it_has_some():
     assert not scorer.chunked and scorer._measured
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3_text", "qwen3_moe", "mamba"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [
+    *((name, torch.bfloat16) for name in ("llama", "gpt2", "mixtral", "gemma3_text", "qwen3_moe",
+                                          "mamba")),
+    ("llama", torch.float64), ("mamba", torch.float64), ("llama", torch.float16)], ids=str)
 def test_other_dtypes_are_not_refused_for_rounding(name, dtype):
     model = make_class(name, dtype=dtype)
     packing = name != "mamba"
@@ -107,7 +109,8 @@ def test_other_dtypes_are_not_refused_for_rounding(name, dtype):
     ("gemma2", {"fp32_head": True}, "fp32_head=True.*train_model.fp32_head=false"),
     ("bert", {}, "sees the tokens that it should predict.*is_decoder=True")])
 def test_half_precision_does_not_hide_what_is_wrong(name, options, reason):
-    model = make_class(name, dtype=torch.bfloat16, **{"is_decoder": False} if name == "bert" else {})
+    encoder = {"is_decoder": False} if name == "bert" else {}
+    model = make_class(name, dtype=torch.bfloat16, **encoder)
     with pytest.raises(ValueError, match=reason):
         TokenScorer(model, **options).measure()
 
@@ -131,7 +134,8 @@ def test_a_float32_head_on_half_precision_is_kept():
         hidden = model.model(*keys(batch)[:2]).last_hidden_state
         logits = hidden[:, :-1].float() @ model.lm_head.weight.t()
     expected = logits.log_softmax(-1).gather(-1, keys(batch)[0][:, 1:, None])[..., 0]
-    torch.testing.assert_close(log_probs[:, 1:], expected * keys(batch)[2][:, 1:], rtol=0, atol=1e-5)
+    expected = expected * keys(batch)[2][:, 1:]
+    torch.testing.assert_close(log_probs[:, 1:], expected, rtol=0, atol=1e-5)
 
 
 def test_float32_logits_of_half_precision():

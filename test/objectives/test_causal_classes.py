@@ -78,14 +78,21 @@ def try_class(name: str, **options) -> Outcome:
     ("llama", True, True), ("gpt2", True, True), ("gemma3_text", True, True),
     ("gemma2", False, True), ("gemma4", False, True), ("falcon_h1", False, False),
     ("mamba", True, False), ("qwen3_5_text", True, False), ("recurrent_gemma", False, False),
-    ("bloom", True, False), ("llama4_text", False, False), ("prophetnet", False, False)])
+    ("bloom", True, False), ("llama4_text", False, False)])
 def test_ratios_are_one_or_refused(name, tiles, packs):
     outcome = try_class(name)
     assert outcome.works == {(head, packing) for head in HEADS for packing in (False, True)
                              if (tiles or head in ("auto", "logits")) and (packs or not packing)}
-    for (head, packing), reason in outcome.refused.items():
+    for (head, _), reason in outcome.refused.items():
         own = tiles or head in ("auto", "logits")
         assert re.search("set packing=False" if own else f"head='{head}'.*use head='auto'", reason)
+
+
+@pytest.mark.parametrize("name", ["prophetnet", "xlnet"])
+def test_what_is_no_prediction_is_refused(name):
+    outcome = try_class(name)
+    assert not outcome.works
+    assert "sees the tokens that it should predict" in outcome.refused["auto", False]
 
 
 @pytest.mark.slow

@@ -114,7 +114,8 @@ class TestChoiceOfHead:
     @pytest.mark.parametrize("head", ["chunked", "fused"])
     @pytest.mark.parametrize(("change", "reason"), [
         (lambda m: m.register_forward_hook(soft_cap), "more than hidden states times"),
-        (lambda m: m.base_model.register_forward_hook(add_one, with_kwargs=True), "changes the hidden"),
+        (lambda m: m.base_model.register_forward_hook(add_one, with_kwargs=True),
+         "changes the hidden states of its base model"),
         (lambda m: setattr(m, "lm_head", nn.Linear(16, 23)), "bias"),
         (lambda m: setattr(m, "lm_head", nn.Identity()), "linear output embedding"),
         (lambda m: setattr(m.base_model, "lm_head", nn.Linear(16, 23)), "of its own"),
