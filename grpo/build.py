@@ -88,6 +88,10 @@ def check(config: Config, task: Task, *, device: torch.device, backend: str) -> 
             model_path(name, key=key)
     if backend == "transformers":
         _refuse_engine_options(config)
+        if config.train_model.fp32_head and resolve_dtype(config, device) != torch.float32:
+            raise ConfigError("train_model.fp32_head=true: inference_model.backend=transformers "
+                              "samples from logits that are rounded to the model's dtype; use "
+                              "backend=vllm, or set it to false")
     inference = config.inference_model
     if inference.engine == "server" and inference.enforce_eager is False and device.type == "cpu":
         raise ConfigError("inference_model.enforce_eager=false is not read by a server on a CPU, "

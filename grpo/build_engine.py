@@ -85,6 +85,11 @@ class Setup:
         return self.config.inference_model.max_num_seqs or min(batch, 1024)
 
     @property
+    def fp32_head(self) -> bool:
+        """Whether logits have another dtype than the weights."""
+        return self.config.train_model.fp32_head and self.dtype != torch.float32
+
+    @property
     def sampling(self) -> Sampling:
         return Sampling(max_tokens=self.config.max_tokens, seed=self.config.train.seed,
                         temperature=self.config.inference_model.temperature)
@@ -140,7 +145,7 @@ def start_engine_of(setup: Setup) -> LLM:
         max_num_seqs=setup.rows, seed=config.train.seed, enforce_eager=inference.enforce_eager,
         gpu_memory_utilization=inference.gpu_memory_utilization,
         kv_cache_memory_bytes=inference.kv_cache_memory_bytes,
-        separate_process=inference.engine == "process",
+        separate_process=inference.engine == "process", fp32_head=setup.fp32_head,
         max_lora_rank=lora.r if lora.enabled else None)
 
 
@@ -242,7 +247,7 @@ def server_options(setup: Setup) -> dict[str, Any]:
     return {"dtype": str(setup.dtype).removeprefix("torch."), "max_num_seqs": setup.rows,
             "max_model_len": setup.max_model_len, "gpu_memory_utilization": share,
             "kv_cache_memory_bytes": cache, "seed": config.train.seed,
-            "enforce_eager": inference.enforce_eager, **adapters}
+            "enforce_eager": inference.enforce_eager, "fp32_head": setup.fp32_head, **adapters}
 
 
 class RunServer:

@@ -10,17 +10,28 @@ import torch
 from torch import nn
 
 from grpo.config import Config, ConfigError
+from grpo.objectives.agreement import say_once, why_not_capped
 from grpo.weights.adapters import load_adapter, make_lora
 
 
 def load_model(path: str, config: Config, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A Hugging Face causal language model in ``dtype`` on ``device``."""
+    """A Hugging Face causal language model in ``dtype`` on ``device``.
+
+    Raises:
+        ConfigError: for an ``attn_implementation`` that does not compute the model's attention.
+    """
     from transformers import AutoModelForCausalLM
 
+    chosen = config.train_model.attn_implementation
     model = AutoModelForCausalLM.from_pretrained(
-        os.path.expanduser(path), dtype=dtype,
-        attn_implementation=config.train_model.attn_implementation)
-    return model.to(device)
+        os.path.expanduser(path), dtype=dtype, attn_implementation=chosen).to(device)
+    if reason := why_not_capped(model):
+        if chosen is not None:
+            raise ConfigError(f"train_model.attn_implementation={chosen}: {reason}; remove the "
+                              "key, or set it to eager")
+        say_once(f"train_model.attn_implementation=eager is taken: {reason}")
+        model.set_attn_implementation("eager")
+    return model
 
 
 def prepare_model(model: nn.Module, config: Config, *, adapter: Path | None = None) -> None:
@@ -40,7 +51,7 @@ def prepare_model(model: nn.Module, config: Config, *, adapter: Path | None = No
     set_seed(config.train.seed)
     model.train()
     model.requires_grad_(True)
-    _switch_dropout_off(model)
+    switch_dropout_off(model)
     if options.layer_indices is not None:
         _train_only_layers(model, options.layer_indices)
     if options.gradient_checkpointing:
@@ -72,13 +83,14 @@ def _train_only_layers(model: nn.Module, indices: list[int]) -> None:
         layers[index].requires_grad_(True)
 
 
-def _switch_dropout_off(model: nn.Module) -> None:
+def switch_dropout_off(model: nn.Module) -> None:
     """The engine samples without dropout, so with it on-policy ratios would not be 1."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):  # of functions, layers, experts
+                setattr(module, name, 0.0)
 
 
 def eos_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:

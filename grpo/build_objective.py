@@ -62,6 +62,7 @@ def build_loss(config: Config, model: nn.Module, tokenizer: Any) -> GRPOLoss:
         head=config.train_model.head,
         head_chunk_size=config.train_model.head_chunk_size,
         packing=train.packing,
+        fp32_head=config.train_model.fp32_head,
         pad_token_id=tokenizer.pad_token_id,
     )
 
@@ -113,7 +114,7 @@ def build_reference(
     if not config.needs_reference:
         return None
     options = {"temperature": config.inference_model.temperature,
-               "max_tokens": scoring_budget(config)}
+               "max_tokens": scoring_budget(config), "fp32_head": config.train_model.fp32_head}
     if config.train_model.lora.enabled and config.ref_model.name is None:
         if isinstance(learner, LedLearner):
             return LedReference(learner, max_tokens=options["max_tokens"])

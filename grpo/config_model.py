@@ -111,6 +111,8 @@ class TrainModelConfig(RoleDevices):
     """How log-probs are computed from hidden states; ``auto``: without ever holding all logits."""
     head_chunk_size: int | None = Field(None, ge=1)
     """Tokens whose logits exist at a time; null: by device."""
+    fp32_head: bool = False
+    """Logits in float32 where weights are bfloat16, in trainer and engine."""
     layer_indices: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
     """Decoder layers that are trained, everything else being frozen; null: all of the model."""
     num_devices: int | None = Field(None, ge=1)
@@ -121,6 +123,13 @@ class TrainModelConfig(RoleDevices):
     def ranks(self) -> int:
         """Processes that train, one a device."""
         return len(self.devices) if self.devices else self.num_devices or 1
+
+    @model_validator(mode="after")
+    def _own_logits_are_not_ours(self) -> TrainModelConfig:
+        if self.fp32_head and self.head == "logits":
+            raise ValueError("train_model.fp32_head=true is not read by train_model.head=logits, "
+                             "which are the model's own; set head=auto, or remove it")
+        return self
 
     @model_validator(mode="after")
     def _layers_are_the_models_or_the_adapters(self) -> TrainModelConfig:

@@ -151,8 +151,10 @@ def _memory_plan(
         frozen=tuple(_frozen(config, shape, lora)),
         gradient_checkpointing=config.train_model.gradient_checkpointing,
         compiled=bool(config.train_model.compile),
-        eager_attention=config.train_model.attn_implementation == "eager",
-        head=_head(config, shape), head_chunk_size=config.train_model.head_chunk_size, lora=lora,
+        eager_attention=(config.train_model.attn_implementation
+                         or "eager" * shape.caps_attention) == "eager",
+        head=_head(config, shape), head_chunk_size=config.train_model.head_chunk_size,
+        fp32_head=config.train_model.fp32_head, lora=lora,
         optimizer=config.optimizer.name,
         trained_layers=config.train_model.layer_indices and tuple(config.train_model.layer_indices),
         **_slots(config, lora, in_engine), pieces=config.train.gradient_accumulation_steps)

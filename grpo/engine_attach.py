@@ -108,6 +108,11 @@ def bring_to_start(client: EngineClient, setup: Setup) -> None:
     if info["dtype"] != dtype:
         raise ConfigError(f"{where} computes in {info['dtype']}, the trainer in {dtype}; start it "
                           f"with --dtype {dtype}, or set train_model.torch_dtype={info['dtype']}")
+    head = "float32" if setup.config.train_model.fp32_head else dtype
+    if (theirs := info.get("head_dtype", dtype)) != head:
+        fix = "start it with --fp32-head" if head == "float32" else "start it without --fp32-head"
+        raise ConfigError(f"{where} computes logits in {theirs}, the trainer in {head}; {fix}, or "
+                          f"change train_model.fp32_head")
     if info["max_model_len"] < setup.max_model_len:
         raise ConfigError(f"{where} takes {info['max_model_len']} tokens, but prompt and response "
                           f"need {setup.max_model_len}; start it with --max-model-len "

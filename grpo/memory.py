@@ -7,6 +7,7 @@ are exact; what is kept for the backward pass is a formula, see :func:`layer_byt
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from grpo.objectives.agreement import capped_layers
 from grpo.objectives.head import GPU_CHUNK, KEPT_BYTES, TILE_BYTES, default_chunk_size
 from grpo.objectives.scorer import TokenScorer
 
@@ -71,6 +73,7 @@ class ModelShape:
     tiled: bool
     context: int | None
     architecture: str = ""
+    caps_attention: bool = False
 
     @classmethod
     def of(cls, model: str | Any) -> ModelShape:
@@ -92,9 +95,11 @@ class ModelShape:
             intermediate=(getattr(text, "moe_intermediate_size", None) or dense) if experts
             else dense, experts=experts, layers=text.num_hidden_layers, heads=heads,
             kv_heads=kv_heads, head_dim=head_dim, vocabulary=text.vocab_size, norm_width=norms,
-            qk_norm_width=qk_norms, tiled=TokenScorer(module).chunked,
+            qk_norm_width=qk_norms,
+            tiled=TokenScorer(module).chunked and not _changes_logits(text),
             linears=tuple(_linears(module.base_model)),
             context=getattr(text, "max_position_embeddings", None),
+            caps_attention=bool(capped_layers(module)),
             architecture=config.model_type)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -133,6 +138,15 @@ class LoRA:
     rank: int = 16
     targets: tuple[str, ...] | None = None
     layers: tuple[int, ...] | None = None
+
+
+def _changes_logits(config: Any) -> bool:
+    """Whether the fields of a configuration look as if logits were capped or scaled.
+
+    Only a model with weights can be tried, see :mod:`grpo.objectives.agreement`.
+    """
+    return any(value not in (None, 1.0) for name, value in vars(config).items()
+               if re.search("^(final_|output_)?logits?_(soft_?cap|scal)|^lm_head_multiplier", name))
 
 
 def _linears(decoder: nn.Module) -> Iterator[tuple[int, str, int, int]]:
@@ -229,7 +243,7 @@ class HeadBytes:
 
 def head_bytes(
     shape: ModelShape, dtype: torch.dtype, *, head: Head, tokens: int, device: DeviceType,
-    chunk_size: int | None = None, weight_gradient: bool = True,
+    chunk_size: int | None = None, weight_gradient: bool = True, fp32_head: bool = False,
 ) -> HeadBytes:
     """Bytes of the log-prob head for ``tokens`` scored tokens; see :mod:`grpo.objectives.head`.
 
@@ -242,6 +256,7 @@ def head_bytes(
         device: decides the chunk, and how sums are made.
         chunk_size: tokens a chunk; None: by device.
         weight_gradient: False where the output matrix is frozen.
+        fp32_head: float32 logits, whose gradients a GPU rounds to ``dtype`` to multiply them.
 
     Examples:
         >>> from transformers import Qwen2Config
@@ -256,11 +271,14 @@ def head_bytes(
     gradients = b * (states + (matrix if weight_gradient else 0))
     if head == "logits":
         return HeadBytes(LOGIT_BYTES * tokens * shape.vocabulary, gradients)
-    chunk = min(tokens, chunk_size or _default_chunk(shape, dtype, device))
+    of_logit = 4 if fp32_head and half else b
+    chunk = min(tokens, chunk_size or _default_chunk(shape, dtype, device) * b // of_logit)
     columns = shape.vocabulary
     if head == "chunked":
-        columns = min(columns, max(256, TILE_BYTES[device] // (chunk * b) // 256 * 256))
-    tile = chunk * columns * b
+        columns = min(columns, max(256, TILE_BYTES[device] // (chunk * of_logit) // 256 * 256))
+    tile = chunk * columns * of_logit
+    if of_logit > b and device == "cuda":
+        tile += chunk * columns * b
     sums = 4 * states if half else 0
     if weight_gradient and half and tokens > chunk:
         sums += 4 * matrix
@@ -269,7 +287,7 @@ def head_bytes(
     if head == "fused":
         return HeadBytes(tile + sums, gradients)
 
-    kept = min(KEPT_BYTES[device], tokens * shape.vocabulary * b)
+    kept = min(KEPT_BYTES[device], tokens * shape.vocabulary * of_logit)
     return HeadBytes(max(kept + tile - gradients, max(kept, tile) + sums), gradients)
 
 

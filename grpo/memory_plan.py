@@ -61,6 +61,7 @@ class MemoryPlan:
         eager_attention: attention keeps its ``[T, T]`` weights.
         head: see :func:`grpo.memory.head_bytes`.
         head_chunk_size: tokens a chunk; None: by device.
+        fp32_head: logits in float32, whatever the weights are.
         lora: train adapters, of the weights' dtype, instead of the weights.
         lora_slots: what the engine keeps adapters in: so many times those of all linear layers,
             at ``lora_slot_rank``.
@@ -88,6 +89,7 @@ class MemoryPlan:
     eager_attention: bool = False
     head: Head = "fused"
     head_chunk_size: int | None = None
+    fp32_head: bool = False
     lora: LoRA | None = None
     lora_slots: int = 0
     lora_slot_rank: int = 16
@@ -258,7 +260,8 @@ def _training_rows(plan: MemoryPlan) -> Iterator[Row]:
     yield Row("layer at work", plan.tokens * in_work, "the layer whose backward pass runs",
               ("backward",))
     head = head_bytes(shape, dtype, head=plan.head, tokens=plan.tokens, device=plan.device,
-                      chunk_size=plan.head_chunk_size, weight_gradient=plan.lora is None)
+                      chunk_size=plan.head_chunk_size, weight_gradient=plan.lora is None,
+                      fp32_head=plan.fp32_head)
     yield Row("head", head.work, f"logits, {plan.head}, vocabulary {shape.vocabulary:,}", ("head",))
     yield Row("head gradients", head.gradients, "of output matrix and hidden states",
               ("head", "backward"))

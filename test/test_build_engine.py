@@ -148,8 +148,8 @@ def test_an_engine_of_the_run_is_started_with_the_keys_of_the_configuration(part
     build_actor(setup_of(config), backend="vllm")
     llm, = parts.start_engine.made
     wanted = {"separate_process": True, "max_lora_rank": 4, "max_num_seqs": 3, "dtype":
-              torch.float32, "enforce_eager": True, "kv_cache_memory_bytes": 77, "seed": 0,
-              "max_model_len": 32, "gpu_memory_utilization": None, "device": CPU}
+              torch.float32, "fp32_head": False, "enforce_eager": True,
+              "kv_cache_memory_bytes": 77, "seed": 0, "max_model_len": 32, "gpu_memory_utilization": None, "device": CPU}
     assert llm.options == wanted
     assert parts.VLLMPolicy.made[0].options["lora_request"] == "the adapter"
 
@@ -162,6 +162,32 @@ def test_a_server_of_the_run_gets_the_same(setup_of):
                                                                                      "float32")
     assert options["kv_cache_memory_bytes"] >= 64 << 20
     assert "enable_lora" not in build_engine.server_options(setup_of(configured(engine="server")))
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_engines_compute_float32_logits_of_other_weights(parts, setup_of, dtype, wanted):
+    sections = {"engine": "process", "weight_sync": "reload"}
+    config = load_config(small(inference_model={"backend": "vllm", **sections},
+                               train_model={"fp32_head": True}))
+    setup = setup_of(config, dtype=dtype)
+    build_actor(setup, backend="vllm")
+    assert parts.start_engine.made[0].options["fp32_head"] is wanted
+    assert build_engine.server_options(setup)["fp32_head"] is wanted
+
+
+def test_a_server_that_rounds_logits_is_refused(parts, setup_of):
+    config = load_config(small(inference_model={"backend": "vllm", "engine": "server", "url": URL},
+                               train_model={"fp32_head": True, "torch_dtype": "bfloat16"}))
+    parts.client.info.return_value |= {"dtype": "bfloat16", "head_dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match="logits in bfloat16, the trainer in float32; start it "
+                                          "with --fp32-head, or change train_model.fp32_head"):
+        build_actor(setup_of(config, dtype=torch.bfloat16), backend="vllm")
+
+
+def test_transformers_does_not_sample_from_float32_logits():
+    config = load_config(small(train_model={"fp32_head": True, "torch_dtype": "bfloat16"}))
+    with pytest.raises(ConfigError, match="fp32_head=true: inference_model.backend=transformers"):
+        build.check(config, build.build_task(config), device=CPU, backend="transformers")
 
 
 def test_what_was_started_is_stopped_if_the_rest_fails(parts, setup_of, monkeypatch):
@@ -239,6 +265,7 @@ def test_a_restart_takes_up_each_adapter_in_a_new_server(parts, setup_of):
 @pytest.mark.parametrize(("info", "lora", "fix"), [
     ({"device": "cuda"}, None, "on cuda, the trainer on cpu; set device=cuda, or"),
     ({"dtype": "bfloat16"}, None, "--dtype float32, or set train_model.torch_dtype=bfloat16"),
+    ({"head_dtype": "bfloat16"}, None, "logits in bfloat16, the trainer in float32; start it "),
     ({"max_model_len": 16}, None, "--max-model-len 32"),
     ({"max_lora_rank": None}, LORA, "--enable-lora --max-lora-rank 8")])
 def test_a_server_that_does_not_fit_is_refused_with_the_option_that_helps(

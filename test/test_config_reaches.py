@@ -191,6 +191,7 @@ REACHES = {
             x.model.layers[0].forward, "_torchdynamo_orig_callable"), {}, True, True),
     "train_model.gradient_checkpointing": (LEARNER, lambda x: x._probe is not None, {}, True, True),
     "train_model.head": (LOSS, lambda x: x.head, {}, "chunked", "chunked"),
+    "train_model.fp32_head": (LOSS, lambda x: x.scorer.fp32_head, {}, True, True),
     "train_model.head_chunk_size": (LOSS, lambda x: x.scorer.chunk_size, {}, 7, 7),
     "train_model.layer_indices": (
         lambda b, c: b.model(c), lambda x: {name.split(".")[2] for name, param in

@@ -55,7 +55,7 @@ class ReferenceWorker:
                            dtype=getattr(torch, dtype))
         self.scorer = ReferenceScorer(
             model, temperature=checked.inference_model.temperature,
-            max_tokens=scoring_budget(checked))
+            max_tokens=scoring_budget(checked), fp32_head=checked.train_model.fp32_head)
         self.path = path
         self._busy, self._started, self._started_at = 0.0, time.monotonic(), time.time()
 

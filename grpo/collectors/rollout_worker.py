@@ -351,7 +351,8 @@ def _start_engine(setup: WorkerSetup, config: Any, sampling: Sampling, options: 
         enforce_eager=inference.enforce_eager,
         gpu_memory_utilization=inference.gpu_memory_utilization,
         kv_cache_memory_bytes=inference.kv_cache_memory_bytes, alone=True,
-        max_lora_rank=lora.r if lora.enabled else None, **parallel)
+        max_lora_rank=lora.r if lora.enabled else None,
+        fp32_head=config.train_model.fp32_head and dtype != torch.float32, **parallel)
     policy = VLLMPolicy(llm, sampling, lora_request=lora_request() if lora.enabled else None,
                         **options)
     # Seeds make a run repeatable where its arithmetic is; on a GPU they only cost time.

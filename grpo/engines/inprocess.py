@@ -56,6 +56,7 @@ def start_engine(
     handover: str | Path | None = None,
     max_lora_rank: int | None = None,
     max_loras: int = 1,
+    fp32_head: bool = False,
 ) -> LLM:
     """Start vLLM, scheduled by this process.
 
@@ -90,6 +91,7 @@ def start_engine(
         max_lora_rank: take LoRA adapters up to this rank (rounded up to a rank that vLLM has);
             None: none at all.
         max_loras: adapters that can be in use at a time.
+        fp32_head: logits in float32, whatever ``dtype`` is.
 
     Raises:
         ModuleNotFoundError: if vLLM is not installed.
@@ -130,6 +132,8 @@ def start_engine(
         keep_weights_unpacked()
     if separate_process:
         options |= _separate_process_options(handover)
+    if fp32_head:
+        options |= fp32_head_options()
     if max_lora_rank is not None:
         options |= _lora_options(max_lora_rank, max_loras)
     if gpu_memory_utilization is not None:
@@ -229,6 +233,23 @@ def _separate_process_options(handover: str | Path | None) -> dict[str, Any]:
         options |= {"load_format": LOAD_FORMAT,
                     "model_loader_extra_config": {"handover": str(Path(handover).absolute())}}
     return options
+
+
+def fp32_head_options() -> dict[str, Any]:
+    """What makes vLLM compute logits in float32.
+
+    Raises:
+        ValueError: if this vLLM does so for models that embed or classify, but not for those that
+            generate (https://github.com/vllm-project/vllm/pull/48390).
+    """
+    import vllm
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    if not hasattr(LogitsProcessor, "_apply_head"):
+        raise ValueError(f"train_model.fp32_head=true: vLLM {vllm.__version__} rounds the logits "
+                         "that it samples from to the model's dtype; update vLLM, or set it to "
+                         "false")
+    return {"hf_overrides": {"head_dtype": "float32"}}
 
 
 def engine_lora_rank(rank: int) -> int:

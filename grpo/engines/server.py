@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-num-seqs", type=int, default=256, help="rows generated at a time")
     add("--gpu-memory-utilization", type=float, help="share of the GPU, weights included")
     add("--kv-cache-memory-bytes", type=int, help="size of the KV cache")
+    add("--fp32-head", action="store_true", help="logits in float32, whatever --dtype is")
     add("--tensor-parallel-size", type=int, default=1)
     add("--seed", type=int, default=0)
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -130,6 +131,10 @@ def engine_arguments(args: argparse.Namespace, *, device_type: str) -> dict[str,
         # Not read for the size of the cache then, but vLLM refuses to start unless this share of
         # the GPU is free, 0.9 by default.
         fields["gpu_memory_utilization"] = 0.05
+    if args.fp32_head:
+        from grpo.engines.inprocess import fp32_head_options
+
+        fields |= fp32_head_options()
     if args.enable_lora:
         # vLLM keeps `max_loras` adapters unless told otherwise, evicts ones that open requests
         # still use, and then reads these again from folders that the trainer may have removed,
@@ -177,13 +182,15 @@ async def make_app(engine: AsyncLLM, args: argparse.Namespace) -> FastAPI:
 
     handover = await _export(engine, args, current_platform.device_type)
     config = engine.model_config
+    dtype = str(config.dtype).removeprefix("torch.")
     return create_app(
         engine, tokenizer=AutoTokenizer.from_pretrained(args.model),
         model_names=tuple(name for name in (args.served_model_name, args.model) if name),
         max_model_len=config.max_model_len, vocab_size=config.get_vocab_size(),
         token=args.token, max_body_bytes=args.max_body_mib << 20,
         rpc_methods=_rpc_methods(), handover=handover,
-        info={"dtype": str(config.dtype).removeprefix("torch."),
+        info={"dtype": dtype,
+              "head_dtype": "float32" if args.fp32_head else dtype,
               "device": current_platform.device_type, "vllm_version": vllm.__version__,
               "tensor_parallel_size": args.tensor_parallel_size,
               "max_lora_rank": args.max_lora_rank if args.enable_lora else None,

@@ -95,6 +95,7 @@ class GRPOLoss(LossModule):
             sequences can be differentiated one chunk after the other.
         head_chunk_size: tokens whose logits exist at a time; None: by device.
         packing: compute on packed rows instead of padded ones.
+        fp32_head: compute logits in float32 where the model has half precision.
         pad_token_id: fill value for ragged batches made by TorchRL's ``ChatEnv``.
 
     Raises:
@@ -163,6 +164,7 @@ class GRPOLoss(LossModule):
         head: HeadKind = "auto",
         head_chunk_size: int | None = None,
         packing: bool = False,
+        fp32_head: bool = False,
         pad_token_id: int = 0,
     ) -> None:
         super().__init__()
@@ -181,7 +183,7 @@ class GRPOLoss(LossModule):
             actor_network = actor_network.model
         self.scorer = TokenScorer(
             actor_network, temperature=temperature, head=head, chunk_size=head_chunk_size,
-            packing=packing)
+            packing=packing, fp32_head=fp32_head)
         self.head = head
         self.aggregation, self.constant_length = aggregation, constant_length
         self.distill_coeff = distill_coeff

@@ -8,7 +8,8 @@ Both functions multiply hidden states with the output matrix tile by tile:
   while their logits are at hand, so nothing is computed twice.
 
 Sums over tiles are kept in float32 (float64 for float64 input). Tiles have the dtype of the hidden
-states; they are raised to float32 before the softmax.
+states, or of the output matrix where that is wider, and are raised to float32 before the softmax;
+with ``float32_logits`` the product itself is float32, and nothing is rounded in between.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def linear_log_probs(
     *,
     temperature: float = 1.0,
     entropy_gradient: bool = True,
+    float32_logits: bool = False,
     chunk_size: int = 8192,
     tile_bytes: int | None = None,
     kept_bytes: int | None = None,
@@ -86,6 +88,7 @@ def linear_log_probs(
         targets_N: int64 ``[N]``, each in ``[0, V)``.
         temperature: sampling temperature.
         entropy_gradient: False: the entropy is a value without gradient.
+        float32_logits: do not round logits to half precision; see :func:`fused_loss`.
         chunk_size: tokens of a tile. With more tokens than that, the gradient of the weight is
             summed in a float32 buffer of its size.
         tile_bytes: size of a tile of logits; None: 256 MiB on a GPU, 32 MiB on a CPU.
@@ -108,7 +111,7 @@ def linear_log_probs(
     _check_shapes(hidden_ND, weight_VD, targets_N)
     device = hidden_ND.device.type
     log_probs_N, entropy_N = _LinearLogProbs.apply(
-        hidden_ND, weight_VD, targets_N, 1.0 / temperature, chunk_size,
+        hidden_ND, weight_VD, targets_N, 1.0 / temperature, float32_logits, chunk_size,
         TILE_BYTES.get(device, TILE_BYTES["cuda"]) if tile_bytes is None else tile_bytes,
         KEPT_BYTES.get(device, 0) if kept_bytes is None else kept_bytes)
     return log_probs_N, entropy_N if entropy_gradient else entropy_N.detach()
@@ -116,48 +119,49 @@ def linear_log_probs(
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, targets_N, inverse_temperature, chunk_size, tile_bytes,
-                kept_bytes):
+    def forward(ctx, hidden_ND, weight_VD, targets_N, inverse_temperature, float32_logits,
+                chunk_size, tile_bytes, kept_bytes):
         ctx.set_materialize_grads(False)
-        dtype = _compute_dtype(hidden_ND)
+        dtypes = dtype, of_logits = _dtypes(hidden_ND, weight_VD, float32_logits)
         vocab = weight_VD.shape[0]
         statistics = Statistics.empty(len(hidden_ND), dtype=sum_dtype(dtype),
                                       device=hidden_ND.device)
         kept_bytes = kept_bytes if any(ctx.needs_input_grad) else 0
         kept: dict[tuple[int, int], Tensor] = {}
         scratch = None
-        width = min(vocab, _tile_width(min(len(hidden_ND), chunk_size), dtype, tile_bytes))
+        width = min(vocab, _tile_width(min(len(hidden_ND), chunk_size), of_logits, tile_bytes))
         for start, stop in _ranges(len(hidden_ND), chunk_size):
             hidden = hidden_ND[start:stop].to(dtype)
             part = statistics.rows(start, stop)
             for left, right in _ranges(vocab, width):
-                size = len(hidden) * (right - left) * dtype.itemsize
+                size = len(hidden) * (right - left) * of_logits.itemsize
                 if size <= kept_bytes:
                     kept_bytes -= size
-                    tile = kept[start, left] = hidden.new_empty(len(hidden), right - left)
+                    tile = kept[start, left] = hidden.new_empty(
+                        len(hidden), right - left, dtype=of_logits)
                 else:
-                    scratch = _scratch(scratch, hidden, width)
+                    scratch = _scratch(scratch, hidden, width, of_logits)
                     tile = _tile(scratch, hidden, right - left)
-                torch.mm(hidden, weight_VD[left:right].to(dtype).t(), out=tile)
+                _logits(hidden, weight_VD[left:right].to(dtype), into=tile)
                 fold(tile, targets_N[start:stop], part, column=left,
                      inverse_temperature=inverse_temperature)
         log_probs_N, entropy_N, log_normaliser_N = statistics.finish()
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, log_normaliser_N, entropy_N)
         ctx.kept = kept
-        ctx.options = inverse_temperature, chunk_size, tile_bytes, dtype
+        ctx.options = inverse_temperature, chunk_size, tile_bytes, dtypes
         return log_probs_N, entropy_N
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_log_prob_N, grad_entropy_N):
         hidden_ND, weight_VD, targets_N, log_normaliser_N, entropy_N = ctx.saved_tensors
-        inverse_temperature, chunk_size, tile_bytes, dtype = ctx.options
+        inverse_temperature, chunk_size, tile_bytes, (dtype, of_logits) = ctx.options
         if grad_log_prob_N is None:
             grad_log_prob_N = torch.zeros_like(log_normaliser_N)
         gradients = _Gradients(hidden_ND, weight_VD, ctx.needs_input_grad[:2],
                                chunks=-(-len(hidden_ND) // chunk_size))
         scratch, vocab = None, len(weight_VD)
-        width = min(vocab, _tile_width(min(len(hidden_ND), chunk_size), dtype, tile_bytes))
+        width = min(vocab, _tile_width(min(len(hidden_ND), chunk_size), of_logits, tile_bytes))
         for start, stop in _ranges(len(hidden_ND), chunk_size):
             rows = slice(start, stop)
             hidden = hidden_ND[rows].to(dtype)
@@ -165,9 +169,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 weight = weight_VD[left:right].to(dtype)
                 tile = ctx.kept.pop((start, left), None)
                 if tile is None:
-                    scratch = _scratch(scratch, hidden, width)
+                    scratch = _scratch(scratch, hidden, width, of_logits)
                     tile = _tile(scratch, hidden, right - left)
-                    torch.mm(hidden, weight.t(), out=tile)
+                    _logits(hidden, weight, into=tile)
                 grad_(tile, targets_N[rows], log_normaliser_n=log_normaliser_N[rows],
                       entropy_n=entropy_N[rows], grad_log_prob_n=grad_log_prob_N[rows],
                       grad_entropy_n=None if grad_entropy_N is None else grad_entropy_N[rows],
@@ -175,7 +179,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 gradients.add(tile, hidden, weight, rows=rows, columns=slice(left, right))
                 if scratch is None and right - left == width:
                     scratch = tile.view(-1)  # a kept tile that is no longer needed
-        return *gradients.finish(), None, None, None, None, None
+        return *gradients.finish(), None, None, None, None, None, None
 
 
 class _Gradients:
@@ -217,6 +221,7 @@ def fused_loss(
     borders: Sequence[int],
     temperature: float = 1.0,
     entropy_gradient: bool = True,
+    float32_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A loss and its gradient with each logit computed once.
 
@@ -233,6 +238,9 @@ def fused_loss(
         borders: first token of each part, and ``N``; the longest part sets the peak memory.
         temperature: sampling temperature.
         entropy_gradient: False: the entropy is a value without gradient.
+        float32_logits: keep logits of half precision inputs in float32 as they are summed, instead
+            of rounding them to the inputs' dtype. On a GPU the products have half precision inputs
+            all the same; the logits' gradient is rounded to that for the other two products.
 
     Returns:
         ``(terms_L, log_probs_N, entropy_N)``. Only ``terms_L.sum()`` (or a multiple of it) can be
@@ -251,14 +259,14 @@ def fused_loss(
     """
     _check_shapes(hidden_ND, weight_VD, targets_N)
     return _FusedLoss.apply(hidden_ND, weight_VD, targets_N, part_loss, tuple(borders),
-                            1.0 / temperature, entropy_gradient)
+                            1.0 / temperature, entropy_gradient, float32_logits)
 
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, targets_N, part_loss, borders, inverse_temperature,
-                entropy_gradient):
-        dtype = _compute_dtype(hidden_ND)
+                entropy_gradient, float32_logits):
+        dtype, of_logits = _dtypes(hidden_ND, weight_VD, float32_logits)
         weight = weight_VD.to(dtype)
         exact = sum_dtype(dtype)
         needed = ctx.needs_input_grad[:2]
@@ -269,9 +277,9 @@ class _FusedLoss(torch.autograd.Function):
         for start, stop in zip(borders[:-1], borders[1:], strict=True):
             rows = slice(start, stop)
             hidden, targets = hidden_ND[rows].to(dtype), targets_N[rows]
-            scratch = _scratch(scratch, hidden, len(weight))
+            scratch = _scratch(scratch, hidden, len(weight), of_logits)
             tile = _tile(scratch, hidden, len(weight))
-            torch.mm(hidden, weight.t(), out=tile)
+            _logits(hidden, weight, into=tile)
             statistics = Statistics.empty(stop - start, dtype=exact, device=hidden.device)
             fold(tile, targets, statistics, column=0, inverse_temperature=inverse_temperature)
             log_probs, entropy, log_normaliser = statistics.finish()
@@ -302,7 +310,7 @@ class _FusedLoss(torch.autograd.Function):
                                "head='chunked' to call backward() again")
         if scales[0] != 1.0:
             gradients = tuple(None if grad is None else grad * scales[0] for grad in gradients)
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None, None, None
 
 
 def _differentiate(
@@ -319,11 +327,15 @@ def _differentiate(
     return terms_L.detach(), grads[0], grads[1] if entropy_gradient else None
 
 
-def default_chunk_size(hidden_ND: Tensor, weight_VD: Tensor) -> int:
+def default_chunk_size(
+    hidden_ND: Tensor, weight_VD: Tensor, *, float32_logits: bool = False
+) -> int:
     """Tokens a chunk where nobody says: enough to keep the device busy, few enough to fit."""
+    of_state = hidden_ND.dtype.itemsize
+    of_logit = max(of_state, 4 * float32_logits)
     if hidden_ND.is_cuda:
-        return GPU_CHUNK
-    return max(16, CPU_CHUNK_BYTES // (len(weight_VD) * hidden_ND.dtype.itemsize))
+        return GPU_CHUNK * of_state // of_logit
+    return max(16, CPU_CHUNK_BYTES // (len(weight_VD) * of_logit))
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -342,9 +354,13 @@ def _check_shapes(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> No
                          f"{tuple(targets_N.shape)}")
 
 
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
+def _dtypes(hidden: Tensor, weight: Tensor, float32_logits: bool) -> tuple[torch.dtype, ...]:
+    """Of the inputs of the product, none of which is rounded to the other's, and of the logits."""
     device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    if torch.is_autocast_enabled(device) and not float32_logits:
+        dtype = torch.get_autocast_dtype(device)
+    return dtype, sum_dtype(dtype) if float32_logits else dtype
 
 
 def _ranges(total: int, size: int) -> list[tuple[int, int]]:
@@ -357,10 +373,11 @@ def _tile_width(rows: int, dtype: torch.dtype, tile_bytes: int) -> int:
     return max(256, width // 256 * 256)
 
 
-def _scratch(scratch: Tensor | None, hidden: Tensor, width: int) -> Tensor:
+def _scratch(scratch: Tensor | None, hidden: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Memory for a tile of ``[len(hidden), width]``; that of an earlier one where it suffices."""
     size = len(hidden) * width
-    return hidden.new_empty(size) if scratch is None or len(scratch) < size else scratch
+    enough = scratch is not None and len(scratch) >= size
+    return scratch if enough else hidden.new_empty(size, dtype=dtype)
 
 
 def _tile(scratch: Tensor, hidden: Tensor, width: int) -> Tensor:
@@ -368,14 +385,20 @@ def _tile(scratch: Tensor, hidden: Tensor, width: int) -> Tensor:
     return scratch[: len(hidden) * width].view(len(hidden), width)
 
 
+def _logits(hidden: Tensor, weight: Tensor, *, into: Tensor) -> None:
+    if hidden.dtype == into.dtype:
+        torch.mm(hidden, weight.t(), out=into)
+    else:
+        _multiply(hidden, weight.t(), into=into, add=False)
+
+
 def _multiply(left: Tensor, right: Tensor, *, into: Tensor, add: bool) -> None:
     """``into = left @ right``, or ``+=``, with the sum rounded once, to the dtype of ``into``."""
-    if left.dtype == into.dtype:
-        torch.addmm(into, left, right, beta=int(add), out=into)
-    elif into.is_cuda:
-        if add:
-            torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
-        else:
-            torch.mm(left, right, out_dtype=into.dtype, out=into)
-    else:
+    # A GPU multiplies float32 gradients of logits in the half precision of the other factor.
+    narrow = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+    if not (into.is_cuda and narrow.itemsize < into.dtype.itemsize):
         torch.addmm(into, left.to(into.dtype), right.to(into.dtype), beta=int(add), out=into)
+    elif add:
+        torch.addmm(into, left.to(narrow), right.to(narrow), out_dtype=into.dtype, out=into)
+    else:
+        torch.mm(left.to(narrow), right.to(narrow), out_dtype=into.dtype, out=into)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.data import pack, scatter_tokens
+from grpo.objectives.agreement import Trial, can_try, product, say_once, trying
 from grpo.objectives.head import (
     PartLoss,
     default_chunk_size,
@@ -19,9 +20,6 @@ from grpo.objectives.head import (
 )
 
 HeadKind = Literal["auto", "fused", "chunked", "logits"]
-
-# Configuration fields by which architectures transform logits after the output matrix.
-_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class Predictions(NamedTuple):
@@ -41,21 +39,29 @@ class Predictions(NamedTuple):
 class TokenScorer(nn.Module):
     """Log-prob and entropy of the tokens of a batch under a causal language model.
 
+    Before its first batch, or when :attr:`chunked` or :meth:`measure` is asked for, the model is
+    tried on a few tokens: whether tiles of its output matrix give its logits, and a row in a batch
+    those of the row alone, see :mod:`grpo.objectives.agreement`.
+
     Args:
         model: a Hugging Face causal language model, or any module that maps ``input_ids`` and
             ``attention_mask`` to an object with ``.logits``.
         temperature: the temperature the tokens were sampled at; logits are divided by it.
         head: ``"logits"`` asks the model for all logits, ``"chunked"`` applies the output matrix
             in tiles, ``"fused"`` lets a loss be differentiated tile by tile (:meth:`fused_loss`);
-            ``"auto"`` takes tiles where they give the same numbers.
+            ``"auto"`` takes tiles where they give the same numbers, and logs why where they do not.
         chunk_size: tokens a chunk; None: by device, see
             :func:`~grpo.objectives.head.default_chunk_size`.
         entropy_gradient: whether the entropy is differentiated or only reported.
         packing: compute on rows laid end to end instead of padded rows.
+        fp32_head: compute logits in float32 where the model has half precision; the weights stay
+            as they are.
 
     Raises:
-        ValueError: for ``head="chunked"`` or ``"fused"`` on a model whose logits are more than
-            ``hidden @ weight.T``, and for an unknown ``head``.
+        ValueError: for an option out of range. When the model is tried: for ``head="chunked"``,
+            ``head="fused"`` or ``fp32_head`` on a model whose logits are more than ``hidden @
+            weight.T``, for one whose rows do not stay apart in batches, and for one that sees the
+            tokens that it should predict.
 
     Examples:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -78,6 +84,7 @@ class TokenScorer(nn.Module):
         chunk_size: int | None = None,
         entropy_gradient: bool = True,
         packing: bool = False,
+        fp32_head: bool = False,
     ) -> None:
         super().__init__()
         if not temperature > 0:
@@ -88,15 +95,73 @@ class TokenScorer(nn.Module):
                              "'logits'")
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"chunk_size={chunk_size} must be at least 1 token, or None")
-        obstacle = _why_not_chunked(model)
-        if head in ("chunked", "fused") and obstacle:
-            raise ValueError(f"head={head!r} does not fit this model: {obstacle}; use head='auto'")
+        if fp32_head and head == "logits":
+            raise ValueError("fp32_head=True is not read by head='logits', which are the model's "
+                             "own; use head='auto'")
         self.model = model
         self.temperature = float(temperature)
-        self.chunked = head != "logits" and not obstacle
+        self.head, self.fp32_head = head, fp32_head
         self.chunk_size = chunk_size
         self.entropy_gradient = entropy_gradient
         self.packing = packing
+        self._chunked, self._measured = head != "logits", False
+        if obstacle := _why_not_chunked(model):
+            self._without_tiles(obstacle)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the output matrix is applied in tiles here, rather than by the model."""
+        if not self._measured:
+            self.measure()
+        return self._chunked
+
+    def measure(self) -> None:
+        """Try the model on a few tokens, once; without effect where that cannot be done yet.
+
+        It cannot for weights on the meta device or in slices, flash attention on a CPU, and modules
+        that do not show their input embeddings.
+
+        Raises:
+            ValueError: for what the model cannot do, with what to change.
+        """
+        if self._measured or not can_try(self.model):
+            return
+        with trying(self.model):
+            trial = Trial(self.model)
+            if reason := trial.why_not_causal():
+                raise ValueError(reason)
+            if self._chunked and (reason := trial.why_not_tiles()):
+                self._without_tiles(reason)
+            reason = trial.why_not_packed() if self.packing else None
+            if reason := reason or trial.why_not_together(self._logits):
+                raise ValueError(
+                    f"packing=True does not fit this model: {reason}; set packing=False "
+                    "(train.packing=false)" if self.packing else
+                    f"batches do not fit this model: {reason}; give one row at a time")
+            if reason := trial.why_not_capped():
+                say_once(f"{reason}; load the model with attn_implementation='eager' if it was "
+                         "trained with the cap")
+        self._measured = True
+
+    def _without_tiles(self, reason: str) -> None:
+        """Take the model's own logits, where they were not ruled out."""
+        if self.head in ("chunked", "fused"):
+            raise ValueError(f"head={self.head!r} does not fit this model: {reason}; use "
+                             "head='auto' (train_model.head=auto)")
+        if self.fp32_head:
+            raise ValueError(f"fp32_head=True does not fit this model: {reason}, so it computes "
+                             "them itself; set fp32_head=False (train_model.fp32_head=false)")
+        if self._chunked and hasattr(self.model, "config"):
+            say_once(f"head='auto' takes all logits from {type(self.model).__name__}: {reason}")
+        self._chunked = False
+
+    def _logits(self, tokens_BT: Tensor, attention_mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits that all tokens but the first of each row follow from, and the tokens' rows."""
+        mask_BT = attention_mask_BT.clone()
+        mask_BT[:, 0] = False
+        found = self._predict(tokens_BT, attention_mask_BT, mask_BT)
+        logits = product(found.states, self.head_weight) if self._chunked else found.states
+        return logits, found.index_N // tokens_BT.shape[1]
 
     @property
     def head_weight(self) -> Tensor:
@@ -127,6 +192,13 @@ class TokenScorer(nn.Module):
         self, tokens_BT: Tensor, attention_mask_BT: Tensor, mask_BT: Tensor
     ) -> Predictions:
         """Run the model up to its head and keep what the tokens of ``mask_BT`` follow from."""
+        if not self._measured:
+            self.measure()
+        return self._predict(tokens_BT, attention_mask_BT, mask_BT)
+
+    def _predict(
+        self, tokens_BT: Tensor, attention_mask_BT: Tensor, mask_BT: Tensor
+    ) -> Predictions:
         # Position t is predicted by the output at t - 1, so targets are read one to the right.
         index_N = mask_BT.flatten().nonzero()[:, 0]
         targets_N = tokens_BT.flatten()[index_N]
@@ -146,7 +218,7 @@ class TokenScorer(nn.Module):
 
     def outputs(self, inputs: dict[str, Any]) -> Tensor:
         """Hidden states ``[B, T, D]``, or logits ``[B, T, V]`` where the head is ``"logits"``."""
-        if self.chunked:
+        if self._chunked:
             return self.model.base_model(**{**inputs, "use_cache": False}).last_hidden_state
         return self.model(**inputs).logits
 
@@ -160,7 +232,8 @@ class TokenScorer(nn.Module):
             return log_probs_from_logits(predictions.states, predictions.targets_N, **options)
         return linear_log_probs(
             predictions.states, self.head_weight, predictions.targets_N,
-            chunk_size=self.tokens_per_chunk(predictions), **options)
+            float32_logits=self.fp32_head, chunk_size=self.tokens_per_chunk(predictions),
+            **options)
 
     def most_likely(self, predictions: Predictions, k: int) -> tuple[Tensor, Tensor]:
         """Log-probs and ids of the ``k`` most likely tokens of each position, both ``[N, k]``.
@@ -169,7 +242,7 @@ class TokenScorer(nn.Module):
         """
         parts = []
         for states in predictions.states.split(self._rows_of_logits(predictions)):
-            logits = states @ self.head_weight.t() if self.chunked else states
+            logits = product(states, self.head_weight) if self.chunked else states
             log_probs = logits.to(sum_dtype(logits.dtype)).log_softmax(-1)
             parts.append(log_probs.topk(k))
         if not parts:
@@ -187,11 +260,13 @@ class TokenScorer(nn.Module):
         """See :func:`grpo.objectives.head.fused_loss`."""
         return fused_loss(
             predictions.states, self.head_weight, predictions.targets_N, part_loss,
-            borders=borders, temperature=self.temperature, entropy_gradient=self.entropy_gradient)
+            borders=borders, temperature=self.temperature, entropy_gradient=self.entropy_gradient,
+            float32_logits=self.fp32_head)
 
     def tokens_per_chunk(self, predictions: Predictions) -> int:
         """``chunk_size``, or the default for the device and the vocabulary."""
-        return self.chunk_size or default_chunk_size(predictions.states, self.head_weight)
+        return self.chunk_size or default_chunk_size(
+            predictions.states, self.head_weight, float32_logits=self.fp32_head)
 
 
 def _padding_mask(attention_mask_BT: Tensor) -> Tensor | None:
@@ -201,7 +276,7 @@ def _padding_mask(attention_mask_BT: Tensor) -> Tensor | None:
 
 
 def _why_not_chunked(model: nn.Module) -> str | None:
-    """Why ``hidden @ weight.T`` would not be this model's logits, or None."""
+    """Why ``hidden @ weight.T`` cannot be this model's logits, as it is built; None: it may be."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(output, nn.Linear) or not hasattr(model, "base_model"):
         return "it has no linear output embedding"
@@ -209,7 +284,4 @@ def _why_not_chunked(model: nn.Module) -> str | None:
         return "its base model has an output head of its own (an adapter around a whole model?)"
     if output.bias is not None:
         return "its output embedding has a bias"
-    for field in _LOGIT_TRANSFORMS:
-        if getattr(getattr(model, "config", None), field, None) not in (None, 1.0):
-            return f"its configuration sets {field}"
     return None

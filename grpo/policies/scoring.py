@@ -71,10 +71,13 @@ class ReferenceScorer:
         model: the reference, frozen here.
         temperature: of the rollouts.
         max_tokens: token budget of a micro-batch.
+        fp32_head: see :class:`~grpo.objectives.TokenScorer`; as the policy's.
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float, max_tokens: int) -> None:
-        self.scorer = TokenScorer(model.eval().requires_grad_(False), temperature=temperature)
+    def __init__(self, model: nn.Module, *, temperature: float, max_tokens: int,
+                 fp32_head: bool = False) -> None:
+        self.scorer = TokenScorer(model.eval().requires_grad_(False), temperature=temperature,
+                                  fp32_head=fp32_head)
         self.max_tokens = max_tokens
 
     def __call__(self, rollout: TensorDictBase) -> TensorDictBase:

@@ -65,6 +65,7 @@ class Learner:
         width_multiple: int = 1,
         proximal: ProximalScorer | None = None,
     ) -> None:
+        loss.scorer.measure()  # before anything is generated that it could not train on
         self.loss, self.optimizer = loss, optimizer
         self.rows_per_step, self.epochs, self.seed = rows_per_step, epochs, seed
         self.proximal = proximal

@@ -93,9 +93,12 @@ def shard_model(scorer: TokenScorer, ranks: Ranks) -> None:
             # The normalizer counts the tokens of all ranks, so gradients are added, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(scorer, "predict")
+    for method in ("predict", "measure"):
+        register_fsdp_forward_method(scorer, method)
     scorer.register_forward_hook(_reshard_without_gradient)
     model.trained_dtype = half  # what checkpoints and engines are given
+    scorer.measure()
+    scorer.reshard()
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -228,14 +228,16 @@ class AdapterDisabledReference:
         model: from :func:`make_lora`. It is neither frozen nor left in another mode.
         temperature: of the rollouts.
         max_tokens: token budget of a micro-batch.
+        fp32_head: see :class:`~grpo.objectives.TokenScorer`; as the policy's.
 
     Raises:
         ValueError: if the model has no adapters, and would be its own reference.
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float, max_tokens: int) -> None:
+    def __init__(self, model: nn.Module, *, temperature: float, max_tokens: int,
+                 fp32_head: bool = False) -> None:
         adapters(model)
-        self.scorer = TokenScorer(model, temperature=temperature)
+        self.scorer = TokenScorer(model, temperature=temperature, fp32_head=fp32_head)
         self.max_tokens = max_tokens
 
     def __call__(self, rollout: TensorDictBase) -> TensorDictBase:

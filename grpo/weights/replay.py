@@ -58,7 +58,9 @@ class ReplayedScorer(TokenScorer):
     def __init__(self, scorer: TokenScorer) -> None:
         super().__init__(scorer.model, temperature=scorer.temperature,
                          head="chunked" if scorer.chunked else "logits",
-                         chunk_size=scorer.chunk_size, packing=scorer.packing)
+                         chunk_size=scorer.chunk_size, packing=scorer.packing,
+                         fp32_head=scorer.fp32_head)
+        self._measured = scorer._measured
         self._recordings: dict[tuple[int, ...], _Recording | None] = {}
         architecture = getattr(getattr(self.model, "config", None), "model_type", None)
         self._possible = not self.packing and architecture in RECORDED

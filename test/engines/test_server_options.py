@@ -60,6 +60,7 @@ def test_engine_arguments():
     sized = engine_arguments(parse("--kv-cache-memory-bytes", "7"), device_type="cuda")
     assert sized["kv_cache_memory_bytes"] == 7 and sized["gpu_memory_utilization"] < 0.1
     cpu = engine_arguments(parse(), device_type="cpu")
+    assert "hf_overrides" not in cpu
     assert cpu["enforce_eager"] and cpu["kv_cache_memory_bytes"] > 0
 
 
@@ -94,3 +95,12 @@ def test_a_server_says_whether_it_is_one_runs_alone(private, tokenizer, tmp_path
         max_model_len=8, dtype="float32", get_vocab_size=lambda: 9))
     args = parser().parse_args(["--model", str(tmp_path), *(["--private"] if private else [])])
     assert asyncio.run(server.make_app(engine, args))["private"] is private
+
+
+def test_float32_logits_are_vllms_own_option(monkeypatch):
+    logits_processor = pytest.importorskip("vllm.model_executor.layers.logits_processor")
+    fields = engine_arguments(parse("--fp32-head"), device_type="cuda")
+    assert fields["hf_overrides"] == {"head_dtype": "float32"}
+    monkeypatch.delattr(logits_processor.LogitsProcessor, "_apply_head")
+    with pytest.raises(ValueError, match="fp32_head=true: vLLM .* rounds the logits.*update vLLM"):
+        engine_arguments(parse("--fp32-head"), device_type="cuda")

@@ -442,3 +442,62 @@ class TestMemory:
         size = default_chunk_size(hidden, weight)
         assert size * vocab * dtype.itemsize <= max(CPU_CHUNK_BYTES, 16 * vocab * dtype.itemsize)
         assert (size + 1) * vocab * dtype.itemsize > CPU_CHUNK_BYTES
+
+
+class TestFloat32Logits:
+    """Half precision inputs, logits that are not rounded to it."""
+
+    @pytest.fixture
+    def inputs(self):
+        generator = torch.Generator().manual_seed(5)
+        hidden = torch.randn(20, 32, generator=generator).bfloat16()
+        weight = (3 * torch.randn(300, 32, generator=generator)).bfloat16()
+        return hidden, weight, torch.randint(300, (20,), generator=generator)
+
+    @staticmethod
+    def exact(hidden, weight, targets):
+        """From float64 copies of the same inputs: log-probs, entropies, gradients of both sums."""
+        h, w = (x.double().requires_grad_() for x in (hidden, weight))
+        log_probs, entropy = log_probs_from_logits(h @ w.t(), targets)
+        return log_probs, entropy, *torch.autograd.grad((log_probs + entropy).sum(), [h, w])
+
+    @staticmethod
+    def ours(head, hidden, weight, targets, **options):
+        h, w = (x.clone().requires_grad_() for x in (hidden, weight))
+        if head == "fused":
+            terms, log_probs, entropy = fused_loss(
+                h, w, targets, lambda lp, e, start, stop: (lp + e).sum()[None],
+                borders=[0, 8, 20], **options)
+        else:
+            log_probs, entropy = linear_log_probs(h, w, targets, chunk_size=8, tile_bytes=4096,
+                                                  **options)
+            terms = (log_probs + entropy).sum()
+        return log_probs, entropy, *torch.autograd.grad(terms.sum(), [h, w])
+
+    @pytest.mark.parametrize("head", ["chunked", "fused"])
+    def test_are_those_of_float64(self, inputs, head):
+        expected, actual = self.exact(*inputs), self.ours(head, *inputs, float32_logits=True)
+        rounded = self.ours(head, *inputs)
+        for values in range(2):
+            error = (actual[values] - expected[values]).abs().max()
+            assert error < 1e-4 < (rounded[values] - expected[values]).abs().max()
+        for grad, truth in zip(actual[2:], expected[2:], strict=True):
+            assert grad.dtype == torch.bfloat16
+            torch.testing.assert_close(grad.double(), truth, rtol=2**-8, atol=1e-3)
+
+    @pytest.mark.parametrize("head", ["chunked", "fused"])
+    def test_a_float32_matrix_is_not_rounded(self, inputs, head):
+        hidden, weight, targets = inputs
+        weight = weight.float() + 1e-3  # nothing that bfloat16 could hold
+        expected, actual = self.exact(hidden, weight, targets), self.ours(head, hidden, weight,
+                                                                          targets)
+        for values in range(2):
+            assert (actual[values] - expected[values]).abs().max() < 1e-4
+        assert (actual[2].dtype, actual[3].dtype) == (torch.bfloat16, torch.float32)
+        torch.testing.assert_close(actual[3].double(), expected[3], rtol=1e-4, atol=1e-4)
+
+    def test_autocast_leaves_them(self, inputs):
+        expected = self.exact(*inputs)[0]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            actual = self.ours("fused", *inputs, float32_logits=True)[0]
+        assert (actual - expected).abs().max() < 1e-4

@@ -92,6 +92,18 @@ def test_a_fused_loss_has_the_gradient_of_the_scores(model, make_batch):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+def soft_cap(module, args, out):
+    out.logits = 30 * (out.logits / 30).tanh()
+    return out
+
+
+def add_one(module, args, kwargs, out):
+    """What a causal model might do between its base model and its head."""
+    if kwargs.get("use_cache") is not False:
+        out.last_hidden_state = out.last_hidden_state + 1
+    return out
+
+
 class TestChoiceOfHead:
     def test_auto_takes_tiles_where_they_give_the_logits(self, model):
         assert TokenScorer(model).chunked
@@ -101,9 +113,9 @@ class TestChoiceOfHead:
 
     @pytest.mark.parametrize("head", ["chunked", "fused"])
     @pytest.mark.parametrize(("change", "reason"), [
-        (lambda m: setattr(m.config, "final_logit_softcapping", 30.0), "final_logit_softcapping"),
-        (lambda m: setattr(m.config, "logit_scale", 0.1), "logit_scale"),
-        (lambda m: setattr(m.config, "logits_scaling", 8.0), "logits_scaling"),
+        (lambda m: m.register_forward_hook(soft_cap), "more than hidden states times"),
+        (lambda m: m.base_model.register_forward_hook(add_one, with_kwargs=True),
+         "changes the hidden states of its base model"),
         (lambda m: setattr(m, "lm_head", nn.Linear(16, 23)), "bias"),
         (lambda m: setattr(m, "lm_head", nn.Identity()), "linear output embedding"),
         (lambda m: setattr(m.base_model, "lm_head", nn.Linear(16, 23)), "of its own"),
@@ -112,10 +124,10 @@ class TestChoiceOfHead:
         change(tiny_model)
         assert not TokenScorer(tiny_model).chunked
         with pytest.raises(ValueError, match=f"head='{head}'.*{reason}.*head='auto'"):
-            TokenScorer(tiny_model, head=head)
+            TokenScorer(tiny_model, head=head).measure()
 
-    def test_a_scale_of_one_does_not_matter(self, tiny_model):
-        tiny_model.config.logit_scale = 1.0
+    def test_what_the_model_does_not_do_does_not_matter(self, tiny_model):
+        tiny_model.config.logit_scale = 0.1
         assert TokenScorer(tiny_model).chunked
 
     def test_any_module_with_logits_will_do(self, make_batch):
