@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, set_num_threads  # kept, because vLLM for CPUs puts another in its place
 
 from grpo.config import Config, ConfigError
 from grpo.objectives.agreement import say_once, why_not_capped
 from grpo.weights.adapters import load_adapter, make_lora
+
+# Up to this width one thread of a CPU is done with a layer before two have met at its end.
+_NARROW = 128
+_ALL_THREADS = torch.get_num_threads()
 
 
 def load_model(path: str, config: Config, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -35,7 +40,8 @@ def load_model(path: str, config: Config, *, device: torch.device, dtype: torch.
 
 
 def prepare_model(model: nn.Module, config: Config, *, adapter: Path | None = None) -> None:
-    """Training mode, gradient checkpointing, compiled layers and adapters, as configured.
+    """Training mode, gradient checkpointing, compiled layers and adapters, as configured; threads
+    as suit the model's width.
 
     The process's random numbers start here from ``train.seed``: what new adapters and dropout draw
     must not depend on what was drawn to make or find the model.
@@ -49,6 +55,9 @@ def prepare_model(model: nn.Module, config: Config, *, adapter: Path | None = No
 
     options = config.train_model
     set_seed(config.train.seed)
+    if "OMP_NUM_THREADS" not in os.environ:
+        width = getattr(model.config.get_text_config(), "hidden_size", math.inf)
+        set_num_threads(1 if width <= _NARROW else _ALL_THREADS)
     model.train()
     model.requires_grad_(True)
     switch_dropout_off(model)

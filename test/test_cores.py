@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo import build_async
+from grpo import build_async, build_model
+from grpo.config import load_config
 from grpo.cores import share_cores
+from grpo.embedded import EmbeddedSpec, small_qwen2
 from grpo.engines import inprocess
 from grpo.training.loggers import METRICS_FILE, read_jsonl
 
@@ -89,6 +91,20 @@ def test_workers_of_ray_share_the_cores_of_their_machine(clean):
     clean.setattr(ray, "init", lambda **options: started.update(options))
     build_async._start_ray(address="local")
     assert SHARING.items() <= started["runtime_env"]["env_vars"].items()
+
+
+@pytest.mark.parametrize(("width", "given", "expected"), [
+    (128, None, [1]), (136, None, [torch.get_num_threads()]), (128, "2", [])])
+def test_a_narrow_model_gets_one_thread_unless_the_user_says_how_many(clean, width, given,
+                                                                      expected):
+    chosen: list[int] = []
+    clean.setattr(build_model, "set_num_threads", chosen.append)
+    clean.setattr(build_model, "_ALL_THREADS", torch.get_num_threads())
+    if given is not None:
+        clean.setenv("OMP_NUM_THREADS", given)
+    model = small_qwen2(EmbeddedSpec(hidden_size=width, num_layers=1), 16)
+    build_model.prepare_model(model, load_config({}))
+    assert chosen == expected
 
 
 @pytest.mark.slow

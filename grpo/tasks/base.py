@@ -13,8 +13,9 @@ class Problem:
     """One question with a known answer.
 
     Attributes:
-        prompt: text that the model continues, or chat messages (``{"role": ..., "content": ...}``)
-            that the policy renders with its chat template.
+        prompt: text that the model continues, which begins as the tokenizer lets every text begin
+            (see :func:`grpo.text_tokens.text_tokens`), or chat messages
+            (``{"role": ..., "content": ...}``) that are rendered with its chat template.
         answer: what a reward function compares a completion with.
         id: unique within the task; names the problem in logs and error messages.
     """
