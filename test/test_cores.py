@@ -109,6 +109,7 @@ def test_a_narrow_model_gets_one_thread_unless_the_user_says_how_many(clean, wid
 
 @pytest.mark.slow
 @pytest.mark.vllm
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("engine", ["in_process", "process"])
 def test_two_runs_at_once_are_each_at_most_two_and_a_half_times_slower(clean, tmp_path, engine):
     """On two cores; the time of a step, of the steps that both runs were at."""
@@ -116,7 +117,7 @@ def test_two_runs_at_once_are_each_at_most_two_and_a_half_times_slower(clean, tm
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
     ratios = []
-    for attempt in range(3):  # other work on the machine can only make a comparison wrong
+    for attempt in range(2):  # other work on the machine can only make a comparison wrong
         (alone,) = steps(tmp_path / f"alone{attempt}", 1, engine)
         both = steps(tmp_path / f"both{attempt}", 2, engine)
         start, end = max(rows[0][0] for rows in both), min(rows[-1][0] for rows in both)
