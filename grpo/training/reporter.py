@@ -73,13 +73,16 @@ class Reporter:
 
     def _samples(self, batch: TensorDictBase, problems: Sequence[Problem]) -> list[Sample]:
         advantage = batch.get(data.ADVANTAGE, None)
+        if advantage is not None and advantage.shape[1] > 1:  # one a token: their mean
+            sampled = batch[data.ASSISTANT_MASK]
+            advantage = (advantage * sampled).sum(1, True) / sampled.sum(1, True).clamp(min=1)
         reward = torch.where(batch[data.REWARD_ERROR], torch.nan, batch[data.REWARD])
         rows = range(batch.batch_size[0])
         return [Sample(
             prompt=self._text(batch[i][data.PROMPT_TOKENS], batch[i][data.PROMPT_MASK]),
             completion=self._text(batch[i][data.TOKENS], batch[i][data.ASSISTANT_MASK]),
             reward=float(reward[i]),
-            advantage=0.0 if advantage is None else float(advantage[i].max()),
+            advantage=0.0 if advantage is None else float(advantage[i]),
             success=bool(batch[i][data.SUCCESS]),
             truncated=bool(batch[i][data.TRUNCATED]),
             answer=problems[i].answer) for i in rows]

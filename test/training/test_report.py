@@ -8,14 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
+from grpo.tasks.base import Problem
 from grpo.training.charts import CHARTS, PALETTE
 from grpo.training.curves import svg, write_png_curves
 from grpo.training.history import History, smooth, thin
 from grpo.training.loggers import JsonlLogger, Sample
 from grpo.training.report import flatten, pick_steps, versions, write_report
+from grpo.training.reporter import Reporter
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" \u202e \ud800 ```</pre>"
 
@@ -293,3 +297,21 @@ def test_flatten_keeps_empty_groups_and_unset_credentials():
         "tokenizer": "t",
         "x.auth_token": "(hidden)",
     }
+
+
+def test_the_advantage_of_a_sample_is_the_mean_of_its_tokens(tmp_path, tokenizer):
+    mask = torch.tensor([[False, True, True, False], [False, True, False, False]])
+    batch = TensorDict({
+        "tokens": {"prompt": torch.ones(2, 1, dtype=torch.int64),
+                   "full": torch.ones(2, 4, dtype=torch.int64)},
+        "masks": {"prompt_attention_mask": torch.ones(2, 1, dtype=torch.bool),
+                  "all_assistant_mask": mask},
+        "next": {"reward": torch.ones(2, 1), **{
+            name: torch.zeros(2, 1, dtype=torch.bool)
+            for name in ("reward_error", "success", "truncated")}}}, [2])
+    reporter = Reporter(None, None, tokenizer, run_dir=tmp_path, num_samples=2)
+    problems = [Problem("1+1=", "2", "a"), Problem("2+2=", "4", "b")]
+    for advantage, expected in ((mask * -torch.tensor([[0.0, 1.0, 3.0, 0.0]]), [-2.0, -1.0]),
+                                (torch.tensor([[0.5], [-0.25]]), [0.5, -0.25])):
+        batch["advantage"] = advantage
+        assert [s.advantage for s in reporter._samples(batch, problems)] == expected
