@@ -149,7 +149,8 @@ def test_an_engine_of_the_run_is_started_with_the_keys_of_the_configuration(part
     llm, = parts.start_engine.made
     wanted = {"separate_process": True, "max_lora_rank": 4, "max_num_seqs": 3, "dtype":
               torch.float32, "fp32_head": False, "enforce_eager": True,
-              "kv_cache_memory_bytes": 77, "seed": 0, "max_model_len": 32, "gpu_memory_utilization": None, "device": CPU}
+              "kv_cache_memory_bytes": 77, "seed": 0, "max_model_len": 32,
+              "gpu_memory_utilization": None, "device": CPU}
     assert llm.options == wanted
     assert parts.VLLMPolicy.made[0].options["lora_request"] == "the adapter"
 

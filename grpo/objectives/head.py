@@ -8,8 +8,8 @@ Both functions multiply hidden states with the output matrix tile by tile:
   while their logits are at hand, so nothing is computed twice.
 
 Sums over tiles are kept in float32 (float64 for float64 input). Tiles have the dtype of the hidden
-states, or of the output matrix where that is wider, and are raised to float32 before the softmax;
-with ``float32_logits`` the product itself is float32, and nothing is rounded in between.
+states or the output matrix, the wider, and are raised to float32 before the softmax; with
+``float32_logits`` the product is float32.
 """
 
 from __future__ import annotations
@@ -238,9 +238,8 @@ def fused_loss(
         borders: first token of each part, and ``N``; the longest part sets the peak memory.
         temperature: sampling temperature.
         entropy_gradient: False: the entropy is a value without gradient.
-        float32_logits: keep logits of half precision inputs in float32 as they are summed, instead
-            of rounding them to the inputs' dtype. On a GPU the products have half precision inputs
-            all the same; the logits' gradient is rounded to that for the other two products.
+        float32_logits: do not round logits to half precision inputs' dtype. On a GPU their gradient
+            is rounded to it, for the products with hidden states and weight.
 
     Returns:
         ``(terms_L, log_probs_N, entropy_N)``. Only ``terms_L.sum()`` (or a multiple of it) can be
@@ -332,10 +331,9 @@ def default_chunk_size(
 ) -> int:
     """Tokens a chunk where nobody says: enough to keep the device busy, few enough to fit."""
     of_state = hidden_ND.dtype.itemsize
-    of_logit = max(of_state, 4 * float32_logits)
-    if hidden_ND.is_cuda:
-        return GPU_CHUNK * of_state // of_logit
-    return max(16, CPU_CHUNK_BYTES // (len(weight_VD) * of_logit))
+    of_logit = max(of_state, 4 * float32_logits)  # bytes
+    on_cpu = max(16, CPU_CHUNK_BYTES // (len(weight_VD) * of_logit))
+    return GPU_CHUNK * of_state // of_logit if hidden_ND.is_cuda else on_cpu
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -376,8 +374,8 @@ def _tile_width(rows: int, dtype: torch.dtype, tile_bytes: int) -> int:
 def _scratch(scratch: Tensor | None, hidden: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Memory for a tile of ``[len(hidden), width]``; that of an earlier one where it suffices."""
     size = len(hidden) * width
-    enough = scratch is not None and len(scratch) >= size
-    return scratch if enough else hidden.new_empty(size, dtype=dtype)
+    small = scratch is None or len(scratch) < size
+    return hidden.new_empty(size, dtype=dtype) if small else scratch
 
 
 def _tile(scratch: Tensor, hidden: Tensor, width: int) -> Tensor:
@@ -386,10 +384,9 @@ def _tile(scratch: Tensor, hidden: Tensor, width: int) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor, *, into: Tensor) -> None:
-    if hidden.dtype == into.dtype:
-        torch.mm(hidden, weight.t(), out=into)
-    else:
-        _multiply(hidden, weight.t(), into=into, add=False)
+    if hidden.dtype != into.dtype:
+        return _multiply(hidden, weight.t(), into=into, add=False)
+    torch.mm(hidden, weight.t(), out=into)
 
 
 def _multiply(left: Tensor, right: Tensor, *, into: Tensor, add: bool) -> None:

@@ -111,8 +111,7 @@ class TokenScorer(nn.Module):
     @property
     def chunked(self) -> bool:
         """Whether the output matrix is applied in tiles here, rather than by the model."""
-        if not self._measured:
-            self.measure()
+        self.measure()
         return self._chunked
 
     def measure(self) -> None:
@@ -124,7 +123,11 @@ class TokenScorer(nn.Module):
         Raises:
             ValueError: for what the model cannot do, with what to change.
         """
-        if self._measured or not can_try(self.model):
+        if not self._measured:
+            self._measure()
+
+    def _measure(self) -> None:
+        if not can_try(self.model):
             return
         with trying(self.model):
             trial = Trial(self.model)
@@ -192,8 +195,7 @@ class TokenScorer(nn.Module):
         self, tokens_BT: Tensor, attention_mask_BT: Tensor, mask_BT: Tensor
     ) -> Predictions:
         """Run the model up to its head and keep what the tokens of ``mask_BT`` follow from."""
-        if not self._measured:
-            self.measure()
+        self.measure()
         return self._predict(tokens_BT, attention_mask_BT, mask_BT)
 
     def _predict(

@@ -93,7 +93,7 @@ def shard_model(scorer: TokenScorer, ranks: Ranks) -> None:
             # The normalizer counts the tokens of all ranks, so gradients are added, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    for method in ("predict", "measure"):
+    for method in ("predict", "_measure"):
         register_fsdp_forward_method(scorer, method)
     scorer.register_forward_hook(_reshard_without_gradient)
     model.trained_dtype = half  # what checkpoints and engines are given

@@ -38,9 +38,14 @@ def relative(actual, expected):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("entropy", [True, False])
-def test_tiles_equal_those_of_pytorch(dtype, entropy, monkeypatch):
+@pytest.mark.parametrize("ruled_out", [False, True])
+def test_tiles_equal_those_of_pytorch(dtype, entropy, ruled_out, monkeypatch):
     hidden, weight, targets, g, e = (t.detach() for t in inputs(dtype))
     tile = hidden @ weight.t()
+    if ruled_out:  # logits of -inf: in every row some, in some all of the first columns
+        kept = tile.gather(1, targets[:, None])
+        tile[:, 5::7] = tile[::3, :1500] = -torch.inf
+        tile.scatter_(1, targets[:, None], kept)
 
     def run(on_triton):
         if not on_triton:
@@ -58,6 +63,7 @@ def test_tiles_equal_those_of_pytorch(dtype, entropy, monkeypatch):
         return log_probs, entropies, out
 
     assert head_tiles._use_triton(tile)
+    assert all(value.isfinite().all() for value in run(True))
     for actual, expected in zip(run(True), run(False), strict=True):
         torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=1e-4)
 

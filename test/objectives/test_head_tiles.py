@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import hypothesis.strategies as st
 import pytest
@@ -123,3 +126,39 @@ def test_entries_that_a_model_rules_out_have_no_part_in_entropy_and_gradient(
     loss = of_head[0].sum() + with_entropy * (of_entropy * of_head[1]).sum()
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], of_logits.to(dtype),
                                **tolerance)
+
+
+INTERPRETED = """
+import torch
+from grpo.objectives import head_tiles, head_triton
+
+torch.manual_seed(0)
+tile, targets, (g, e) = torch.randn(12, 5003), torch.randint(5003, (12,)), torch.randn(2, 12)
+kept = tile.gather(1, targets[:, None])
+tile[:, 5::7] = tile[::3, :1500] = -torch.inf
+tile.scatter_(1, targets[:, None], kept)
+for of_entropy in (e, None):
+    results = []
+    for way in (head_triton, head_tiles):
+        out, statistics = tile.clone(), head_tiles.Statistics.empty(
+            12, dtype=torch.float32, device=tile.device)
+        for left in range(0, 5003, 1000):
+            way.fold(out[:, left : left + 1000], targets, statistics, column=left,
+                     inverse_temperature=1 / 0.7)
+        log_probs, entropy, log_normaliser = statistics.finish()
+        way.grad_(out, targets, log_normaliser_n=log_normaliser, entropy_n=entropy,
+                  grad_log_prob_n=g, grad_entropy_n=of_entropy, column=0,
+                  inverse_temperature=1 / 0.7)
+        results.append((log_probs, entropy, out))
+    for one, other in zip(*results, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_agree_where_they_are_interpreted():
+    """Without a GPU: Triton runs kernels on the CPU where its interpreter is asked for."""
+    pytest.importorskip("triton")
+    subprocess.run([sys.executable, "-W", "ignore", "-c", INTERPRETED], check=True, timeout=300,
+                   env={**os.environ, "TRITON_INTERPRET": "1"})

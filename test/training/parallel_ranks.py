@@ -59,7 +59,7 @@ CASES = {
     "token": {"model": {"tie": False}},
     "sequence": {"loss": {"aggregation": "sequence"}},
     "prompt": {"loss": {"aggregation": "prompt", "kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01},
-               "learner": {"max_tokens_per_micro_batch": 24}},
+               "learner": {"max_tokens_per_micro_batch": 24, "rows_per_step": 4}},
     "dr_grpo": {"loss": {"aggregation": "dr_grpo", "constant_length": RESPONSE},
                 "model": {"tie": False}, "learner": {"num_micro_batches": 3}},
     "kl_untied": {"model": {"tie": False}, "learner": {"max_tokens_per_micro_batch": 16},

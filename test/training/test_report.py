@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -171,7 +172,6 @@ def test_credentials_are_hidden(full_page):
 
 
 def test_versions_are_those_installed(full_page):
-    import torch
 
     assert versions()["torch"] in full_page
     assert versions()["torch"].split("+")[0] == torch.__version__.split("+")[0]
