@@ -280,9 +280,10 @@ class RolloutSchedule:
         """
         running = [lease.version for lease in self._leases.values()]
         waiting = [*running, *(done.version for done in left if not done.rank)]
-        return max((sum(other <= version for other in waiting) - self.extra
-                    - self.batch_groups * (version + self.staleness - self.version)
-                    for version in {*running}), default=0)
+        beyond = [sum(other <= version for other in waiting) - self.extra
+                  - self.batch_groups * (version + self.staleness - self.version)
+                  for version in set(running)]
+        return max([0, *beyond])
 
     def publish(self, version: int) -> None:
         """There are new weights; what has been taken is in them.

@@ -213,6 +213,15 @@ class TestAge:
         schedule.finish(slow[1].id, "slow", version=0)
         assert [done.group for done in schedule.take()] == ["slow"]
 
+    @pytest.mark.parametrize("staleness", [1, 2, 4])
+    def test_nothing_waits_for_a_group_that_finds_a_place_later(self, staleness):
+        schedule = RolloutSchedule(1, staleness=staleness)
+        slow, fast = (schedule.lease(worker=w, now=0.0) for w in range(2))
+        for _ in range(staleness):
+            fast = self.next_one(schedule, fast)
+        schedule.finish(fast.id, "fast", version=staleness)
+        assert schedule.take() is None and schedule.awaited == 1
+
     @pytest.mark.parametrize("gone", ["lose", "fail", "expire"])
     def test_a_straggler_that_is_given_back_holds_nobody_up(self, gone):
         """It keeps its number, and starts anew with the present weights."""
