@@ -146,6 +146,7 @@ def start_engine(
             # Not read for the size of the cache then, but vLLM refuses to start unless this share
             # of the GPU is free, 0.9 by default.
             options["gpu_memory_utilization"] = _LEAST_FREE_SHARE
+        _own_graph_pool()
     with starting():
         engine = LLM(
             model_path,
@@ -163,6 +164,17 @@ def start_engine(
         )
     remember(engine)
     return engine
+
+
+def _own_graph_pool() -> None:
+    """Give the engine that starts a memory pool of its own for CUDA graphs.
+
+    vLLM keeps one pool a process. It ends with the graphs of an engine that is stopped, and a
+    second engine, as in a sweep, would record into a pool that is no longer there.
+    """
+    from vllm.platforms import current_platform
+
+    type(current_platform)._global_graph_pool = None
 
 
 def kv_cache_bytes(

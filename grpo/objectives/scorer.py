@@ -124,9 +124,10 @@ class TokenScorer(nn.Module):
             ValueError: for what the model cannot do, with what to change.
         """
         if not self._measured:
-            self._measure()
+            self._measure(self.packing)
 
-    def _measure(self) -> None:
+    def _measure(self, packing: bool) -> None:
+        # With an argument, because FSDP2 on a GPU cannot wrap a method that takes none.
         if not can_try(self.model):
             return
         with trying(self.model):
@@ -135,11 +136,11 @@ class TokenScorer(nn.Module):
                 raise ValueError(reason)
             if self._chunked and (reason := trial.why_not_tiles()):
                 self._without_tiles(reason)
-            reason = trial.why_not_packed() if self.packing else None
+            reason = trial.why_not_packed() if packing else None
             if reason := reason or trial.why_not_together(self._logits):
                 raise ValueError(
                     f"packing=True does not fit this model: {reason}; set packing=False "
-                    "(train.packing=false)" if self.packing else
+                    "(train.packing=false)" if packing else
                     f"batches do not fit this model: {reason}; give one row at a time")
             if reason := trial.why_not_capped():
                 say_once(f"{reason}; load the model with attn_implementation='eager' if it was "
