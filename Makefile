@@ -9,7 +9,7 @@ READY := .venv/ready-$(or $(GRPO_DEVICE),auto)
 ATROPOS_RUN := outputs/atropos/$(shell date +%Y-%m-%d_%H-%M-%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup atropos-env train train-atropos test gpu-acceptance lint clean
+.PHONY: help setup atropos-env train train-atropos test test-slow gpu-acceptance lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -37,6 +37,9 @@ train-atropos: $(READY)  ## the same on an Atropos environment; options as ARGS=
 
 test: $(READY)  ## run the fast tests; pytest options as ARGS="-k surrogates"
 	$(BIN)/python tools/run_tests.py $(ARGS)
+
+test-slow: $(READY)  ## run slow tests, a part at each commit; ARGS="--budget 1700" in seconds
+	$(BIN)/python tools/slow_tests.py $(ARGS)
 
 gpu-acceptance: $(READY)  ## run on the GPUs what the pages promise, in nine minutes; ARGS=--list
 	$(BIN)/python tools/gpu_acceptance.py $(ARGS)

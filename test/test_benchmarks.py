@@ -86,18 +86,98 @@ class TestAsyncLengths:
 # -- results before the end -----------------------------------------------------------------------
 
 
+def test_a_benchmark_that_is_ended_leaves_what_it_recorded(tmp_path):
+    source = f"""
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {str(BENCHMARKS)!r})
+from machine import Recording
+sys.argv = ["benchmarks/hub.py", "--groups", "9 9"]
+recording = Recording("hub", Path({str(tmp_path)!r}, "result.json"), work="a piece")
+try:
+    recording.add(seconds=[1.5])
+    time.sleep(60)
+    recording.finish()
+finally:
+    Path({str(tmp_path)!r}, "tidied").touch()
+"""
+    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.DEVNULL)
+    try:
+        until(process, tmp_path, lambda found: "seconds" in found)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+    assert json.loads((tmp_path / "result.json").read_text()) == {
+        "benchmark": "hub", "complete": False, "work": "a piece", "seconds": [1.5],
+        "command": "python benchmarks/hub.py --groups '9 9'"}
+    assert (tmp_path / "tidied").exists()  # as after Ctrl-C
+
+
+#: Stands in for grpo.py: an iteration after another, until it is ended or fails.
+SCRIPT = """
+import json, sys, time
+from pathlib import Path
+folder = Path(sys.argv[-1].partition("=")[2])
+folder.mkdir()
+print("memory plan", flush=True)
+time.sleep(0.3)
+for step in range(100):
+    if "fail" in sys.argv and step == 2:
+        sys.exit("out of memory")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "time/step": 0.5} if step else {"step": 0}) + "\\n")
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def scripts(tmp_path, monkeypatch):
+    import runs
+
+    import grpo.training.loggers  # noqa: F401  takes seconds, in which the stand-in would be done
+
+    (tmp_path / "grpo.py").write_text(SCRIPT)
+    monkeypatch.setattr(runs, "SCRIPTS", tmp_path)
+    return runs
+
+
+def test_a_run_is_watched_and_ended_when_enough_was_seen(scripts, tmp_path):
+    seen = []
+    run = scripts.WatchedRun("grpo.py", [], tmp_path / "run",
+                             seen=lambda run: seen.append(len(run.describe()[
+                                 "seconds_per_iteration"])))
+    run.follow(iterations=3, timeout=60.0)
+    assert len(run.rows) == 3 == seen[-1] and seen == sorted(set(seen))
+    (seconds, line), *_ = run.describe()["startup"]
+    assert line == "memory plan" and 0 <= seconds < 30
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    time.sleep(0.3)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before  # it has ended
+
+
+@pytest.mark.parametrize(("arguments", "timeout", "message"), [
+    (["fail"], 60.0, "(?s)ended with exit code 1 after 1 iterations.*out of memory"),
+    ([], 1.5, "(?s)of 99 iterations in 1.5 s.*memory plan")])
+def test_a_run_that_fails_or_takes_too_long_says_so_with_its_log(
+        scripts, tmp_path, arguments, timeout, message):
+    run = scripts.WatchedRun("grpo.py", arguments, tmp_path / "run")
+    with pytest.raises(scripts.RunFailed, match=message):
+        run.follow(iterations=99, timeout=timeout)
+    assert run.describe()["seconds_per_iteration"][0] == 0.5
+
+
 @pytest.fixture
 def begin(tmp_path):
     """Start a benchmark that writes ``result.json``."""
-    started, temporary = [], tmp_path / "temporary"
-    temporary.mkdir()
+    started = []
 
     def start(name: str, *arguments: str) -> subprocess.Popen:
         started.append(subprocess.Popen(
             [sys.executable, str(BENCHMARKS / name), *arguments, "--out",
              str(tmp_path / "result.json")],
-            env=os.environ | {"PYTHONPATH": str(REPO), "TMPDIR": str(temporary),
-                              "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")},
+            env=os.environ | {"PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)},
             stdout=subprocess.DEVNULL, stderr=(tmp_path / "errors").open("w"), cwd=tmp_path))
         return started[-1]
 
@@ -116,6 +196,7 @@ def until(process: subprocess.Popen, folder: Path, ready, *, timeout: float = 12
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_step_benchmark_that_is_ended_leaves_the_iterations_that_were_done(begin, tmp_path):
     process = begin("step_time.py", "--shape", "tiny", "--prompts", "2", "--group", "2",
                     "--prompt-tokens", "32", "--response-tokens", "4", "--iterations", "100000",
@@ -131,9 +212,10 @@ def test_a_step_benchmark_that_is_ended_leaves_the_iterations_that_were_done(beg
     assert [at for at, _ in result["startup"]] == sorted(at for at, _ in result["startup"])
     assert result["startup"] and result["machine"] and result["commit"]
     assert "inference_model.backend=transformers" in result["run"]
-    assert not list((tmp_path / "temporary").iterdir())
+    assert not list(tmp_path.glob("*/problems"))  # its own folder is gone
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_why_and_what_was_measured(begin, tmp_path):
     process = begin("step_time.py", "--shape", "tiny", "--prompts", "2", "--group", "2",
                     "inference_model.backend=transformers", "train.clip_epsilon=-1")
@@ -144,6 +226,7 @@ def test_a_run_that_fails_says_why_and_what_was_measured(begin, tmp_path):
     assert json.loads((tmp_path / "result.json").read_text())["complete"] is False
 
 
+@pytest.mark.slow
 def test_the_losses_that_were_measured_stay(begin, tmp_path):
     process = begin("loss_memory.py", "--vocabulary", "512", "--rows", "2")
     until(process, tmp_path, lambda found: "losses" in found)

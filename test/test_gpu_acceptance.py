@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +27,8 @@ from acceptance import rows  # noqa: E402
 from acceptance.compare import compare  # noqa: E402
 from acceptance.figures import read_benchmark, read_pytest, read_run  # noqa: E402
 from acceptance.pages import PAGES, page_commands  # noqa: E402
-from acceptance.schedule import Missed  # noqa: E402
+from acceptance.report import Report, table  # noqa: E402
+from acceptance.schedule import Missed, Outcome, Part  # noqa: E402
 
 # -- what is run ----------------------------------------------------------------------------------
 
@@ -182,6 +184,33 @@ def test_the_peer_is_beaten_in_time_and_memory(step, gib, fault):
     figures, faults = compare(result(step, gib), result(10.0, 70.0), at_most=0.45)
     assert figures["ratio"] == step / 10
     assert [fault in said for said in faults] == [True] if fault else faults == []
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("last", "verdict"), [
+    (Outcome("passed", seconds=3.0, figures={"summary": "s a step 2"}), True),
+    (Outcome("skipped", "needs 2 GPUs"), True),
+    (Outcome("not run", "time was up"), False), (Outcome("failed", "exit code 1"), False),
+    (Outcome("running"), False)])
+def test_the_file_says_what_came_of_each_part_and_of_all(tmp_path, capsys, last, verdict):
+    parts = [Part("models and machine", "true", 30.0), Part("last", "run one\nrun two", 60.0)]
+    schedule = SimpleNamespace(parts=parts, outcomes={
+        "models and machine": Outcome("passed", seconds=1.0), "last": last})
+    (tmp_path / "machine.json").write_text('{"machine": "NVIDIA H200", "commit": "1234abc"}')
+    report = Report(tmp_path / "results" / "acceptance.json", tmp_path, gpus=1)
+    report.update(schedule)
+    report.update(schedule)
+    written = json.loads((tmp_path / "results" / "acceptance.json").read_text())
+    assert (written["accepted"], written["gpus"]) == (verdict, 1)
+    assert written["complete"] == (last.status != "running")
+    assert (written["machine"], written["commit"]) == ("NVIDIA H200", "1234abc")
+    assert written["parts"][1]["status"] == last.status
+    assert written["parts"][1]["command"] == ["run one", "run two"]
+    # Once for each part that has ended.
+    assert capsys.readouterr().out.count("\n") == 2 - (last.status == "running")
+    assert table(schedule).splitlines()[-1].startswith("accepted" if verdict else "NOT accepted")
 
 
 # -- the schedule ---------------------------------------------------------------------------------

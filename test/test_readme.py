@@ -165,7 +165,8 @@ def test_make_target_exists(command):
     done = subprocess.run([*shlex.split(command), "--dry-run"], cwd=REPO, capture_output=True,
                           text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    started = {"test": "run_tests.py", "train": SCRIPT, "train-atropos": "grpo.cli.run"}
+    started = {"test": "run_tests.py", "train": SCRIPT, "train-atropos": "grpo.cli.run",
+               "gpu-acceptance": "gpu_acceptance.py"}
     assert started[command.split()[1]] in done.stdout
 
 

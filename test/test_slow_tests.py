@@ -1,0 +1,94 @@
+"""tools/slow_tests.py: what runs in which order, within its time, and what it says of the rest."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "tools"))
+
+import slow_tests  # noqa: E402
+from slow_tests import Session, Unit, in_order, make_units, record  # noqa: E402
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A folder of slow tests that the tool takes for its repository."""
+    sources = {
+        "test_good.py": "def test_a(): pass\ndef test_b(): pytest.skip('no')\n",
+        "test_bad.py": "def test_a(): assert 1 == 2\n",
+        "test_endless.py": "def test_a():\n    import time\n    time.sleep(60)\n",
+        "test_broken.py": "import no_such_module\n",
+    }
+    for name, source in sources.items():
+        (tmp_path / name).write_text(f"import pytest\npytestmark = pytest.mark.slow\n{source}")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: s\n    gpu: g\n")
+    monkeypatch.setattr(slow_tests, "REPO", tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer than these tests
+    return tmp_path
+
+
+def run(folder: Path, *units: Unit, budget: float = 60.0) -> Session:
+    session = Session(units, budget=budget, lanes=2, folder=folder / "logs")
+    session.run()
+    return session
+
+
+def test_counts_are_added_up_and_a_failure_is_shown(files, capsys):
+    session = run(files, *(Unit(f"test_{name}.py", 1.0) for name in ("good", "bad", "broken")))
+    assert sorted(session.failed) == ["test_bad.py", "test_broken.py"]
+    assert slow_tests.closing_line(session, 3.0) == (
+        "1 failed, 1 passed, 1 skipped, 1 errors in 3.00s")
+    printed = capsys.readouterr().out
+    assert "assert 1 == 2" in printed and "no_such_module" in printed
+    assert "test_good.py: 1 passed, 1 skipped" in printed
+    assert (session.waiting, session.unfinished) == ([], [])
+
+
+def test_the_budget_is_kept_and_what_did_not_run_is_known(files):
+    started = time.monotonic()
+    endless, good, long = (Unit("test_endless.py", 1.0), Unit("test_good.py", 1.0),
+                           Unit("test_bad.py", 99.0))
+    session = run(files, long, endless, good, budget=5.0)
+    assert time.monotonic() - started < 15
+    assert (session.waiting, session.unfinished) == ([long], [endless])
+    assert list(session.seconds) == ["test_good.py"] and session.failed == []
+
+
+def test_every_unit_comes_first_at_some_commit_and_always_at_the_same():
+    units = [Unit(name, 1.0) for name in "abcdefg"]
+    firsts = {in_order(units, changed=[], commit=f"{number:x}")[0].name for number in range(7)}
+    assert firsts == set("abcdefg")
+    for commit in ("0", "7309f3ad1a2b130923ecf2b3daef0677083f1b66"):
+        ordered = in_order(units, changed=["e"], commit=commit)
+        assert ordered == in_order(units, changed=["e"], commit=commit)
+        assert ordered[0].name == "e" and sorted(unit.name for unit in ordered) == list("abcdefg")
+
+
+def test_a_long_file_is_run_test_by_test_and_recorded_as_a_whole(tmp_path):
+    path = tmp_path / "seconds.json"
+    path.write_text('{"a.py": 600, "c.py": 1}')
+    tests = ["a.py::one", "a.py::two", "b.py::one", "b.py::two"]
+    units = make_units(tests, json.loads(path.read_text()))
+    assert [unit.name for unit in units] == ["a.py::one", "a.py::two", "b.py"]
+    record({"a.py::one": 400.0, "b.py": 30.4}, units, path)
+    assert json.loads(path.read_text()) == {"a.py": 600, "b.py": 30, "c.py": 1}
+    record({"a.py::one": 400.0, "a.py::two": 115.0}, units, path)
+    assert json.loads(path.read_text())["a.py"] == 500
+
+
+def test_recorded_files_are_there():
+    assert all((REPO / file).is_file() for file in json.loads(slow_tests.SECONDS.read_text()))
+
+
+def test_ci_runs_the_slow_tests_last_and_fails_with_any():
+    lines = (REPO / ".ci" / "run").read_text().splitlines()
+    calls = [line for line in lines if line.startswith("make ")]
+    assert [call.split()[1] for call in calls] == ["lint", "test", "test-slow"]
+    assert all(call.endswith("|| failed=1") for call in calls)
+    assert lines[-1] == 'exit "$failed"'
