@@ -10,7 +10,8 @@ from grpo.engines.process import EngineProcess, server_command
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(400)]
 PROMPT = list(range(10, 42))
-CACHE_BYTES = 4 << 30
+# So much that what others on the GPU take or give back meanwhile is little beside it.
+CACHE_BYTES = 48 << 30
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def test_memory_is_given_back_and_the_weights_return(client, gpu_folder, level):
     free, _ = torch.cuda.mem_get_info(0)
     client.sleep(level)
     assert client.call("GET", "/bridge/is_sleeping") == {"sleeping": True}
-    assert torch.cuda.mem_get_info(0)[0] - free > 0.9 * CACHE_BYTES
+    assert torch.cuda.mem_get_info(0)[0] - free > 0.8 * CACHE_BYTES
     with pytest.raises(EngineCallError, match="wake_up"):
         client.collective_rpc("fingerprints")
     client.wake_up()

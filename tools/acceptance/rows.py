@@ -52,7 +52,7 @@ SMALL = ("model.warm_start_steps=20", "env.num_envs=8", "env.repeats=4", "env.ta
          "env.reward=negative_length", "inference_model.max_tokens=8",
          "train.total_dialog_turns=96", "train.eval_frequency=0", "train.checkpoint_frequency=0",
          "optimizer.lr=1e-3")
-SMALL_ITERATIONS = 3
+SMALL_ITERATIONS, SMALL_ROWS = 3, 32
 #: The same for a random model of real size. Nearly all its tokens stand for no character, so only
 #: a reward by length differs within a group.
 SMALLER_LARGE = (
@@ -70,8 +70,9 @@ GSM8K_ASYNC = f"{ASYNC_SCRIPT} --config-name grpo_async_gsm8k model.name=$WORK/m
 LORA = "train_model.lora.enabled=true optimizer.lr=1e-3"
 #: Combinations that no page has as a command.
 VARIANTS = {
-    "0.5b, gradient checkpointing": f"{GSM8K}/0.5b train_model.gradient_checkpointing=true",
-    "1.5b, layers compiled": f"{GSM8K}/1.5b train_model.compile=true",
+    "0.5b, packing, checkpointing, reference":
+        f"{GSM8K}/0.5b train.packing=true train_model.gradient_checkpointing=true "
+        "train.kl_to_ref_coeff=0.01",
     "1.5b, layers not compiled": f"{GSM8K}/1.5b train_model.compile=false",
     "0.5b, adapters as views, compiled":
         f"{GSM8K}/0.5b {LORA} train_model.lora.alpha=16 train_model.compile=true",
@@ -81,13 +82,12 @@ VARIANTS = {
     "0.5b, engine=process, adapters": f"{GSM8K}/0.5b inference_model.engine=process {LORA}",
     "0.5b, engine=server, compiled":
         f"{GSM8K}/0.5b inference_model.engine=server train_model.compile=true",
-    "0.5b, packing": f"{GSM8K}/0.5b train.packing=true",
-    "0.5b, reference and packing": f"{GSM8K}/0.5b train.packing=true train.kl_to_ref_coeff=0.01",
 }
 VARIANTS_OF_TWO_GPUS = {
     "0.5b, one trains, one generates, adapters": f"{GSM8K_ASYNC}/0.5b {LORA}",
     "1.5b, one trains, one generates, compiled": f"{GSM8K_ASYNC}/1.5b train_model.compile=true",
-    "1.5b, two train": f"{GSM8K}/1.5b inference_model.engine=process train_model.num_devices=2",
+    "1.5b, two train, compiled": f"{GSM8K}/1.5b inference_model.engine=process "
+        "train_model.num_devices=2 train_model.compile=true",
     "0.5b, two train, adapters":
         f"{GSM8K}/0.5b inference_model.engine=process train_model.num_devices=2 {LORA}",
 }
@@ -99,16 +99,16 @@ BENCHMARKS = {
     OURS: (f"step_time.py {WORK} --iterations 9", ("seconds/step", "canary_share",
                                                    "memory_gib/peak")),
     PEER: (f"peer_trl.py {WORK} --iterations 7", ("seconds/step", "memory_gib/peak")),
-    "cost of the canary": ("canary_cost.py --shape 1.5b --repeats 10",
-                           ("milliseconds_by_max_tokens",)),
+    "cost of the proof": ("proof_cost.py --shape 1.5b --ways memory in_process --repeats 5",
+                          ("ways/memory/whole_milliseconds", "ways/in_process/share_of_step")),
 }
 BESIDE = "step time beside TRL + Liger"
 AT_MOST = 0.45  # of the peer's seconds
 
 #: Files of test/gpu -> GPUs that they need, and have use for; the others take one.
 TESTS_OF_SEVERAL_GPUS = {"test_parallel.py": (2, 2), "test_transfer.py": (1, 3)}
-#: Files of test/gpu that look at all of the GPU's memory in use.
-TESTS_ALONE = {"test_server_sleep.py"}
+#: Files of test/gpu that take more of a GPU than the others.
+TEST_GIB = {"test_server_sleep.py": 56.0}
 
 
 class UnknownCommandError(ValueError):
@@ -123,14 +123,12 @@ def all_parts(gpus: int, *, root: Path = REPO) -> list[Part]:
     """
     pages = [part for command in page_commands(root) for part in command_parts(command)]
     first = [part for part in pages if part.name.startswith("README")]
-    tests = list(gpu_tests(gpus))
     parts = [
+        # What is timed goes first: nothing has to end before it may begin.
         Part(PREPARE, "python $REPO/tools/acceptance/prepare.py $WORK", limit=120, gib=8),
-        *first, *(part for part in tests if not part.alone),
-        *(part for part in pages if part.name.startswith("docs/weights")),
-        *benchmarks(), *variants(),
+        *benchmarks(), *first, *gpu_tests(gpus),
+        *(part for part in pages if part.name.startswith("docs/weights")), *variants(),
         *(part for part in pages if part not in first and "docs/weights" not in part.name),
-        *(part for part in tests if part.alone),
     ]
     parts = [replace(part, missing=part.missing or f"needs {part.gpus} GPUs")
              if part.gpus > max(gpus, 1) else part for part in _once(parts)]
@@ -194,10 +192,15 @@ def _short(text: str) -> str:
 
 def run_part(name: str, text: str) -> Part:
     """A run of ``grpo.py`` or ``grpo-async.py``, on less work."""
+    if name.startswith("docs/objectives") and "backend=" not in text:
+        text += " inference_model.backend=transformers"  # whose engine starts at once
+    if "weight_sync=restart" in text:
+        text += f" train.total_dialog_turns={SMALL_ROWS}"  # a new server takes a minute
     script, model = smaller(text), model_of(text)
     sweep = re.search(r"--multirun \S+=(\S+)", text)
     runs = len(sweep[1].split(",")) if sweep else 1
     iterations = SMALL_ITERATIONS if model == "embedded" else LARGE_ITERATIONS
+    iterations = 1 if "weight_sync=restart" in text else iterations
     asynchronous = text.startswith(ASYNC_SCRIPT)
     return Part(
         name, script, limit=(150.0 if model == "embedded" else 300.0) + 40.0 * (runs - 1),
@@ -297,9 +300,9 @@ def gpu_tests(gpus: int) -> Iterator[Part]:
         least, most = TESTS_OF_SEVERAL_GPUS.get(path.name, (1, 1))
         yield Part(
             f"test/gpu/{path.name}",
-            "cd $REPO\npython -m pytest -q -m gpu -p no:cacheprovider --durations=5 "
-            f"test/gpu/{path.name}", limit=300.0, gib=10.0,
-            gpus=max(least, min(gpus, most)), alone=path.name in TESTS_ALONE,
+            "cd $REPO\npython -m pytest -q -m gpu -p no:cacheprovider -p no:warnings "
+            f"--tb=short --show-capture=no test/gpu/{path.name}", limit=300.0,
+            gib=TEST_GIB.get(path.name, 10.0), gpus=max(least, min(gpus, most)),
             read=read_pytest)
 
 
