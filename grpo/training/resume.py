@@ -99,9 +99,10 @@ def join(
     reasons = result_changes(old, settings)
     if old["train"]["exp_name"] != config.train.exp_name:
         reasons.append(f"train.exp_name: {old['train']['exp_name']} -> {config.train.exp_name}")
-    newest = list_checkpoints(checkpoint.run_dir)[-1].step
-    if newest != checkpoint.step:
-        reasons.append(f"from step {checkpoint.step}, while the run has got to step {newest}")
+    later = [found.step for found in list_checkpoints(checkpoint.run_dir)
+             if found.step > checkpoint.step and found.damage() is None]
+    if later:
+        reasons.append(f"from step {checkpoint.step}, while the run has got to step {later[-1]}")
     if fixed and run_dir.resolve() != checkpoint.run_dir.resolve():
         reasons.append(f"{key}: {checkpoint.run_dir} -> {run_dir}")
     if not reasons:
