@@ -135,7 +135,7 @@ def _build(
         adaptations=objective.build_adaptations(config, loss, advantage),
         reporter=Reporter(console, loggers, start.tokenizer, run_dir=start.run_dir,
                           num_samples=config.logging.num_samples),
-        tokenizer=start.tokenizer, run_dir=start.run_dir, config=start.settings,
+        tokenizer=start.tokenizer, run_dir=start.run_dir, config=start.asked,
         iterations=config.iterations, eval_frequency=config.train.eval_frequency,
         checkpoint_frequency=config.train.checkpoint_frequency,
         keep_checkpoints=config.train.keep_checkpoints or 3,

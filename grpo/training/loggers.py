@@ -15,7 +15,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TextIO, get_args
+from typing import Any, Literal, get_args
+
+from grpo.training.line_file import LineFile
 
 Backend = Literal["wandb", "tensorboard"]
 WandbMode = Literal["online", "offline", "disabled"]
@@ -117,7 +119,8 @@ class JsonlLogger(MetricLogger):
 
     A metrics line is ``{"step": int, "time": unix seconds, name: number or null, ...}``; a samples
     line is ``step``, ``time`` and the fields of one :class:`Sample`. NaN and infinities become
-    ``null``, since JSON has no other word for them. Lines are appended to an existing file.
+    ``null``, since JSON has no other word for them. Lines are appended to an existing file, and
+    wait where the disk is full (:class:`~grpo.training.line_file.LineFile`).
 
     Args:
         path: file for metrics; parent folders are made.
@@ -135,19 +138,19 @@ class JsonlLogger(MetricLogger):
     def __init__(self, path: Path | str, *, samples_path: Path | str | None = None) -> None:
         self.path = Path(path)
         self.samples_path = Path(samples_path or self.path.with_name(SAMPLES_FILE))
-        self._metrics = _open_lines(self.path)
-        self._samples = _open_lines(self.samples_path)
+        self._metrics = LineFile(self.path)
+        self._samples = LineFile(self.samples_path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line; ValueError if a metric is called ``step`` or ``time``."""
         taken = [name for name in _RESERVED if name in metrics]
         if taken:
             raise ValueError(f"metric name {taken[0]!r} is reserved for the row itself; rename it")
-        _write_lines(self._metrics, [_row(step, metrics)])
+        self._metrics.append(_dump(_row(step, metrics)))
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Append one line a sample."""
-        _write_lines(self._samples, [_row(step, asdict(sample)) for sample in samples])
+        self._samples.append("".join(_dump(_row(step, asdict(sample))) for sample in samples))
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps from both files, each replaced atomically."""
@@ -155,28 +158,12 @@ class JsonlLogger(MetricLogger):
         for path in (self.path, self.samples_path):
             kept = [row for row in read_jsonl(path) if row["step"] <= step]
             write_atomically(path, "".join(_dump(row) for row in kept))
-        self._metrics = _open_lines(self.path)
-        self._samples = _open_lines(self.samples_path)
+        self._metrics = LineFile(self.path)
+        self._samples = LineFile(self.samples_path)
 
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
-
-
-def _open_lines(path: Path) -> TextIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        # A torn last line would swallow the next record.
-        with open(path, "r+b") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
-    # A lone surrogate, which a tokenizer can produce, has no UTF-8 form; its backslash escape is
-    # the JSON escape, so the line stays valid and reads back as the same text.
-    return open(path, "a", encoding="utf-8", errors="backslashreplace", newline="\n")
-
-
-def _write_lines(file: TextIO, rows: list[dict[str, Any]]) -> None:
-    file.write("".join(map(_dump, rows)))
-    file.flush()
 
 
 def _dump(row: Mapping[str, Any]) -> str:

@@ -1,12 +1,24 @@
-"""Which folder a run writes to, and what it goes on from."""
+"""Which folder a run writes to, and what it goes on from.
+
+A run goes on in its own folder only as what it was: from its newest checkpoint, under its name,
+with the settings that its results depend on. Anything else is a branch, which has a folder of its
+own and leaves its parent as it is.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
-from grpo.config import Config
-from grpo.training.checkpoint import Checkpoint, changed_keys, find_checkpoint, identity_changes
+from grpo.config import Config, ConfigError
+from grpo.training.checkpoint import Checkpoint, find_checkpoint, list_checkpoints
+from grpo.training.identity import changed_keys, identity_changes, result_changes, with_defaults
+from grpo.training.loggers import METRICS_FILE, SAMPLES_FILE, read_jsonl, write_atomically
+
+#: In the folder of a branch: which checkpoint it started from, and what it does otherwise.
+PARENT_FILE = "parent.json"
 
 
 def open_run(config: Config, run_dir: Path) -> tuple[Path, Checkpoint | None]:
@@ -14,26 +26,121 @@ def open_run(config: Config, run_dir: Path) -> tuple[Path, Checkpoint | None]:
 
     Args:
         config: whose ``resume`` says what to go on from.
-        run_dir: of a new run.
+        run_dir: of a new run, and of a branch.
 
     Raises:
-        ValueError: if the checkpoint belongs to a run with another model, task or seed.
+        ConfigError: if the checkpoint belongs to a run with another model, task or seed, or if the
+            folder of a branch holds a run already.
         FileNotFoundError: if ``resume`` names a path without a checkpoint.
     """
-    if config.resume is None:
-        return run_dir, None
-    settings = config.model_dump(mode="json")
-    checkpoint = find_checkpoint(
-        config.resume, root=[Path("outputs"), Path("multirun"), run_dir],
-        exp_name=config.train.exp_name, config=settings)
+    checkpoint = checkpoint_of(config, [Path("outputs"), Path("multirun"), run_dir])
     if checkpoint is None:
-        print(f"resume=auto: no checkpoint of {config.train.exp_name!r} with this model, task and "
-              "seed yet, starting a new run")
         return run_dir, None
-    if other := identity_changes(checkpoint.info()["config"], settings):
-        raise ValueError(f"resume={config.resume}: {checkpoint.folder} belongs to another run "
-                         f"({'; '.join(other)}); set these back, or start a new run")
-    for change in changed_keys(checkpoint.info()["config"], settings):
+    return join(checkpoint, config, run_dir, key="hydra.run.dir"), checkpoint
+
+
+def checkpoint_of(config: Config, roots: list[Path]) -> Checkpoint | None:
+    """What ``config.resume`` means; None for a new run, which is said where ``auto`` was asked.
+
+    Args:
+        config: of the run.
+        roots: where ``auto`` looks.
+
+    Raises:
+        ConfigError: if the checkpoint belongs to a run with another model, task or seed.
+        FileNotFoundError: if a path holds no checkpoint.
+    """
+    if config.resume is None:
+        return None
+    passed_over: dict[str, list[str]] = {}
+
+    def same(old: dict[str, Any]) -> bool:
+        changes = result_changes(_earlier(old, config), config.model_dump(mode="json"))
+        passed_over["; ".join(changes)] = changes
+        return not changes
+
+    checkpoint = find_checkpoint(config.resume, root=roots, exp_name=config.train.exp_name,
+                                 same=same)
+    if checkpoint is None:
+        print(f"resume=auto: no checkpoint of {config.train.exp_name!r} with these settings yet, "
+              "starting a new run")
+        if passed_over:
+            nearest = min(passed_over.values(), key=len)
+            print(f"  the nearest of the same name has others ({'; '.join(nearest)}); "
+                  "resume=PATH starts a branch from its checkpoint")
+        return None
+    old = _earlier(checkpoint.info()["config"], config)
+    if other := identity_changes(old, config.model_dump(mode="json")):
+        raise ConfigError(f"resume={config.resume}: {checkpoint.folder} belongs to another run "
+                          f"({'; '.join(other)}); set these back, or start a new run")
+    return checkpoint
+
+
+def join(
+    checkpoint: Checkpoint, config: Config, run_dir: Path, *, key: str, fixed: bool = False
+) -> Path:
+    """The folder in which a run goes on from a checkpoint: the old one, or that of a branch.
+
+    Args:
+        checkpoint: to go on from.
+        config: of the run that goes on.
+        run_dir: of a branch.
+        key: that says where ``run_dir`` is.
+        fixed: the run goes on in ``run_dir`` in any case, as a branch if it is another folder.
+
+    Raises:
+        ConfigError: if a branch would be written over another run.
+    """
+    info, settings = checkpoint.info(), config.model_dump(mode="json")
+    old = _earlier(info["config"], config)
+    for change in changed_keys(old, settings):
         if not change.startswith("resume:"):
             logging.getLogger("grpo").warning("changed since the checkpoint: %s", change)
-    return checkpoint.run_dir, checkpoint
+    reasons = result_changes(old, settings)
+    if old["train"]["exp_name"] != config.train.exp_name:
+        reasons.append(f"train.exp_name: {old['train']['exp_name']} -> {config.train.exp_name}")
+    later = [found.step for found in list_checkpoints(checkpoint.run_dir)
+             if found.step > checkpoint.step and found.damage() is None]
+    if later:
+        reasons.append(f"from step {checkpoint.step}, while the run has got to step {later[-1]}")
+    if fixed and run_dir.resolve() != checkpoint.run_dir.resolve():
+        reasons.append(f"{key}: {checkpoint.run_dir} -> {run_dir}")
+    if not reasons:
+        return checkpoint.run_dir
+    if _holds_another_run(run_dir, checkpoint):
+        raise ConfigError(f"resume={config.resume} starts a branch ({'; '.join(reasons)}), which "
+                          f"needs a folder of its own, but {run_dir} holds a run already; give "
+                          f"another {key}")
+    _start_branch(checkpoint, run_dir, reasons)
+    print(f"resume={config.resume}: a branch in {run_dir} ({'; '.join(reasons)}); "
+          f"{checkpoint.run_dir} stays as it is")
+    return run_dir
+
+
+def _holds_another_run(run_dir: Path, checkpoint: Checkpoint) -> bool:
+    """Whether anything would be lost; not in a branch that was stopped before its first step."""
+    if list_checkpoints(run_dir):
+        return True
+    rows, parent = read_jsonl(run_dir / METRICS_FILE), run_dir / PARENT_FILE
+    begun = parent.exists() and json.loads(parent.read_text())["checkpoint"] == str(
+        checkpoint.folder.absolute())
+    return bool(rows) and not (begun and rows[-1]["step"] <= checkpoint.step)
+
+
+def _start_branch(checkpoint: Checkpoint, run_dir: Path, reasons: list[str]) -> None:
+    """Give a branch what its parent had recorded up to the checkpoint, and its parent's name."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    parent = {"checkpoint": str(checkpoint.folder.absolute()), "step": checkpoint.step,
+              "changes": reasons}
+    write_atomically(run_dir / PARENT_FILE, json.dumps(parent, indent=2) + "\n")
+    for name in (METRICS_FILE, SAMPLES_FILE):
+        rows = [row for row in read_jsonl(checkpoint.run_dir / name)
+                if row["step"] <= checkpoint.step]
+        if rows:
+            write_atomically(run_dir / name, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _earlier(old: dict[str, Any], config: Config) -> dict[str, Any]:
+    """A saved configuration in terms of the present schema."""
+    defaults = type(config).model_construct().model_dump(mode="json")
+    return with_defaults(old, defaults)

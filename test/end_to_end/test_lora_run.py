@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from grpo.policies import Policy
-from grpo.training.checkpoint import find_checkpoint, identity_changes
+from grpo.training.checkpoint import find_checkpoint
+from grpo.training.identity import identity_changes
 from grpo.training.loggers import read_jsonl
 from grpo.weights.adapters import adapters, adapters_disabled, load_adapter_tensors
 from grpo.weights.layout import base_parameters

@@ -69,4 +69,4 @@ def test_a_checkpoint_of_another_run_is_refused_or_passed_over(runner):
     output = runner.run(*chosen, "train.seed=1", "resume=outputs/first", expect=1)
     assert "belongs to another run (train.seed: 0 -> 1)" in output
     output = runner.run(*chosen, "train.seed=1", "resume=auto")
-    assert "no checkpoint of 'arithmetic' with this model, task and seed yet" in output
+    assert "no checkpoint of 'arithmetic' with these settings yet" in output

@@ -6,19 +6,20 @@ import copy
 import json
 import os
 import random
+import shutil
 from importlib import metadata
 
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.training import checkpoint as module
 from grpo.training.checkpoint import (
-    changed_keys,
+    NotSavedError,
     find_checkpoint,
-    identity_changes,
     list_checkpoints,
     random_state,
     restore_random_state,
@@ -90,14 +91,11 @@ def test_one_checkpoint_may_be_kept_beside_the_newest(save, tmp_path, monkeypatc
     assert folders(tmp_path) == {"step_000005"}
 
 
-def test_a_run_resumed_from_an_earlier_checkpoint_leaves_no_later_one_of_its_former_self(
-        save, tmp_path):
+def test_a_checkpoint_of_an_earlier_step_deletes_no_later_one(save, tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step)
-    saved = save(tmp_path, 15, keep=1)
-    assert folders(tmp_path) == {"step_000015"}
-    assert saved.folder.exists()
-    assert find_checkpoint(str(tmp_path), root=tmp_path, exp_name="x").step == 15
+    save(tmp_path, 15, keep=1)
+    assert folders(tmp_path) == {"step_000015", "step_000020", "step_000030"}
 
 
 def test_saving_a_step_again_replaces_it(save, tmp_path):
@@ -106,7 +104,24 @@ def test_saving_a_step_again_replaces_it(save, tmp_path):
     assert folders(tmp_path) == {"step_000005"}
 
 
-@pytest.mark.parametrize("broken", ["save_model", "versions", "_flush"])
+@pytest.mark.parametrize(("broken", "error"), [
+    ("save_model", OSError(28, "No space left on device")),
+    ("record", RuntimeError("unexpected pos")),
+    ("save_model", SafetensorError("I/O error: No space left on device"))])
+def test_a_full_disk_leaves_what_was_there_and_says_where_and_how_much(
+        save, tmp_path, monkeypatch, broken, error):
+    save(tmp_path, 1)
+
+    def full(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(module, broken, full)
+    with pytest.raises(NotSavedError, match=r"step_000002.partial could not be written \(.*MiB"):
+        save(tmp_path, 2)
+    assert folders(tmp_path) == {"step_000001"}
+
+
+@pytest.mark.parametrize("broken", ["save_model", "versions", "flush"])
 def test_a_write_that_is_interrupted_leaves_the_previous_checkpoint_as_the_newest(
         save, tmp_path, monkeypatch, broken):
     save(tmp_path, 1, state={"value": 1})
@@ -156,6 +171,64 @@ def test_a_path_without_a_checkpoint_is_an_error_that_says_what_to_give(save, tm
     partial = save(tmp_path, 1).folder.rename(tmp_path / "checkpoints" / "step_000001.partial")
     with pytest.raises(FileNotFoundError, match="no checkpoint there"):
         find_checkpoint(str(partial), root=tmp_path, exp_name="run")
+
+
+def truncate(folder):
+    (folder / "state.pt").write_bytes((folder / "state.pt").read_bytes()[:100])
+
+
+def alter(folder):
+    path = folder / "model" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def empty(folder):
+    for path in list(folder.iterdir()):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def garble(folder):
+    (folder / "info.json").write_bytes(b"\xff{")
+
+
+DAMAGES = {
+    "has 100 of": truncate, "its checksum differs": alter, "info.json is missing": empty,
+    "info.json cannot be read": garble,
+    "info.json is not that of a checkpoint": lambda folder: (folder / "info.json").write_text("3"),
+    "model/model.safetensors is missing":
+        lambda folder: (folder / "model" / "model.safetensors").unlink()}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(save, tmp_path, caplog, what):
+    before, damaged = save(tmp_path / "run", 1), save(tmp_path / "run", 2)
+    DAMAGES[what](damaged.folder)
+    for resume in ("auto", str(tmp_path / "run")):
+        caplog.clear()
+        assert find_checkpoint(resume, root=tmp_path, exp_name="run") == before
+        assert f"{damaged.folder} is damaged: " in caplog.text and what in caplog.text
+    with pytest.raises(FileNotFoundError, match=f"is damaged: .*{what}.*before is {before.folder}"):
+        find_checkpoint(str(damaged.folder), root=tmp_path, exp_name="run")
+    # Saved again, it is whole again.
+    assert save(tmp_path / "run", 2).damage() is None
+
+
+def test_a_run_of_damaged_checkpoints_alone_blocks_no_other(save, tmp_path):
+    whole, damaged = save(tmp_path / "a", 1), save(tmp_path / "b", 2)
+    truncate(damaged.folder)
+    assert find_checkpoint("auto", root=tmp_path, exp_name="run") == whole
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_record_and_is_taken(save, tmp_path):
+    saved = save(tmp_path, 1)
+    info = saved.info()
+    assert info.pop("files").keys() >= {"state.pt", "model/model.safetensors"}
+    (saved.folder / "info.json").write_text(json.dumps(info))
+    assert saved.damage() is None
+    (saved.folder / "state.pt").unlink()
+    assert saved.damage() == "state.pt is missing"
 
 
 # -- Exactness ------------------------------------------------------------------------------------
@@ -255,16 +328,3 @@ def test_versions_name_installed_packages_only():
     found = versions()
     assert found["torchrl"] and found["tensordict"] and found["transformers"]
     assert all(found.values())
-
-
-def test_changed_keys_name_both_values_at_any_depth():
-    old = {"a": {"b": 1, "c": {"d": 2}}, "e": 3, "same": 0}
-    new = {"a": {"b": 1, "c": {"d": 4}}, "f": 5, "same": 0}
-    assert changed_keys(old, new) == ["a.c.d: 2 -> 4", "e: 3 -> None", "f: None -> 5"]
-
-
-def test_where_the_reference_computes_is_no_other_run_but_another_reference_is():
-    old = {"ref_model": {"name": "one", "num_devices": 1, "devices": None}}
-    moved = {"ref_model": {"name": "one", "num_devices": None, "devices": [3]}}
-    assert changed_keys(old, moved) and not identity_changes(old, moved)
-    assert identity_changes(old, {"ref_model": {"name": "two"}}) == ["ref_model.name: one -> two"]

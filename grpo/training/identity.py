@@ -1,0 +1,88 @@
+"""Whether two configurations describe the same run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: What a checkpoint cannot go on without: with another model, task or seed it is refused.
+KEPT = ("model.", "ref_model.name:", "env.dataset:", "env.task.", "train.seed:",
+        "train_model.torch_dtype:", "train_model.lora.")
+
+#: What is shown and kept, and where and how fast it is computed, but not what comes out. Every key
+#: that is not here counts as changing the results, those that are yet to come included.
+_NEUTRAL = (
+    "resume:", "device:", "logging.", "ray.", "train.exp_name:", "train.eval_frequency:",
+    "train.checkpoint_frequency:", "train.keep_checkpoints:", "train.rollout_timeout:",
+    "train.max_tokens_per_micro_batch:", "train.packing:",
+    *(f"train_model.{key}:" for key in (
+        "num_devices", "devices", "gradient_checkpointing", "compile", "attn_implementation",
+        "head", "head_chunk_size")),
+    *(f"ref_model.{key}:" for key in ("num_devices", "devices")),
+    *(f"inference_model.{key}:" for key in (
+        "num_devices", "devices", "tensor_parallel_size", "engine", "url", "weight_sync",
+        "max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager")),
+    *(f"atropos.{key}:" for key in (
+        "url", "timeout", "vllm_port", "vllm_gpu", "bridge_config", "save_path", "log_dir",
+        "dump_batch", "debug_loading", "benchmark")))
+#: How long a run is only matters to a learning rate that falls towards its end.
+_LENGTH = ("train.total_dialog_turns:", "atropos.steps:")
+#: A way to split a batch, but with Atropos environments also the size of one.
+_SPLIT = ("train.gradient_accumulation_steps:",)
+#: Sections that only one of the scripts has, whose runs the others cannot go on with.
+_SCRIPTS = ("ray", "atropos")
+
+
+def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Keys whose values differ between two configurations, as ``key: old -> new``.
+
+    Examples:
+        >>> changed_keys({"train": {"seed": 1}}, {"train": {"seed": 2}})
+        ['train.seed: 1 -> 2']
+    """
+    changes = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after, name = old.get(key), new.get(key), f"{prefix}{key}"
+        if isinstance(before, dict) and isinstance(after, dict):
+            changes += changed_keys(before, after, name + ".")
+        elif before != after:
+            changes.append(f"{name}: {before} -> {after}")
+    return changes
+
+
+def identity_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Those of :func:`changed_keys` with which a checkpoint cannot go on at all."""
+    return [change for change in changed_keys(old, new) if change.startswith(KEPT)]
+
+
+def result_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Those of :func:`changed_keys` that change what a run computes.
+
+    Examples:
+        >>> result_changes({"optimizer": {"lr": 1e-5}, "train": {"keep_checkpoints": 3}},
+        ...                {"optimizer": {"lr": 2e-5}, "train": {"keep_checkpoints": 9}})
+        ['optimizer.lr: 1e-05 -> 2e-05']
+    """
+    neutral = _NEUTRAL
+    if new.get("optimizer", {}).get("schedule", "constant") == "constant":
+        neutral += _LENGTH
+    if "atropos" not in new:
+        neutral += _SPLIT
+    return [change for change in changed_keys(old, new) if not change.startswith(neutral)]
+
+
+def with_defaults(old: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """An earlier configuration, with the keys that have come since at their defaults.
+
+    Sections that belong to another script stay absent.
+
+    Examples:
+        >>> with_defaults({"train": {"seed": 1}}, {"train": {"seed": 0, "new": 2}, "ray": {}})
+        {'train': {'seed': 1, 'new': 2}}
+    """
+    filled = dict(old)
+    for key, value in defaults.items():
+        if key not in filled and key not in _SCRIPTS:
+            filled[key] = value
+        elif isinstance(value, dict) and isinstance(filled.get(key), dict):
+            filled[key] = with_defaults(filled[key], value)
+    return filled

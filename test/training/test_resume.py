@@ -1,0 +1,187 @@
+"""What a run goes on from, and in which folder: its own, or as a branch in a new one."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from grpo.config import ConfigError
+from grpo.config_async import AsyncConfig
+from grpo.training.checkpoint import list_checkpoints
+from grpo.training.identity import (
+    changed_keys,
+    identity_changes,
+    result_changes,
+    with_defaults,
+)
+from grpo.training.loggers import read_jsonl
+from grpo.training.resume import PARENT_FILE, open_run
+
+from .runs import make_trainer, timeless
+
+
+def files(folder) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
+            if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_folder, tmp_path_factory):
+    """A folder with the run ``outputs/first``: four steps, two checkpoints, at a rate of 0.01."""
+    from grpo.config import load_config
+
+    from . import runs
+
+    root = tmp_path_factory.mktemp("finished")
+
+    def make(**sections):
+        values = {"env": {"num_envs": 2, "repeats": 2, "reward": f"{runs.__name__}:by_text",
+                          "task": {"max_operand": 9, "num_train": 15, "num_test": 5}},
+                  "model": {"name": str(tiny_folder)},
+                  "train": {"total_dialog_turns": 16, "eval_frequency": 0,
+                            "checkpoint_frequency": 2},
+                  "inference_model": {"backend": "transformers", "max_tokens": 2},
+                  "optimizer": {"lr": 0.01}}
+        for section, keys in sections.items():
+            values[section] = {**values.get(section, {}), **keys} if isinstance(
+                keys, dict) else keys
+        return load_config(values)
+
+    return root, make
+
+
+@pytest.fixture
+def first(finished, monkeypatch):
+    root, make = finished
+    monkeypatch.chdir(root)
+    folder = root / "outputs" / "first"
+    if not folder.exists():
+        make_trainer(make(), folder).fit()
+    before = files(folder)
+    yield folder, make
+    assert files(folder) == before  # whatever was resumed, it is as it was
+
+
+def test_auto_goes_on_with_the_same_settings_and_with_others_that_change_no_result(first, tmp_path):
+    folder, make = first
+    for changes in ({}, {"train": {"keep_checkpoints": 9, "eval_frequency": 3}},
+                    {"train": {"max_tokens_per_micro_batch": 512}},
+                    {"train": {"total_dialog_turns": 64}}):  # longer, at a constant rate
+        run_dir, checkpoint = open_run(make(resume="auto", **changes), tmp_path / "new")
+        assert run_dir.resolve() == folder and checkpoint.step == 4
+
+
+def test_auto_in_a_sweep_does_not_take_the_run_of_another_job(first, tmp_path, capsys):
+    _, make = first
+    for changes in ({"optimizer": {"lr": 0.02}}, {"train": {"clip_epsilon": [0.1, 0.1]}},
+                    {"inference_model": {"temperature": 0.5}}):
+        run_dir, checkpoint = open_run(make(resume="auto", **changes), tmp_path / "new")
+        assert (run_dir, checkpoint) == (tmp_path / "new", None)
+    shown = capsys.readouterr().out
+    assert "optimizer.lr: 0.01 -> 0.02" in shown and "resume=PATH starts a branch" in shown
+
+
+def test_a_longer_run_whose_rate_falls_towards_its_end_is_another(first, tmp_path):
+    _, make = first
+    assert open_run(make(resume="auto", optimizer={"schedule": "linear"}), tmp_path)[1] is None
+    old = make(optimizer={"schedule": "linear"}).model_dump(mode="json")
+    new = make(optimizer={"schedule": "linear"}, train={"total_dialog_turns": 64})
+    assert result_changes(old, new.model_dump(mode="json")) == [
+        "train.total_dialog_turns: 16 -> 64"]
+
+
+@pytest.mark.parametrize(("where", "changes", "reason"), [
+    ("outputs/first", {"optimizer": {"lr": 0.02}}, "optimizer.lr: 0.01 -> 0.02"),
+    ("outputs/first", {"train": {"exp_name": "other"}}, "train.exp_name: grpo -> other"),
+    ("outputs/first/checkpoints/step_000002", {}, "from step 2, while the run has got to step 4")])
+def test_anything_else_is_a_branch_with_a_folder_of_its_own(first, tmp_path, where, changes,
+                                                            reason):
+    folder, make = first
+    config = make(resume=where, **changes)
+    run_dir, checkpoint = open_run(config, tmp_path / "branch")
+    assert run_dir == tmp_path / "branch"
+    parent = json.loads((run_dir / PARENT_FILE).read_text())
+    assert parent == {"checkpoint": str(checkpoint.folder.absolute()), "step": checkpoint.step,
+                      "changes": [reason]}
+    earlier = [row for row in read_jsonl(folder / "metrics.jsonl")
+               if row["step"] <= checkpoint.step]
+    assert read_jsonl(run_dir / "metrics.jsonl") == earlier
+
+
+def test_a_branch_is_trained_without_touching_its_parent_and_is_resumed_as_itself(first, tmp_path):
+    folder, make = first
+    config = make(resume=str(folder / "checkpoints" / "step_000002"), optimizer={"lr": 0.02})
+    run_dir, checkpoint = open_run(config, tmp_path / "branch")
+    make_trainer(config, run_dir, checkpoint).fit()
+    assert [row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert [found.step for found in list_checkpoints(run_dir)] == [4]
+    ours, parents = (timeless(read_jsonl(path / "metrics.jsonl")) for path in (run_dir, folder))
+    assert ours[:3] == parents[:3] and ours[3] != parents[3]
+    again, newest = open_run(make(resume=str(run_dir), optimizer={"lr": 0.02}), tmp_path / "x")
+    assert again == run_dir and newest.step == 4
+
+
+def test_a_branch_is_not_written_over_another_run(first, tmp_path):
+    folder, make = first
+    config = make(resume=str(folder), optimizer={"lr": 0.02})
+    with pytest.raises(ConfigError, match="holds a run already; give another hydra.run.dir"):
+        open_run(config, folder)
+    run_dir, _ = open_run(config, tmp_path / "branch")
+    assert open_run(config, run_dir)[0] == run_dir  # it had not begun
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5}\n')
+    with pytest.raises(ConfigError, match="holds a run already"):
+        open_run(config, run_dir)
+
+
+def test_another_model_task_or_seed_is_refused(first, tmp_path):
+    _, make = first
+    with pytest.raises(ConfigError, match=r"belongs to another run \(train.seed: 0 -> 1\)"):
+        open_run(make(resume="outputs/first", train={"seed": 1}), tmp_path)
+    assert not os.listdir(tmp_path)
+
+
+# -- Comparing configurations ---------------------------------------------------------------------
+
+
+def test_changed_keys_name_both_values_at_any_depth():
+    old = {"a": {"b": 1, "c": {"d": 2}}, "e": 3, "same": 0}
+    new = {"a": {"b": 1, "c": {"d": 4}}, "f": 5, "same": 0}
+    assert changed_keys(old, new) == ["a.c.d: 2 -> 4", "e: 3 -> None", "f: None -> 5"]
+
+
+def test_where_the_reference_computes_is_no_other_run_but_another_reference_is():
+    old = {"ref_model": {"name": "one", "num_devices": 1, "devices": None}}
+    moved = {"ref_model": {"name": "one", "num_devices": None, "devices": [3]}}
+    assert changed_keys(old, moved)
+    assert not identity_changes(old, moved) and not result_changes(old, moved)
+    assert identity_changes(old, {"ref_model": {"name": "two"}}) == ["ref_model.name: one -> two"]
+
+
+def test_keys_that_have_come_since_stand_at_their_defaults(finished):
+    _, make = finished
+    settings = make().model_dump(mode="json")
+    before = {**settings, "train": {key: value for key, value in settings["train"].items()
+                                    if key != "epochs"}}
+    filled = with_defaults(before, settings)
+    assert not result_changes(filled, settings)
+    assert result_changes(filled, make(train={"epochs": 2}).model_dump(mode="json")) == [
+        "train.epochs: 1 -> 2"]
+
+
+def test_a_run_of_another_script_is_another_run(finished):
+    _, make = finished
+    settings = make().model_dump(mode="json")
+    defaults = AsyncConfig.model_construct().model_dump(mode="json")
+    changes = result_changes(with_defaults(settings, defaults), with_defaults(defaults, settings))
+    assert any(change.startswith("ray: None") for change in changes)
+
+
+def test_the_sequences_of_an_atropos_step_are_part_of_it():
+    def settings(pieces: int, **sections) -> dict:
+        return {"train": {"gradient_accumulation_steps": pieces}, **sections}
+
+    assert not result_changes(settings(1), settings(2))
+    assert result_changes(settings(1, atropos={}), settings(2, atropos={}))
