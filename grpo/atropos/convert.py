@@ -190,9 +190,10 @@ class GroupConverter:
         for name, rows in named.items():
             highest = max((max(row) for row in rows if row), default=0)
             if highest >= self.vocab_size:
-                raise GroupError("unknown_token", f"{name} of environment {group.env_id} has the "
-                                 f"token id {highest}; ids of this model are 0 to {self.vocab_size - 1}: "
-                                 "does the environment use another tokenizer?")
+                raise GroupError(
+                    "unknown_token", f"{name} of environment {group.env_id} has the token id "
+                    f"{highest}; ids of this model are 0 to {self.vocab_size - 1}: does the "
+                    "environment use another tokenizer?")
 
     def _rows(self, group: ScoredGroup, known: Sampled | None, version: int) -> list[_Row]:
         self.check(group)
