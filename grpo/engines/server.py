@@ -82,6 +82,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: naming the options, their values and what to change.
     """
+    args.token = (args.token or "").strip() or None
     if args.token is None and not is_loopback(args.host):
         raise ValueError(f"--host {args.host} opens the engine to other machines, weights and all; "
                          f"give a --token (or {TOKEN_VARIABLE}), or use --host 127.0.0.1")
