@@ -119,7 +119,8 @@ def _build(
     collector = _collector(start, cleanup, checks, policy=actor.policy, driver=driver,
                            records=records, version=lambda: weights.version,
                            recompute=RecomputeLogProbs(
-                               loss.scorer, max_tokens=objective.scoring_budget(config)))
+                               loss.scorer, max_tokens=objective.scoring_budget(config)),
+                           vocab_size=actor.model.get_input_embeddings().num_embeddings)
 
     advantage = objective.build_advantage(config)
     reference = objective.build_reference(
@@ -234,7 +235,7 @@ class _Watched:
 def _collector(
     start: Start, cleanup: ExitStack, checks: Sequence[Callable[[], None]], *, policy: Policy,
     driver: Driver | None, records: Records | None, version: Callable[[], int],
-    recompute: RecomputeLogProbs,
+    recompute: RecomputeLogProbs, vocab_size: int,
 ) -> CheckedCollector:
     config, atropos = start.config, start.config.atropos
     registration = Registration(
@@ -248,7 +249,8 @@ def _collector(
     source: GroupSource = _Watched(StreamSource(stream), checks)
     distill = config.distill
     converter = GroupConverter(
-        pad_token_id=start.tokenizer.pad_token_id, seq_len=atropos.seq_len,
+        pad_token_id=start.tokenizer.pad_token_id, vocab_size=vocab_size,
+        seq_len=min(atropos.seq_len, start.max_model_len),
         temperature=config.inference_model.temperature, max_staleness=atropos.max_staleness,
         distill_topk=0 if distill.topk_coeff is None else distill.topk or 20)
     return CheckedCollector(

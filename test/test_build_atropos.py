@@ -91,6 +91,7 @@ def test_what_environments_and_hub_are_told(config_of, started, monkeypatch):
             15, 40, 7)
         assert (collector.timeout, collector.assembler.rows) == (9.0, 15)
         assert (converter.seq_len, converter.temperature, converter.distill_topk) == (40, 0.5, 4)
+        assert converter.vocab_size == trainer.model.config.vocab_size
         assert trainer.learner.loss.distill_coeff == 1.0
         assert trainer.frozen["teacher"] is not None
 

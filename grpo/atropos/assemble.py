@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from grpo.atropos.client import AtroposTimeoutError
 from grpo.atropos.convert import GroupConverter, Sampled
 from grpo.atropos.records import Records
-from grpo.atropos.schemas import IGNORED, ScoredGroup
+from grpo.atropos.schemas import IGNORED, GroupError, ScoredGroup
 from grpo.atropos.stream import BatchStream
 from grpo.data import NO_VERSION
 
@@ -34,6 +34,7 @@ class StreamSource:
 
     def __init__(self, stream: BatchStream) -> None:
         self.stream = stream
+        self._said: set[str] = set()
 
     @property
     def counts(self) -> Counter[str]:
@@ -48,6 +49,11 @@ class StreamSource:
             return next(self.stream).groups
         except AtroposTimeoutError:
             return []
+        finally:
+            for reason, message in self.stream.messages.items():
+                if reason not in self._said:
+                    self._said.add(reason)
+                    _say_left_out(reason, message)
 
 
 class GroupAssembler:
@@ -136,6 +142,14 @@ class GroupAssembler:
                            "raise the batch size, or lower the environment's group_size",
                            len(group.tokens), self.rows)
             return
+        try:
+            self.converter.check(group)
+        except GroupError as error:
+            counted = f"groups_rejected_{error.reason}"
+            if not self.counts[counted]:
+                _say_left_out(error.reason, str(error))
+            self.counts[counted] += 1
+            return
         known = None if self.records is None else self.records.restore(group)
         self._waiting.append((group, known))
 
@@ -155,6 +169,12 @@ class GroupAssembler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.converter.load_state_dict(state["converter"])
         self.counts = Counter(state["counts"])
+
+
+def _say_left_out(reason: str, message: str) -> None:
+    """Once for each reason: an environment that is wrong is so with each of its groups."""
+    logger.warning("a group is left out (%s): %s. All of them are counted, as "
+                   "atropos/groups_rejected_%s", reason, message, reason)
 
 
 def _all_older(group: ScoredGroup, known: Sampled | None, oldest: int) -> bool:

@@ -66,6 +66,7 @@ class BridgeServer:
         max_body_bytes: int = MAX_BODY_BYTES,
         hub_app: Any = None,
     ) -> None:
+        token = (token or "").strip() or None
         if token is None and not is_loopback(host):
             raise ValueError(f"host={host!r} opens the policy to other machines; give a token, or "
                              "use host='127.0.0.1'")

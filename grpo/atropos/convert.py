@@ -35,7 +35,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from grpo import data
-from grpo.atropos.schemas import IGNORED, ScoredGroup
+from grpo.atropos.schemas import IGNORED, GroupError, ScoredGroup
 from grpo.engines.neutral import altering
 
 GIVEN_ADVANTAGE = ("given", "advantage")
@@ -98,6 +98,7 @@ class GroupConverter:
         max_staleness: tokens that a policy more than so many versions ago sampled are not
             trained; None: all are.
         distill_topk: width ``K`` of the teacher's entries; None: as many as the groups bring.
+        vocab_size: token ids of the model are below it; None: any is taken.
 
     Attributes:
         counts: since the start: ``groups``, ``rows``, ``rows_cut`` to ``seq_len``,
@@ -125,9 +126,11 @@ class GroupConverter:
         temperature: float | None = None,
         max_staleness: int | None = None,
         distill_topk: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         for name, value, least in (("seq_len", seq_len, 2), ("max_staleness", max_staleness, 0),
-                                   ("distill_topk", distill_topk, 0)):
+                                   ("distill_topk", distill_topk, 0),
+                                   ("vocab_size", vocab_size, 1)):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}, or None")
         if temperature is not None and not 0 < temperature < math.inf:
@@ -135,6 +138,7 @@ class GroupConverter:
                              "take rows of any")
         self.pad_token_id, self.seq_len, self.temperature = pad_token_id, seq_len, temperature
         self.max_staleness, self.distill_topk = max_staleness, distill_topk
+        self.vocab_size = vocab_size
         self.counts: Counter[str] = Counter()
         self.next_group = 0
 
@@ -156,7 +160,8 @@ class GroupConverter:
             width: ``P``, ``R`` and ``T`` of the batch; None: the longest prompt, response and row.
 
         Raises:
-            ValueError: without groups, or for a group with images.
+            ValueError: without groups.
+            GroupError: for a group that :meth:`check` refuses.
         """
         if not groups:
             raise ValueError("no groups to convert; wait until one has finished")
@@ -167,10 +172,31 @@ class GroupConverter:
         self.counts["rows"] += len(rows)
         return self._stack(rows, width)
 
-    def _rows(self, group: ScoredGroup, known: Sampled | None, version: int) -> list[_Row]:
+    def check(self, group: ScoredGroup) -> None:
+        """See whether the model can be trained on a group.
+
+        Raises:
+            GroupError: for images, and for tokens that the model has not.
+        """
         if group.images:
-            raise ValueError(f"a group of environment {group.env_id} has images, but this trainer "
-                             "is for text; start the environment without them")
+            raise GroupError("images", f"a group of environment {group.env_id} has images, but "
+                             "this trainer is for text; start the environment without them")
+        if self.vocab_size is None:
+            return
+        named = {"tokens": group.tokens}
+        if self.distill_topk != 0:  # else they are not read
+            named["distill_token_ids"] = [
+                [token for ids in row for token in ids] for row in group.distill_token_ids or []]
+        for name, rows in named.items():
+            highest = max((max(row) for row in rows if row), default=0)
+            if highest >= self.vocab_size:
+                raise GroupError(
+                    "unknown_token", f"{name} of environment {group.env_id} has the token id "
+                    f"{highest}; ids of this model are 0 to {self.vocab_size - 1}: does the "
+                    "environment use another tokenizer?")
+
+    def _rows(self, group: ScoredGroup, known: Sampled | None, version: int) -> list[_Row]:
+        self.check(group)
         number, self.next_group = self.next_group, self.next_group + 1
         return [self._row(group, known, i, version, number) for i in range(len(group.tokens))]
 

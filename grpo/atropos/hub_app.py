@@ -26,7 +26,7 @@ from grpo.atropos.schemas import (
     write_json,
 )
 from grpo.engines.api import ApiError, json_response
-from grpo.engines.plumbing import bare_app
+from grpo.engines.plumbing import bare_app, from_browser
 
 MAX_BODY_BYTES = 32 << 20
 # Environments give up after 300 s, and would try again.
@@ -144,6 +144,9 @@ def create_app(
     # Plain routes: what FastAPI adds to them would cost more than queueing a group.
     for path, (method, endpoint) in _ROUTES.items():
         app.add_route(path, endpoint, methods=[method])
+    # These change what the hub has, which is for POST. Programs that know run-api use GET.
+    for path, endpoint in {"/batch": batch, "/reset_data": reset_data}.items():
+        app.add_route(path, endpoint, methods=["POST"])
     return app
 
 
@@ -215,12 +218,14 @@ async def latest_example(request: Request) -> Response:
 
 
 async def reset_data(request: Request) -> Response:
+    _refuse_browsers(request)
     _hub(request).reset()
     await request.app.state.service.tell()
     return Response("Reset successful", media_type="text/plain")
 
 
 async def batch(request: Request) -> Response:
+    _refuse_browsers(request)
     wish = _validate(LeaseWish, dict(request.query_params))
     try:
         lease = _hub(request).next_batch(_address(request), lease_seconds=wish.lease_seconds)
@@ -322,6 +327,13 @@ def _prepare(obj: Any, raw: bytes | None) -> tuple[int | None, int, bytes]:
     if absent:
         raw = orjson.dumps(absent)[:-1] + b"," + raw.lstrip()[1:]
     return wire.env_id, len(wire.tokens), raw
+
+
+def _refuse_browsers(request: Request) -> None:
+    """A link is enough for a browser to send GET, so what changes something wants POST of it."""
+    if request.method == "GET" and from_browser(request):
+        raise ApiError(f"GET {request.url.path} changes what the hub has, and may come from a web "
+                       "page: use POST", status=403, type="forbidden")
 
 
 def _of_lease(lease: str, change: Callable[..., None], **options: float) -> Response:

@@ -126,6 +126,7 @@ def build(
     from grpo.atropos.hub_journal import Journal
     from grpo.engines.plumbing import is_loopback
 
+    token = (token or "").strip() or None
     if token is None and not is_loopback(host):
         raise ValueError(f"host={host!r} opens the hub to other machines, whose groups would train "
                          f"the model; give a token (or {TOKEN_VARIABLE}), or use 127.0.0.1")

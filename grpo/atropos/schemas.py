@@ -20,6 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 IGNORED = -100  # the mask of a token that is not trained on
 PROMPT_LOG_PROB = 1.0  # stands where a log-prob has no meaning
 MAX_TOKEN = 2**31
+# Beyond these a group has a fault, and what is made of them leaves float32: a gradient's norm holds
+# squares of an advantage times a ratio, which may be exp(20).
+MAX_VALUE = 1e6  # of scores and advantages
+MIN_LOG_PROB = -1e4  # OpenAI's format writes -9999 for a token that cannot be sampled
 
 
 class GroupError(ValueError):
@@ -27,8 +31,8 @@ class GroupError(ValueError):
 
     Attributes:
         reason: a short word to count by: ``not_json``, ``bad_type``, ``not_finite``,
-            ``empty_group``, ``empty_sequence``, ``bad_length``, ``bad_token``, ``bad_mask``,
-            ``nothing_trained``.
+            ``out_of_range``, ``empty_group``, ``empty_sequence``, ``bad_length``, ``bad_token``,
+            ``bad_mask``, ``nothing_trained``, and of a model ``unknown_token``, ``images``.
 
     Examples:
         >>> GroupError("empty_group", "tokens=[] has no sequence").reason
@@ -171,7 +175,9 @@ def parse_group(obj: Any) -> ScoredGroup:
     for name in ("messages", "overrides"):
         if found[name] is not None:
             _check_rows(name, found[name], wire.tokens, positions=False)
-    _check_teacher(found["distill_token_ids"], found["distill_logprobs"])
+    _check_teacher(found["distill_token_ids"], found["distill_logprobs"], wire.masks)
+    _check_numbers(found)
+    _check_temperatures(found)
     found["group_uid"] = found["group_uid"] or _digest(wire)
     return ScoredGroup(**found)
 
@@ -282,7 +288,9 @@ def _check_masks(wire: Wire) -> None:
                          "train on")
 
 
-def _check_teacher(token_ids: list | None, log_probs: list | None) -> None:
+def _check_teacher(
+    token_ids: list | None, log_probs: list | None, masks: list[list[int]]
+) -> None:
     if (token_ids is None) != (log_probs is None):
         raise GroupError("bad_length", "distill_token_ids and distill_logprobs go together; send "
                          "both or none")
@@ -290,6 +298,49 @@ def _check_teacher(token_ids: list | None, log_probs: list | None) -> None:
         if list(map(len, ids)) != list(map(len, values)):
             raise GroupError("bad_length", f"distill_logprobs[{index}] has not one value for each "
                              "of distill_token_ids")
+        for ids_K in ids:
+            if ids_K and (min(ids_K) < 0 or max(ids_K) >= MAX_TOKEN):
+                raise GroupError("bad_token", f"distill_token_ids[{index}] has "
+                                 f"{min(ids_K) if min(ids_K) < 0 else max(ids_K)}, which is no "
+                                 "token")
+        for values_K, mask in zip(values, masks[index], strict=True):
+            # A little above 0 is what rounding makes of a probability of 1.
+            most = MAX_VALUE if mask == IGNORED else 0.01
+            _check_range(f"distill_logprobs[{index}]", values_K, MIN_LOG_PROB, most)
+
+
+def _check_numbers(found: dict[str, Any]) -> None:
+    _check_range("scores", found["scores"], -MAX_VALUE, MAX_VALUE)
+    advantages = found["advantages"] or []
+    if advantages and isinstance(advantages[0], float):
+        _check_range("advantages", advantages, -MAX_VALUE, MAX_VALUE)
+        advantages = []
+    for index, row in enumerate(advantages):
+        _check_range(f"advantages[{index}]", row, -MAX_VALUE, MAX_VALUE)
+    for name in ("inference_logprobs", "ref_logprobs"):
+        for index, row in enumerate(found[name] or []):
+            _check_range(f"{name}[{index}]", row, MIN_LOG_PROB, MAX_VALUE)
+
+
+def _check_range(name: str, values: list[float], least: float, most: float) -> None:
+    for value in (min(values), max(values)) if values else ():
+        if not least <= value <= most:
+            raise GroupError("out_of_range", f"{name} has {value:g}; such numbers must be from "
+                             f"{least:g} to {most:g}")
+
+
+def _check_temperatures(found: dict[str, Any]) -> None:
+    sources = {"generation_params": found["generation_params"],
+               "group_overrides": found["group_overrides"],
+               **{f"overrides[{i}]": row for i, row in enumerate(found["overrides"] or [])}}
+    for name, source in sources.items():
+        value = (source or {}).get("temperature")
+        if value is None:
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (number and 0 <= value <= MAX_VALUE):
+            raise GroupError("bad_type", f"{name}.temperature={str(value)[:60]} must be a number "
+                             "of 0 or more")
 
 
 def _wrong_type(error: ValidationError) -> GroupError:

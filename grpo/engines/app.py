@@ -27,6 +27,7 @@ def create_app(
     rpc_methods: tuple[str, ...] = (),
     info: dict[str, Any] | None = None,
     handover: dict[str, Any] | None = None,
+    trust_templates: bool = False,
 ) -> FastAPI:
     """The application around a running engine.
 
@@ -44,6 +45,7 @@ def create_app(
             loaded, ``sleep_mode`` true that the engine can give its memory back, ``private`` true
             that it is for the run that started it.
         handover: description of the shared weights, where they are shared.
+        trust_templates: run chat templates that come with requests, apart and with limits.
     """
     app = bare_app("grpo engine", token=token, max_body_bytes=max_body_bytes,
                    open_paths=("/health",), advice="send fewer prompts a request, or ")
@@ -54,6 +56,7 @@ def create_app(
                                   max_model_len=max_model_len, vocab_size=vocab_size)
     state.info = {"model_name": model_names[0], "model": model_names[-1], **(info or {})}
     state.handover, state.rpc_methods = handover, rpc_methods
+    state.trust_templates = trust_templates
     state.updates, state.last_update = 0, 0.0
     for module in (routes_generate, routes_openai, routes_bridge, routes_lora):
         app.include_router(module.router)

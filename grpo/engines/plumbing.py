@@ -1,4 +1,10 @@
-"""What our HTTP servers have in common: access token, limit of the body, errors as JSON."""
+"""What our HTTP servers have in common: who may ask, limit of the body, errors as JSON.
+
+A web page in a browser on this machine can send requests to any port of it, also to those that
+other machines cannot reach. The browser says so, and no request that comes from a page is answered:
+neither one with a foreign ``Origin`` or ``Sec-Fetch-Site``, nor, where there is no token, one to a
+name other than this machine's, which a page's owner may have made to lead here.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,8 @@ import binascii
 import hmac
 import ipaddress
 import logging
+import socket
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -30,10 +38,17 @@ def bare_app(
         title: of the application.
         token: if given, requests want ``Authorization: Bearer <token>``, or the token as the
             password of basic authentication, which clients send for ``http://:<token>@host:port``.
+            Without one, requests must name this machine by an address, ``localhost`` or its name.
         max_body_bytes: greater requests are answered with 413.
         open_paths: for these no token is wanted.
         advice: what the sender of too great a body can do.
+
+    Raises:
+        ValueError: for a token that is empty.
     """
+    if token is not None and not token.strip():
+        raise ValueError(f"token={token!r} is empty, and would keep nobody out; give another, or "
+                         "None")
     # No pages of documentation: they would load scripts from elsewhere.
     app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(ApiError, _api_error)
@@ -94,6 +109,10 @@ class _Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = dict(scope["headers"])
+        if reason := _of_a_page(headers, any_name=self.token is not None):
+            error = ApiError(f"this server does not answer web pages, and {reason}", status=403,
+                             type="forbidden")
+            return await error.response()(scope, receive, send)
         if self.token is not None and scope["path"] not in self.open_paths and not (
                 hmac.compare_digest(_secret(headers.get(b"authorization", b"")), self.token)):
             error = ApiError("this server wants the header 'Authorization: Bearer <token>' with "
@@ -123,6 +142,38 @@ class _Guard:
         return ApiError(f"the body is greater than {self.max_body_bytes} bytes; {self.advice}start "
                         "the server with a greater --max-body-mib", status=413,
                         type="request_too_large")
+
+
+def from_browser(request: Request) -> bool:
+    """Whether a browser may have sent a request, for whatever reason."""
+    return any(name in request.headers for name in ("origin", "referer", "sec-fetch-site"))
+
+
+def _of_a_page(headers: dict[bytes, bytes], *, any_name: bool) -> str:
+    """Why a request may come from a web page; empty if it does not."""
+    host = headers.get(b"host", b"localhost").decode("latin-1")
+    origin = headers.get(b"origin", b"").decode("latin-1")
+    if origin and origin != f"http://{host}":
+        return f"the request has the header Origin: {origin[:80]}"
+    site = headers.get(b"sec-fetch-site", b"none").decode("latin-1")
+    if site not in ("none", "same-origin"):
+        return f"the request has the header Sec-Fetch-Site: {site[:20]}"
+    if not any_name and not _is_own_name(host):
+        return (f"the request is for the host {host[:80]!r}, a name that may lead here by a trick; "
+                "call the server by its address")
+    return ""
+
+
+def _is_own_name(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return (name == "localhost" or name.endswith(".localhost")
+                or name == socket.gethostname().lower())
 
 
 def _secret(authorization: bytes) -> bytes:

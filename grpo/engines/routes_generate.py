@@ -13,6 +13,7 @@ from fastapi.responses import StreamingResponse
 from grpo.engines.api import (
     ApiError,
     GenerateRequest,
+    Prompt,
     SamplingFields,
     json_response,
     read_body,
@@ -20,6 +21,7 @@ from grpo.engines.api import (
 from grpo.engines.generation import Answer, Generation, Position, Sample
 
 Result = TypeVar("Result")
+_LONG_TEXT = 20_000  # characters, which take some milliseconds to tokenize
 router = APIRouter()
 
 
@@ -61,7 +63,7 @@ async def generate(request: Request) -> Response:
     generation: Generation = request.app.state.generation
     request.app.state.versioned.adapter_named(body.model)
     prompts, several = body.prompts()
-    token_ids = generation.all_token_ids(prompts, several)
+    token_ids = await token_ids_of(generation, prompts, several)
     parameters = [
         generation.parameters(body, row=row, streamed=body.stream, logprobs=body.logprobs,
                               prompt_logprobs=body.prompt_logprobs, text=body.return_text)
@@ -166,10 +168,23 @@ async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
         await asyncio.gather(task, leave, return_exceptions=True)
 
 
-async def before(work: Awaitable[Result], timeout: float, what: str) -> Result:
+async def token_ids_of(
+    generation: Generation, prompts: list[Prompt], several: bool
+) -> list[list[int]]:
+    """Token ids of a request's prompts; long texts do not hold up other requests."""
+    texts = sum(len(str(prompt)) for prompt in prompts if not isinstance(prompt, list))
+    if texts < _LONG_TEXT:
+        return generation.all_token_ids(prompts, several)
+    return await asyncio.to_thread(generation.all_token_ids, prompts, several)
+
+
+async def before(
+    work: Awaitable[Result], timeout: float, what: str,
+    advice: str = "give it more time with timeout, or see the server's log",
+) -> Result:
     """The result of ``work``, or a 504 that says what was waited for."""
     try:
         return await asyncio.wait_for(work, timeout)
     except TimeoutError:
-        raise ApiError(f"waited {timeout:g} s for {what}; give it more time with timeout, or see "
-                       "the server's log", status=504, type="timeout") from None
+        raise ApiError(f"waited {timeout:g} s for {what}; {advice}", status=504,
+                       type="timeout") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -18,9 +20,16 @@ from grpo.engines.api import (
     read_body,
 )
 from grpo.engines.generation import Answer, Generation, Sample
-from grpo.engines.routes_generate import stream_json, while_connected
+from grpo.engines.request_template import render_apart
+from grpo.engines.routes_generate import before, stream_json, token_ids_of, while_connected
 
 router = APIRouter()
+_RENDER_SECONDS = 20.0  # for the model's own template, and for tokenizing what it makes
+# Of what `apply_chat_template` is asked, this is the request's; the rest is how it does its work.
+_TEMPLATE_OPTIONS = ("tools", "documents")
+# What a template does not expect: in its own words, in Python's, or in the tokenizer's.
+_REFUSALS = (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError,
+             ArithmeticError, RecursionError)
 Choice = Callable[[int, Sample], dict[str, Any]]
 
 
@@ -41,7 +50,7 @@ async def completions(request: Request) -> Response:
     """OpenAI's completions; choice ``row * n + i`` is sample ``i`` of prompt ``row``."""
     body = await read_body(request, CompletionRequest)
     generation: Generation = request.app.state.generation
-    prompts = generation.all_token_ids(*body.prompts())
+    prompts = await token_ids_of(generation, *body.prompts())
     parameters = [generation.parameters(body, row=row, streamed=body.stream,
                                         logprobs=body.logprobs) for row in range(len(prompts))]
 
@@ -56,10 +65,17 @@ async def completions(request: Request) -> Response:
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    """OpenAI's chat completions; the prompt is rendered with the model's chat template."""
+    """OpenAI's chat completions; the prompt is rendered with the model's chat template.
+
+    One that comes with the request (``chat_template_kwargs.chat_template``) is refused, unless the
+    server was started to run such ones apart (:mod:`grpo.engines.request_template`).
+    """
     body = await read_body(request, ChatRequest)
     generation: Generation = request.app.state.generation
-    prompt = generation.token_ids(_render(body, generation.tokenizer), where="messages")
+    prompt = generation.token_ids(
+        await _render(body, generation.tokenizer,
+                      trusted=getattr(request.app.state, "trust_templates", False)),
+        where="messages")
     parameters = [generation.parameters(
         body, row=0, streamed=body.stream, logprobs=body.top_logprobs if body.logprobs else None)]
     kind = "delta" if body.stream else "message"
@@ -73,18 +89,59 @@ async def chat_completions(request: Request) -> Response:
                           "chat.completion.chunk", choice)
 
 
-def _render(body: ChatRequest, tokenizer: Any) -> list[int]:
+async def _render(body: ChatRequest, tokenizer: Any, *, trusted: bool) -> list[int]:
+    own = body.chat_template_kwargs
+    template = own.get("chat_template")
+    if template is not None and not trusted:
+        raise ApiError("chat_template comes with the request, and a template is a program; start "
+                       "the engine server with --trust-request-chat-template to run those of "
+                       "strangers, or leave it out", status=403, type="forbidden",
+                       param="chat_template_kwargs")
+    reserved = sorted(own.keys() & _reserved(tokenizer))
+    if reserved:
+        raise ApiError(f"chat_template_kwargs.{reserved[0]} is not the request's to choose; leave "
+                       "it out", param="chat_template_kwargs")
+    try:
+        if template is not None:
+            return await _render_own(body, tokenizer)
+        return await before(asyncio.to_thread(_render_models, body, tokenizer), _RENDER_SECONDS,
+                            "the chat template", advice="send fewer or shorter messages")
+    except _REFUSALS as error:
+        raise ApiError(f"the chat template refuses these messages: {error}",
+                       param="messages") from error
+
+
+def _reserved(tokenizer: Any) -> set[str]:
+    names = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    return names - {"chat_template", "kwargs", "options", *_TEMPLATE_OPTIONS}
+
+
+async def _render_own(body: ChatRequest, tokenizer: Any) -> list[int]:
+    """With the template of the request."""
+    own = dict(body.chat_template_kwargs)
+    template = own.pop("chat_template")
+    if not isinstance(template, str):
+        raise ApiError("chat_template_kwargs.chat_template must be a text",
+                       param="chat_template_kwargs")
+    if body.continue_final_message:
+        raise ApiError("continue_final_message needs the model's own template; leave one of the "
+                       "two out", param="continue_final_message")
+    text = await render_apart(template, {
+        **tokenizer.special_tokens_map, **own, "messages": body.messages,
+        "add_generation_prompt": body.add_generation_prompt})
+    return await asyncio.to_thread(
+        lambda: list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
+def _render_models(body: ChatRequest, tokenizer: Any) -> list[int]:
+    """With the model's template."""
     if not getattr(tokenizer, "chat_template", None):
         raise ApiError("the model's tokenizer has no chat template; POST a text to "
                        "/v1/completions instead", param="messages")
-    try:
-        return list(tokenizer.apply_chat_template(
-            body.messages, tokenize=True, return_dict=False,
-            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-            continue_final_message=body.continue_final_message, **body.chat_template_kwargs))
-    except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
-        raise ApiError(f"the chat template refuses these messages: {error}",
-                       param="messages") from error
+    return list(tokenizer.apply_chat_template(
+        body.messages, tokenize=True, return_dict=False,
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message, **body.chat_template_kwargs))
 
 
 async def _respond(

@@ -47,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
     add("--fd", type=int, help="a bound socket to listen on, inherited from the parent")
     add("--token", help=f"wanted from clients; default: the variable {TOKEN_VARIABLE}")
     add("--max-body-mib", type=int, default=32, help="greater requests are refused")
+    add("--trust-request-chat-template", action="store_true",
+        help="run chat templates that come with requests, each in a process with limits")
     add("--dtype", default="auto", help="of the weights; must be the trainer's")
     add("--max-model-len", type=int, help="prompt plus response; default: the model's")
     add("--max-num-seqs", type=int, default=256, help="rows generated at a time")
@@ -81,6 +83,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: naming the options, their values and what to change.
     """
+    args.token = (args.token or "").strip() or None
     if args.token is None and not is_loopback(args.host):
         raise ValueError(f"--host {args.host} opens the engine to other machines, weights and all; "
                          f"give a --token (or {TOKEN_VARIABLE}), or use --host 127.0.0.1")
@@ -189,6 +192,7 @@ async def make_app(engine: AsyncLLM, args: argparse.Namespace) -> FastAPI:
         max_model_len=config.max_model_len, vocab_size=config.get_vocab_size(),
         token=args.token, max_body_bytes=args.max_body_mib << 20,
         rpc_methods=_rpc_methods(), handover=handover,
+        trust_templates=args.trust_request_chat_template,
         info={"dtype": dtype,
               "head_dtype": "float32" if args.fp32_head else dtype,
               "device": current_platform.device_type, "vllm_version": vllm.__version__,

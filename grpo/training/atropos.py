@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -20,6 +21,10 @@ from grpo.training.checkpoint import Checkpoint
 from grpo.training.loggers import write_atomically
 from grpo.training.trainer import Trainer
 from grpo.weights import WeightSync
+
+# So many batches in a row that teach nothing are no accident of one environment.
+_USELESS_BATCHES = 8
+logger = logging.getLogger(__name__)
 
 
 class AtroposTrainer(Trainer):
@@ -58,7 +63,7 @@ def _link(source: str, target: str) -> None:
 
 
 class CheckedCollector(AtroposCollector):
-    """A collector that says so when nothing of a batch could be trained on.
+    """A collector that passes over batches of which nothing could be trained on.
 
     Args:
         *args: of :class:`~grpo.collectors.atropos.AtroposCollector`.
@@ -66,8 +71,8 @@ class CheckedCollector(AtroposCollector):
         **options: of the same.
 
     Raises:
-        ValueError: from :meth:`collect`, if every row was sampled in another way than the trainer
-            scores.
+        ValueError: from :meth:`collect`, after some batches in a row that were sampled in another
+            way than the trainer scores.
     """
 
     def __init__(self, *args: Any, dump_to: Path | None = None, **options: Any) -> None:
@@ -75,18 +80,26 @@ class CheckedCollector(AtroposCollector):
         self.dump_to = dump_to
 
     def collect(self) -> TensorDictBase:
-        batch = super().collect()
-        if self.dump_to is not None:
-            write_atomically(self.dump_to, dumped(batch).decode())
-        if not batch[data.ROW_MASK].any():
-            found = sorted({f"{value:g}" for value in batch[TEMPERATURE].flatten().tolist()})
-            raise ValueError(
-                f"all {len(batch)} rows of a batch were sampled at temperature "
-                f"{', '.join(found)} (nan: with other options, such as top_p), but the trainer "
-                f"scores at {self.assembler.converter.temperature:g}; set "
-                "inference_model.temperature to the environments' own, and let them sample with "
-                "a temperature alone")
-        return batch
+        for _ in range(_USELESS_BATCHES):
+            batch = super().collect()
+            if self.dump_to is not None:
+                write_atomically(self.dump_to, dumped(batch).decode())
+            if (batch[data.ROW_MASK] & batch[data.ASSISTANT_MASK]).any():
+                return batch
+            self.assembler.counts["batches_left_out"] += 1
+            logger.warning("a batch of %d rows is left out: %s", len(batch), self._why(batch))
+        raise ValueError(f"{_USELESS_BATCHES} batches in a row could not be trained on; of the "
+                         f"last one {self._why(batch)}")
+
+    def _why(self, batch: TensorDictBase) -> str:
+        if batch[data.ROW_MASK].any():
+            return ("no token was left to train on: the prompts fill atropos.seq_len, or all is "
+                    "older than atropos.max_staleness")
+        found = sorted({f"{value:g}" for value in batch[TEMPERATURE].flatten().tolist()})
+        return (f"all rows were sampled at temperature {', '.join(found)} (nan: with other "
+                "options, such as top_p), but the trainer scores at "
+                f"{self.assembler.converter.temperature:g}; set inference_model.temperature to "
+                "the environments' own, and let them sample with a temperature alone")
 
 
 def dumped(batch: TensorDictBase) -> bytes:
@@ -126,21 +139,22 @@ class GivenReference:
 
 
 class GroupTeacher:
-    """The teacher is in the groups; see that the first batch has one.
+    """The teacher is in the groups; see that the first batches have one.
 
     Raises:
-        ValueError: when called, if no group of the first batch brings the teacher's tokens.
+        ValueError: when called, if no group of the first batches brings the teacher's tokens.
     """
 
     def __init__(self) -> None:
-        self._found = False
+        self._found, self._without = False, 0
 
     def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
         self._found |= bool(rollout[data.DISTILL_LOG_PROBS].isfinite().any())
-        if not self._found:
-            raise ValueError("distillation is on, but no group of the first batch brings "
-                             "distill_token_ids and distill_logprobs; let the environment ask a "
-                             "teacher, or switch distillation off")
+        self._without += not self._found
+        if self._without == _USELESS_BATCHES:
+            raise ValueError(f"distillation is on, but no group of the first {self._without} "
+                             "batches brings distill_token_ids and distill_logprobs; let the "
+                             "environment ask a teacher, or switch distillation off")
         return rollout
 
 

@@ -183,6 +183,10 @@ def _notices(history: History) -> str:
     _, cut = history.series("tokens/truncated_fraction")
     if cut and cut[-1] > 0.2:
         notices.append(f"{cut[-1]:.0%} of the completions of the last step were cut by the limit.")
+    for name, value in (history.rows[-1] if history.rows else {}).items():
+        kind, prefix, reason = name.partition("atropos/groups_rejected_")
+        if prefix and not kind and value:
+            notices.append(f"{value:,.0f} groups of environments were left out ({reason}).")
     holes = {
         name
         for row in history.rows

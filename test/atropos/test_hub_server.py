@@ -25,6 +25,7 @@ from grpo.engines.process import EngineProcess
 from .groups import env_registration, group, registration, tag_of
 
 MIB = 1 << 20
+_HEAD = b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +191,7 @@ def test_leases(client):
 def send_and_leave(client, body: bytes) -> None:
     """Send a group and hang up before the answer."""
     with socket.create_connection((client._host, client._port)) as connection:
-        connection.sendall(b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
-                           % len(body) + body)
+        connection.sendall(_HEAD % len(body) + body)
 
 
 def wait_until(condition, seconds=5.0):
@@ -221,7 +221,7 @@ def test_a_retry_after_a_lost_answer_is_one_group(tmp_path):
 
 def test_a_sender_that_ends_in_the_middle_costs_nothing(client, caplog):
     with socket.create_connection((client._host, client._port)) as connection:
-        connection.sendall(b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n{")
+        connection.sendall(_HEAD % 999 + b"{")
     for _ in range(5):
         assert client.status()["queue_size"] == 0
     assert not caplog.records and not client.status()["hub"]["rejected"]
@@ -294,6 +294,7 @@ def test_the_token():
 
 def test_other_sites_are_not_told_that_they_may_read(client):
     answer, _ = raw(client, "GET", "/status", headers={"Origin": "http://example.com"})
+    assert answer.status == 403
     assert not [name for name, _ in answer.getheaders() if name.lower().startswith("access-")]
 
 
