@@ -31,6 +31,7 @@ from grpo.placement import Kind, Places, plan_devices
 from grpo.policies.fleet import FleetPolicy
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.learner import Learner
+from grpo.training.stopping import handlers_kept
 from grpo.training.team import Leader, LedLearner, LedScorer
 from grpo.weights.fleet import FleetLoRA, FleetSync, FleetTransfer, ObjectStoreSync
 from grpo.weights.transfer import Backend, PauseMode
@@ -102,8 +103,9 @@ def _start_ray(**options: Any) -> Callable[[], None]:
     package = str(Path(grpo.__file__).resolve().parents[1])
     found = os.environ.get("PYTHONPATH")
     variables = {"PYTHONPATH": package + (os.pathsep + found if found else ""), **share_cores()}
-    ray.init(**options, runtime_env={"env_vars": variables}, log_to_driver=False,
-             logging_level="ERROR")
+    with handlers_kept():
+        ray.init(**options, runtime_env={"env_vars": variables}, log_to_driver=False,
+                 logging_level="ERROR")
     return ray.shutdown
 
 

@@ -94,6 +94,19 @@ class StopRequests:
 
 
 @contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Keep the handlers of SIGTERM and SIGINT from a library that installs its own, also below
+    Python, where Ray's aborts the process on SIGTERM."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
 def signals_end_the_process() -> Iterator[None]:
     """End the process with the code of the signal that stopped it, once all is cleaned up.
 

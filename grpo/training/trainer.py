@@ -168,7 +168,7 @@ class Trainer:
         warn = self.reporter.console.warn
         if self._unlogged is not None:  # something failed when the step was trained
             self.reporter.loggers.log(self.step, self._unlogged)
-        if not self._looked:
+        if self.step == 0 and not self._looked:
             warn(f"{reason}; nothing has been trained yet")
             return
         try:

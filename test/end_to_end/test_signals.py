@@ -10,7 +10,7 @@ import pytest
 from .conftest import SCRIPT
 from .test_arrangements import left_behind
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ASYNC = SCRIPT.with_name("grpo-async.py")
 RUN = ("model.warm_start_steps=20", "env.num_envs=8", "env.repeats=4", "train.eval_frequency=0",
