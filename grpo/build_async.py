@@ -31,6 +31,7 @@ from grpo.placement import Kind, Places, plan_devices
 from grpo.policies.fleet import FleetPolicy
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.learner import Learner
+from grpo.training.stopping import handlers_kept
 from grpo.training.team import Leader, LedLearner, LedScorer
 from grpo.weights.fleet import FleetLoRA, FleetSync, FleetTransfer, ObjectStoreSync
 from grpo.weights.transfer import Backend, PauseMode
@@ -39,6 +40,8 @@ from grpo.weights.transfer import Backend, PauseMode
 # the trainer while groups are sampled.
 _THREADS = {"report": 1, "control": 4, "sample": 2}
 _GROUPS = {"finished": "report", "generate": "sample"}
+#: For one update of the weights, beside what it waits for groups.
+_UPDATE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,9 @@ def _start_ray(**options: Any) -> Callable[[], None]:
     package = str(Path(grpo.__file__).resolve().parents[1])
     found = os.environ.get("PYTHONPATH")
     variables = {"PYTHONPATH": package + (os.pathsep + found if found else ""), **share_cores()}
-    ray.init(**options, runtime_env={"env_vars": variables}, log_to_driver=False,
-             logging_level="ERROR")
+    with handlers_kept():
+        ray.init(**options, runtime_env={"env_vars": variables}, log_to_driver=False,
+                 logging_level="ERROR")
     return ray.shutdown
 
 
@@ -169,14 +173,18 @@ def _start_workers(setup: Setup, prompts: Prompts, places: Places, backend: str,
 def _build_weights(config: AsyncConfig, model: nn.Module, pool: WorkerPool, backend: str,
                    transfer: Backend | None) -> FleetSync:
     """How what is trained reaches the workers."""
+    at_border = config.train.update_at == "group_border"
+    # At a group's border an update waits for the longest answer that is being generated.
+    patience = _UPDATE_SECONDS + (
+        config.train.rollout_timeout if at_border or backend == "transformers" else 0.0)
     if backend == "transformers":
-        return ObjectStoreSync(model, pool)
-    pause: PauseMode = "wait" if config.train.update_at == "group_border" else "keep"
+        return ObjectStoreSync(model, pool, timeout=patience)
+    pause: PauseMode = "wait" if at_border else "keep"
     if transfer is None:
-        return FleetLoRA(model, pool, pause_mode=pause)
+        return FleetLoRA(model, pool, pause_mode=pause, timeout=patience)
     return FleetTransfer(
         model, pool, host=_own_address(config), backend=transfer, pause_mode=pause,
-        tensor_parallel_size=config.inference_model.tensor_parallel_size)
+        timeout=patience, tensor_parallel_size=config.inference_model.tensor_parallel_size)
 
 
 def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, str]:

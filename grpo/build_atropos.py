@@ -86,7 +86,7 @@ def _build(
 ) -> AtroposTrainer:
     build.quiet_libraries()
     console = Console(config.iterations)
-    start = with_fast_defaults(resolve(config, console), console)
+    start = with_fast_defaults(resolve(config, console, cleanup), console)
     config = start.config
     environment_tokenizer(start.model, start.run_dir / TOKENIZER)
     check_memory(start, console)

@@ -29,7 +29,8 @@ class AsyncTrainConfig(TrainConfig):
     """Share of groups started beyond those a batch needs, so that it need not wait for the slowest
     ones. The prompts of those are sampled anew, which favours short completions."""
     rollout_timeout: float = Field(1800.0, gt=0)
-    """Seconds without a finished group after which the run ends, resumable."""
+    """Seconds without a finished group after which the run ends, resumable. An update of the
+    weights at a group's border waits for groups as long, too."""
 
 
 class PlacedInferenceModel(InferenceModelConfig, RoleDevices):

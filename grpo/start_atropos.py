@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from grpo.tasks import Task, make_task
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.console import Console
 from grpo.training.resume import checkpoint_of, join
+from grpo.training.run_lock import locked
 
 #: Rows that an engine answers at a time.
 ENGINE_ROWS = 256
@@ -61,12 +63,13 @@ class Start:
         return self.config.model_dump(mode="json")
 
 
-def resolve(config: AtroposConfig, console: Console) -> Start:
+def resolve(config: AtroposConfig, console: Console, at_end: ExitStack) -> Start:
     """Check what can be checked before anything is started, and find model and engine.
 
     Args:
         config: the run's.
         console: says what was found.
+        at_end: gets what lets other processes have the run's folder.
 
     Raises:
         ValueError: naming key and fix.
@@ -83,7 +86,7 @@ def resolve(config: AtroposConfig, console: Console) -> Start:
     if config.optimizer.name == "adamw_cpu" and device.type == "cpu":
         raise ConfigError("optimizer.name=adamw_cpu keeps the optimizer's state off the GPU, but "
                           "the run is on the CPU already; use adamw")
-    asked, checkpoint = config.model_dump(mode="json"), _checkpoint(config)
+    asked, checkpoint = config.model_dump(mode="json"), _checkpoint(config, at_end)
     model, adapter = build.start_of(config, task, checkpoint)
     if not config.atropos.bridge:
         config = _attached(config, console)
@@ -93,11 +96,13 @@ def resolve(config: AtroposConfig, console: Console) -> Start:
                  task=task, device=device, dtype=dtype, backend=backend, max_model_len=length)
 
 
-def _checkpoint(config: AtroposConfig) -> Checkpoint | None:
+def _checkpoint(config: AtroposConfig, at_end: ExitStack) -> Checkpoint | None:
     folder = Path(config.atropos.save_path)
     checkpoint = checkpoint_of(config, [folder])
-    if checkpoint is not None:
-        join(checkpoint, config, folder, key="atropos.save_path", fixed=True)
+    if checkpoint is None:
+        at_end.enter_context(locked(folder))
+    else:
+        join(checkpoint, config, folder, key="atropos.save_path", at_end=at_end, fixed=True)
     return checkpoint
 
 

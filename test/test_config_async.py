@@ -89,6 +89,24 @@ def test_adapters_are_taken_up_when_the_run_wants_it(update_at, mode, words):
     assert build_async.describe(config, places, backend="vllm")["weights"].startswith(words)
 
 
+@pytest.mark.parametrize(("update_at", "backend", "transfer", "waits"), [
+    ("group_border", "vllm", None, True), ("group_border", "vllm", "gloo", True),
+    ("auto", "transformers", None, True), ("auto", "vllm", None, False),
+    ("in_flight", "vllm", "gloo", False)])
+def test_an_update_at_a_groups_border_waits_for_groups_as_long_as_the_run_does(
+        update_at, backend, transfer, waits, monkeypatch):
+    monkeypatch.setattr(build_async, "FleetTransfer",
+                        lambda model, pool, **options: SimpleNamespace(**options))
+    patience = {}
+    for seconds in (50.0, 9000.0):
+        config = load_config(small(train={"update_at": update_at, "rollout_timeout": seconds},
+                                   train_model={} if transfer else LORA), AsyncConfig)
+        weights = build_async._build_weights(config, nn.Linear(1, 1), Pool(), backend, transfer)
+        patience[seconds] = weights.timeout
+    assert patience[50.0] >= 300
+    assert patience[9000.0] - patience[50.0] == (8950 if waits else 0)
+
+
 def test_the_banner_of_transformers_workers_says_what_travels():
     places = SimpleNamespace(plan=SimpleNamespace(kind="cpu", engines=((1,),)))
     lines = [build_async.describe(load_config(small(train_model=model), AsyncConfig), places,

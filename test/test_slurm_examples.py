@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,13 @@ if "grpo.engines.server" in arguments:
 elif arguments and arguments[0].endswith("grpo.py"):
     print("trainer", *arguments, "GPU", os.environ["CUDA_VISIBLE_DEVICES"],
           "token", bool(os.environ["GRPO_SERVER_TOKEN"]))
+    if os.environ.get("SLOW"):
+        import signal, time
+        signal.signal(signal.SIGTERM, lambda *_: (
+            os.kill(int(open(where + "/server.pid").read()), 0),  # it is still there
+            time.sleep(0.5), print("saved", flush=True), sys.exit(143)))
+        open(where + "/trains", "w").close()
+        time.sleep(30)
     sys.exit(int(os.environ.get("CODE", 0)))
 else:
     os.execv({sys.executable!r}, [{sys.executable!r}, *arguments])
@@ -76,6 +85,20 @@ def test_server_and_trainer_get_gpus_options_and_logs_of_their_own(run):
 
 def test_the_trainers_exit_code_is_that_of_the_script(run):
     assert run(CODE="7")[0].returncode == 7
+
+
+def test_a_job_that_is_to_end_lets_the_trainer_save_before_the_server_goes(run, tmp_path):
+    script = subprocess.Popen(
+        [str(LOCAL)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
+        env=os.environ | {"PYTHON": str(tmp_path / "python"), "LOG_DIR": str(tmp_path),
+                          "VLLM_MODEL": "m", "VLLM_PORT": str(free_port()), "SLOW": "1",
+                          "CUDA_VISIBLE_DEVICES": "4,5"})
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "trains").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    script.send_signal(signal.SIGTERM)  # as Slurm does, to the batch script alone
+    output, _ = script.communicate(timeout=30)
+    assert script.returncode == 143 and output.rstrip().endswith("saved")
 
 
 def test_a_server_that_ends_is_an_error_with_its_last_lines(run):

@@ -79,13 +79,18 @@ do
 done
 echo "server at port $port (GPU ${engine_gpus:-none}), training (GPU ${trainer_gpus:-none})"
 
-# In the background, so that a signal to this script ends both.
+# In the background, so that a signal to this script reaches the trainer, which saves a checkpoint;
+# the server, which it may need for that, ends after it.
 CUDA_VISIBLE_DEVICES=$trainer_gpus "$python" "$repo/sota-implementations/grpo/grpo.py" \
     "model.name=$VLLM_MODEL" inference_model.engine=server \
     "inference_model.url=http://127.0.0.1:$port" inference_model.weight_sync=transfer "$@" \
     > >(tee "$logs/trainer.log") 2>&1 &
 trainer=$!
-trap 'kill "$trainer" 2>/dev/null; exit 143' TERM INT
-code=0
+trap 'kill "$trainer" 2>/dev/null || true' TERM INT
+while :; do
+    code=0
+    wait "$trainer" || code=$?  # a signal cuts it short
+    kill -0 "$trainer" 2>/dev/null || break
+done
 wait "$trainer" || code=$?
 exit "$code"

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from grpo.cli.flags import add_flags, choose_gpu, in_flags, to_config
 from grpo.config_atropos import AtroposConfig
+from grpo.training.stopping import signals_end_the_process
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,11 +33,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def set_up(args: argparse.Namespace) -> AtroposConfig:
-    """Logging and signals of a command, and its configuration."""
+    """Logging of a command, and its configuration."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     logging.getLogger("grpo").setLevel(logging.DEBUG if args.debug_loading else logging.INFO)
-    # SIGTERM unwinds the stack, and so ends what was started.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     config = to_config(args)
     choose_gpu(args, config)
     return config
@@ -50,10 +48,10 @@ def errors_as_messages() -> Iterator[None]:
     For what is nearly always bad input, or something outside that failed.
     """
     try:
-        yield
-    except KeyboardInterrupt:
-        sys.exit("interrupted; what was started has been ended")
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        # Signals unwind the stack, and so end what was started.
+        with signals_end_the_process():
+            yield
+    except (ValueError, OSError, ImportError, ArithmeticError, RuntimeError) as error:
         if os.environ.get("GRPO_TRACEBACK") == "1":
             raise
         sys.exit(f"error: {in_flags(str(error))}\n"

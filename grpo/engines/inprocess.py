@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from grpo.cores import share_cores
+from grpo.engines.first_import import import_vllm
 from grpo.engines.lifecycle import remember, starting, stop_engine
 from grpo.engines.shared_loader import LOAD_FORMAT, check_handover, register_shared_loader
 from grpo.memory import ModelShape
@@ -120,6 +121,7 @@ def start_engine(
     if enforce_eager is None:
         enforce_eager = device.type == "cpu"
     _prepare_environment(device, enforce_eager=enforce_eager)
+    import_vllm()
     from vllm import LLM
     from vllm.platforms import current_platform
 

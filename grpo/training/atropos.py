@@ -18,6 +18,7 @@ from grpo.atropos.convert import TEMPERATURE
 from grpo.atropos.schemas import IGNORED, PROMPT_LOG_PROB
 from grpo.collectors.atropos import AtroposCollector
 from grpo.training.checkpoint import Checkpoint
+from grpo.training.checkpoint_files import NotSavedError
 from grpo.training.loggers import write_atomically
 from grpo.training.trainer import Trainer
 from grpo.weights import WeightSync
@@ -32,9 +33,17 @@ class AtroposTrainer(Trainer):
     Atropos' trainer: ``step_3/`` for model and tokenizer, ``adapter_step_3/`` for an adapter."""
 
     def save(self) -> Checkpoint:
-        """Write a checkpoint of the whole run, and the model or adapter beside it."""
+        """Write a checkpoint of the whole run, and the model or adapter beside it.
+
+        Raises:
+            NotSavedError: if the disk has no room for them.
+        """
         checkpoint = super().save()
-        export_step(checkpoint, self.run_dir)
+        try:
+            export_step(checkpoint, self.run_dir)
+        except OSError as error:  # where there are no hard links, it takes room of its own
+            raise NotSavedError(f"step_{checkpoint.step} beside {checkpoint.folder} could not be "
+                                f"written: {error}") from error
         return checkpoint
 
 

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from grpo.model_files import write_model
 from grpo.training.checkpoint_files import NotSavedError, first_difference, flush, record
 from grpo.weights.adapters import has_adapters, save_adapter
 from grpo.weights.gather import TrainerRanks
@@ -99,6 +100,27 @@ def save_trained(model: nn.Module, tokenizer: Any, folder: Path, *, prefix: str 
     return path
 
 
+def save_final(model: nn.Module, tokenizer: Any, run_dir: Path) -> Path:
+    """Write ``final_model/`` or ``final_adapter/`` of a run, whole or not at all.
+
+    Raises:
+        NotSavedError: if the disk is full; an earlier result is left as it was.
+    """
+    if not TrainerRanks(model).leads:
+        return save_trained(model, tokenizer, run_dir, prefix="final_")
+    partial = run_dir / "final.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with whole_or_nothing(partial):
+        written = save_trained(model, tokenizer, partial, prefix="final_")
+        target = run_dir / written.name
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(written, target)
+    partial.rmdir()
+    return target
+
+
 def save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     """Write model and tokenizer so that ``AutoModelForCausalLM`` and vLLM load them.
 
@@ -113,7 +135,7 @@ def save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
             weights[name] = whole.to("cpu", copy=True).contiguous()
     if not ranks.leads:
         return
-    model.save_pretrained(folder, state_dict=weights)
+    write_model(model, folder, weights)
     if (dtype := getattr(model, "trained_dtype", None)) is not None:
         model.config.dtype = dtype  # that of the files, not of the float32 masters
         model.config.save_pretrained(folder)

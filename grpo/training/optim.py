@@ -126,10 +126,10 @@ class MasterAdamW:
         grads = [master.grad for master in self.masters if master.grad is not None]
         norm = self._total_norm(grads)
         if not math.isfinite(value := norm.item()):
+            self.adamw.zero_grad(set_to_none=True)  # or they would be added to the next ones
             raise FloatingPointError(
                 f"the gradient norm is {value}; the weights are unchanged. Look at the ratio "
-                "quantiles and rewards of this step, lower optimizer.lr, or resume from the last "
-                "checkpoint")
+                "quantiles and rewards of this step, and lower optimizer.lr")
         if self.clip_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self.masters, self.clip_grad_norm, norm)
         if not self.relative_step:

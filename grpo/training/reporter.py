@@ -66,12 +66,16 @@ class Reporter:
             self.loggers.log_samples(step, samples)
             self.console.samples_table(samples, step=step)
 
-    def finish(self, config: dict[str, Any], *, title: str, headline: str, result: Path) -> Path:
+    def finish(self, config: dict[str, Any], *, title: str, headline: str, result: Path) -> None:
         """Write the report and say where everything lies, the trained ``result`` included.
 
         A run whose rewards never told completions apart ends with a warning and without a tick.
         """
-        report = write_report(self.run_dir, title=title, config=config)
+        report: Path | str
+        try:
+            report = write_report(self.run_dir, title=title, config=config)
+        except OSError as error:  # the metrics that it is drawn from are kept
+            report = f"not written: {error}"
         silence = silence_at_end(History.read(self.run_dir).rows)
         self.console.finish(
             {"report": report, "model": result,
@@ -79,7 +83,6 @@ class Reporter:
             learned=not (silence and silence.whole))
         if silence:
             self.console.warn(str(silence))
-        return report
 
     def _samples(self, batch: TensorDictBase, problems: Sequence[Problem]) -> list[Sample]:
         reward = torch.where(batch[data.REWARD_ERROR], torch.nan, batch[data.REWARD])

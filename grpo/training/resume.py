@@ -9,34 +9,48 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from grpo.config import Config, ConfigError
 from grpo.training.checkpoint import Checkpoint, find_checkpoint, list_checkpoints
 from grpo.training.identity import changed_keys, identity_changes, result_changes, with_defaults
 from grpo.training.loggers import METRICS_FILE, SAMPLES_FILE, read_jsonl, write_atomically
+from grpo.training.run_lock import locked
+
+# Jobs of an array start in the same second, on several hosts and with the same process ids.
+OmegaConf.register_new_resolver("unique", lambda: secrets.token_hex(4), use_cache=True,
+                                replace=True)
 
 #: In the folder of a branch: which checkpoint it started from, and what it does otherwise.
 PARENT_FILE = "parent.json"
 
 
-def open_run(config: Config, run_dir: Path) -> tuple[Path, Checkpoint | None]:
-    """Folder of the run, and the checkpoint it goes on from.
+def open_run(
+    config: Config, run_dir: Path, at_end: ExitStack
+) -> tuple[Path, Checkpoint | None]:
+    """Folder of the run, which is this process's own from now on, and the checkpoint to go on from.
 
     Args:
         config: whose ``resume`` says what to go on from.
         run_dir: of a new run, and of a branch.
+        at_end: gets what lets others have the folder.
 
     Raises:
-        ConfigError: if the checkpoint belongs to a run with another model, task or seed, or if the
-            folder of a branch holds a run already.
+        ConfigError: if the checkpoint belongs to a run with another model, task or seed, if the
+            folder of a branch holds a run already, or if another process uses the folder.
         FileNotFoundError: if ``resume`` names a path without a checkpoint.
     """
     checkpoint = checkpoint_of(config, [Path("outputs"), Path("multirun"), run_dir])
-    if checkpoint is None:
-        return run_dir, None
-    return join(checkpoint, config, run_dir, key="hydra.run.dir"), checkpoint
+    if checkpoint is not None:
+        run_dir = join(checkpoint, config, run_dir, key="hydra.run.dir", at_end=at_end)
+    else:
+        at_end.enter_context(locked(run_dir))
+    return run_dir, checkpoint
 
 
 def checkpoint_of(config: Config, roots: list[Path]) -> Checkpoint | None:
@@ -77,19 +91,22 @@ def checkpoint_of(config: Config, roots: list[Path]) -> Checkpoint | None:
 
 
 def join(
-    checkpoint: Checkpoint, config: Config, run_dir: Path, *, key: str, fixed: bool = False
+    checkpoint: Checkpoint, config: Config, run_dir: Path, *, key: str, at_end: ExitStack,
+    fixed: bool = False,
 ) -> Path:
-    """The folder in which a run goes on from a checkpoint: the old one, or that of a branch.
+    """The locked folder in which a run goes on from a checkpoint: the old one, or that of a branch.
 
     Args:
         checkpoint: to go on from.
         config: of the run that goes on.
         run_dir: of a branch.
         key: that says where ``run_dir`` is.
+        at_end: gets what unlocks the folder.
         fixed: the run goes on in ``run_dir`` in any case, as a branch if it is another folder.
 
     Raises:
-        ConfigError: if a branch would be written over another run.
+        ConfigError: if a branch would be written over another run, or another process uses the
+            folder.
     """
     info, settings = checkpoint.info(), config.model_dump(mode="json")
     old = _earlier(info["config"], config)
@@ -106,7 +123,9 @@ def join(
     if fixed and run_dir.resolve() != checkpoint.run_dir.resolve():
         reasons.append(f"{key}: {checkpoint.run_dir} -> {run_dir}")
     if not reasons:
+        at_end.enter_context(locked(checkpoint.run_dir))
         return checkpoint.run_dir
+    at_end.enter_context(locked(run_dir))
     if _holds_another_run(run_dir, checkpoint):
         raise ConfigError(f"resume={config.resume} starts a branch ({'; '.join(reasons)}), which "
                           f"needs a folder of its own, but {run_dir} holds a run already; give "

@@ -84,7 +84,10 @@ def obey(learner: ParallelLearner, weights: Any = None) -> None:
             iteration, coefficients = details
             for name, value in coefficients.items():
                 setattr(learner.loss.terms, name, value)
-            learner.update(ranks.share(None), iteration=iteration)
+            try:
+                learner.update(ranks.share(None), iteration=iteration)
+            except FloatingPointError as error:  # all ranks see it, and the leader may still save
+                logger.warning("rank %d: %s", ranks.rank, error)
         elif what == "score":
             _score(learner.loss, ranks.share(None))
         elif what == "reference":

@@ -21,12 +21,15 @@ from grpo.policies.scoring import evaluating
 from grpo.training.adaptation import Adaptation
 from grpo.training.checkpoint import (
     Checkpoint,
+    random_state,
     restore_random_state,
     save_checkpoint,
-    save_trained,
+    save_final,
 )
+from grpo.training.checkpoint_files import NotSavedError, check_room, saved_bytes
 from grpo.training.learner import Learner
 from grpo.training.reporter import Reporter
+from grpo.training.stopping import Stopped, StopRequests
 from grpo.weights import Canary, CanaryReport, WeightSync
 from grpo.weights.in_flight import PeriodicUpdates
 from grpo.weights.proof import WeightProof
@@ -35,7 +38,7 @@ from grpo.weights.proof import WeightProof
 class Trainer:
     """On-policy GRPO with rollouts on demand.
 
-    One iteration: collect a rollout with the current weights, score it with the frozen models,
+    An iteration: collect a rollout with the current weights, score it with the frozen models,
     turn rewards into advantages, take the optimizer steps, publish the weights to the engine, let
     the canary prove that they arrived, adapt the coefficients that follow a measurement.
 
@@ -51,14 +54,13 @@ class Trainer:
             evaluate themselves.
         reporter: screen, files and loggers.
         tokenizer: saved beside the model.
-        run_dir: folder of the run.
-        config: resolved configuration, saved with checkpoints.
+        run_dir, config: folder and resolved configuration of the run, saved with checkpoints.
         iterations: how many to run in all.
         eval_frequency: iterations between evaluations; 0: only at the start and the end. Before
             each the engine gets the present weights, also where
             :class:`~grpo.weights.in_flight.PeriodicUpdates` would let it wait.
         checkpoint_frequency: iterations between checkpoints; 0: none.
-        keep_checkpoints: how many stay.
+        keep_checkpoints: how many of them stay.
         reference: writes the reference policy's log-probs into a rollout, where anything is
             compared with it.
         teacher: writes a teacher's opinion into a rollout, for distillation.
@@ -103,6 +105,11 @@ class Trainer:
         self.step = 0
         self.resumed_from: Path | None = None
         self.first_accuracy = self.last_accuracy = float("nan")
+        self.requests = StopRequests()
+        self.saved: Checkpoint | None = None
+        self._looked = False  # at what there is before any update
+        self._before_batch: dict[str, Any] | None = None
+        self._unlogged: dict[str, float] | None = None
         self._seconds: dict[str, float] = {}
         self._report: CanaryReport | None = None
         self._unproven = False
@@ -117,21 +124,68 @@ class Trainer:
     def fit(self) -> None:
         """Run all iterations that are left, save the result, write the report.
 
-        The result is in ``final_model/``, or in ``final_adapter/`` where adapters are trained.
+        The result is in ``final_model/``, or in ``final_adapter/`` where adapters are trained. A
+        run that ends early leaves a checkpoint and the report.
+
+        Raises:
+            Stopped: on SIGTERM or SIGINT, when all is saved.
+            NotSavedError: if the disk had no room for the result.
         """
         try:
-            with self.reporter.console:
-                if self.step == 0:
-                    self._first_look()
-                while self.step < self.iterations:
-                    self.iterate()
-                self.learner.before_saving()
-                result = save_trained(self.model, self.tokenizer, self.run_dir, prefix="final_")
-                self.reporter.finish(
-                    self.config, result=result, title=self.config["train"]["exp_name"],
-                    headline=self._headline())
+            with self.reporter.console, self.requests:
+                try:
+                    self._train()
+                # What comes of numbers, engines, disks and data.
+                except (Stopped, ArithmeticError, OSError, RuntimeError, ValueError) as reason:
+                    self._end_early(reason)
+                    raise
+                self._finish()
         finally:
             self.reporter.loggers.close()
+
+    def _train(self) -> None:
+        if self.step == 0 and not self._looked:
+            with self.requests.at_once():
+                self._first_look()
+        while self.step < self.iterations:
+            self.iterate()
+            if self.step < self.iterations:  # else it is over anyway
+                self.requests.check()
+
+    def _finish(self) -> None:
+        failed, result = None, self.run_dir
+        try:
+            check_room(self.run_dir, saved_bytes(self.model))
+            self.learner.before_saving()
+            result = save_final(self.model, self.tokenizer, self.run_dir)
+        except NotSavedError as error:
+            failed = error
+        self._write_report(self._headline(), result)
+        if failed is not None:
+            raise failed
+
+    def _write_report(self, headline: str, result: Path) -> None:
+        self.reporter.finish(self.config, result=result, title=self.config["train"]["exp_name"],
+                             headline=headline)
+
+    def _end_early(self, reason: BaseException) -> None:
+        """Keep what was trained, and say how the run goes on."""
+        warn = self.reporter.console.warn
+        if self._unlogged is not None:  # something failed when the step was trained
+            self.reporter.loggers.log(self.step, self._unlogged)
+        if self.step == 0 and not self._looked:
+            warn(f"{reason}; nothing has been trained yet")
+            return
+        try:
+            if self.saved is None or self.saved.step < self.step:
+                self.save()
+        except (OSError, RuntimeError) as error:  # the disk is full, or a rank has died
+            warn(f"{reason}; the present state could not be saved: {error}")
+        if self.saved is not None:
+            self._write_report(f"{reason} after {self.step} of {self.iterations} iterations",
+                               self.saved.folder)
+            self.reporter.console.info(
+                f"the run can go on: resume=auto, or resume={self.saved.folder}")
 
     def _first_look(self) -> None:
         """Before any update: do engine and trainer agree, and how good is the model?"""
@@ -140,6 +194,7 @@ class Trainer:
         if metrics:
             self.first_accuracy = self.last_accuracy
             self.reporter.step(0, metrics)
+        self._looked = True
 
     def _headline(self) -> str:
         if self.evaluator is None:
@@ -150,7 +205,9 @@ class Trainer:
     def iterate(self) -> dict[str, float]:
         """One iteration; returns its metrics."""
         start, self._seconds = time.perf_counter(), {}
-        rollout = self.collector.collect()
+        self._before_batch = self._position()
+        with self.requests.at_once():
+            rollout = self.collector.collect()
         if rollout[data.REWARD_ERROR].all():
             raise RuntimeError(f"iteration {self.step + 1}: not one of {len(rollout)} completions "
                                "got a reward; the log above names the reward function and the "
@@ -166,6 +223,7 @@ class Trainer:
             metrics |= advantage_metrics(rollout) | advantage_counts(rollout)
         metrics |= self.learner.update(rollout, iteration=self.step)
         self.step += 1  # the model is that of the next step, whoever gets to know its weights
+        self._before_batch, self._unlogged = None, metrics
         evaluate = self.evaluator is not None and self._due(self.eval_frequency)
         with self._timed("sync"):
             metrics["policy/version"] = self.weights.publish()
@@ -187,9 +245,13 @@ class Trainer:
             with self._timed("eval"):
                 metrics |= self._evaluate()
         metrics |= {f"time/{phase}": value for phase, value in self._seconds.items()}
+        self._unlogged = None
         self.reporter.step(self.step, metrics)
         if save:
-            self.save()
+            try:
+                self.save()
+            except NotSavedError as error:  # the next one may find room
+                self.reporter.console.warn(f"no checkpoint of step {self.step}: {error}")
         return metrics
 
     def _prove_start(self) -> None:
@@ -216,31 +278,44 @@ class Trainer:
                 self._report = self.canary.finish()
 
     def save(self) -> Checkpoint:
-        """Write a checkpoint of the whole run."""
+        """Write a checkpoint of the whole run.
+
+        Raises:
+            NotSavedError: if the disk has no room for it.
+        """
         state = self.state_dict()
+        check_room(self.run_dir / "checkpoints", saved_bytes(self.model, state))
         self.learner.before_saving()
-        return save_checkpoint(self.run_dir, self.step, model=self.model, tokenizer=self.tokenizer,
-                               state=state, config=self.config, keep=self.keep_checkpoints,
-                               protect=self.resumed_from)
+        self.saved = save_checkpoint(
+            self.run_dir, self.step, model=self.model, tokenizer=self.tokenizer, state=state,
+            config=self.config, keep=self.keep_checkpoints, protect=self.resumed_from)
+        return self.saved
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the model that the next iteration depends on."""
+        """Everything but the model that the next iteration depends on.
+
+        In the middle of a batch that was not trained on, this is where it began.
+        """
         return {
             "step": self.step,
             "optimizer": self.learner.optimizer.state_dict(),
-            "env": self.collector.env.state_dict(),
             "version": self.weights.version,
-            "calls": {name: policy.calls for name, policy in self._policies().items()},
             "accuracy": [self.first_accuracy, self.last_accuracy],
             "sample_rows": self.reporter.sample_rows,
             "adaptations": {a.name: a.state_dict() for a in self.adaptations},
+            **(self._before_batch or self._position()),
         }
+
+    def _position(self) -> dict[str, Any]:
+        """What a rollout moves on: the data, and all random numbers."""
+        return {"env": self.collector.env.state_dict(), "random": random_state(),
+                "calls": {name: policy.calls for name, policy in self._policies().items()}}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint whose model has already been loaded."""
         state = checkpoint.state()
         # Engines that die later are started anew from its weights.
-        self.resumed_from = checkpoint.folder
+        self.resumed_from, self.saved, self._looked = checkpoint.folder, checkpoint, True
         self.step = state["step"]
         self.learner.optimizer.load_state_dict(state["optimizer"])
         self.collector.env.load_state_dict(state["env"])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from grpo.model_files import write_model
 from grpo.weights.channel import Deadline, TransferError, in_background
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import TrainerRanks
@@ -239,7 +240,7 @@ def write_checkpoint(model: nn.Module, tokenizer: Any, folder: Path, version: in
     unfinished = folder / (path.name + _UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    model.save_pretrained(unfinished, state_dict=weights)
+    write_model(model, unfinished, weights)
     tokenizer.save_pretrained(unfinished)
     for file in [*unfinished.iterdir(), unfinished]:
         _sync(file)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from grpo.engines.first_import import import_vllm
 from grpo.weights.channel import Deadline, TransferError, in_background
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class VLLMTransfer:
 
     def __init__(self, engine: EngineHandle, plan: list[dict], *, device: torch.device, host: str,
                  workers: int, bucket_bytes: int, deadline: Deadline) -> None:
+        import_vllm()
         from vllm.distributed.weight_transfer import nccl_common
 
         self.engine, self.device, self.bucket_bytes = engine, device, bucket_bytes
@@ -90,6 +92,7 @@ def messages(plan: list[dict[str, Any]], bucket_bytes: int) -> tuple[dict, dict]
     Returns:
         ``(init, update)``, with the packing's parameters in the one whose class has them.
     """
+    import_vllm()
     from vllm.distributed.weight_transfer import nccl_common, nccl_engine
 
     packing = {"packed": True, "packed_buffer_size_bytes": bucket_bytes}

@@ -47,14 +47,20 @@ from grpo.memory import ModelShape  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
 from grpo.training.bottleneck import bottleneck_table  # noqa: E402
 from grpo.training.checkpoint import Checkpoint  # noqa: E402
+from grpo.training.checkpoint_files import NotSavedError  # noqa: E402
 from grpo.training.console import Console  # noqa: E402
 from grpo.training.local_ranks import RankDied  # noqa: E402
 from grpo.training.loggers import make_loggers  # noqa: E402
 from grpo.training.reporter import Reporter  # noqa: E402
 from grpo.training.resume import open_run  # noqa: E402
-from grpo.weights import Canary  # noqa: E402
+from grpo.training.stopping import signals_end_the_process  # noqa: E402
+from grpo.weights import Canary, StaleWeightsError  # noqa: E402
 from grpo.weights.canary import canary_tolerance  # noqa: E402
 from grpo.weights.channel import TransferError  # noqa: E402
+
+#: What may end a run that is not a mistake in the code.
+ENDINGS = (RolloutsFailed, WorkersLost, EngineError, TransferError, StaleWeightsError,
+           FloatingPointError, NotSavedError)
 
 
 def build_trainer(
@@ -155,19 +161,19 @@ def build_trainer(
 
 
 def train(trainer: Trainer) -> None:
-    """Run to the end; where the workers are lost, leave a checkpoint and say why."""
+    """Run to the end; where the workers are lost, a checkpoint is left, and it is said why."""
     try:
         trainer.fit()
-    except (RolloutsFailed, WorkersLost, EngineError, TransferError) as error:
-        saved = trainer.save()
-        sys.exit(f"error: {error}\nthe run can go on: resume={saved.folder}")
+    except ENDINGS as error:
+        go_on = f"\nthe run can go on: resume={trainer.saved.folder}" if trainer.saved else ""
+        sys.exit(f"error: {error}{go_on}")
     trainer.reporter.console.info("\n".join(bottleneck_table(trainer.run_dir / "metrics.jsonl")))
 
 
 @hydra.main(version_base=None, config_path="../../config", config_name="grpo_async")
 def main(cfg: DictConfig) -> None:
     try:
-        with ExitStack() as at_end:
+        with signals_end_the_process(), ExitStack() as at_end:
             run(cfg, at_end)
     except RankDied as error:
         sys.exit(f"error: {error}\nthe run can go on from its newest checkpoint: resume=auto")
@@ -176,7 +182,8 @@ def main(cfg: DictConfig) -> None:
 def run(cfg: DictConfig, at_end: ExitStack) -> None:
     try:
         config = load_config(cfg, AsyncConfig)
-        run_dir, checkpoint = open_run(config, Path(HydraConfig.get().runtime.output_dir))
+        run_dir, checkpoint = open_run(
+            config, Path(HydraConfig.get().runtime.output_dir), at_end)
         trainer = build_trainer(config, run_dir, checkpoint, at_end)
     except (ValueError, OSError, ImportError, EngineError, WorkersLost) as error:
         # Nearly always bad input, some of which shows in the workers first.

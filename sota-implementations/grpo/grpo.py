@@ -40,18 +40,21 @@ from grpo.build_model import load_model  # noqa: E402
 from grpo.collectors import SyncCollector  # noqa: E402
 from grpo.config import Config, load_config  # noqa: E402
 from grpo.devices import available, run_ledger  # noqa: E402
+from grpo.engines.handle import EngineError  # noqa: E402
 from grpo.evaluation import Evaluator  # noqa: E402
 from grpo.ledger import check_fits  # noqa: E402
 from grpo.memory import ModelShape  # noqa: E402
 from grpo.presets import describe_preset  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
 from grpo.training.checkpoint import Checkpoint  # noqa: E402
+from grpo.training.checkpoint_files import NotSavedError  # noqa: E402
 from grpo.training.console import Console  # noqa: E402
 from grpo.training.local_ranks import RankDied  # noqa: E402
 from grpo.training.loggers import make_loggers  # noqa: E402
 from grpo.training.reporter import Reporter  # noqa: E402
 from grpo.training.resume import open_run  # noqa: E402
-from grpo.weights import Canary  # noqa: E402
+from grpo.training.stopping import signals_end_the_process  # noqa: E402
+from grpo.weights import Canary, StaleWeightsError  # noqa: E402
 from grpo.weights.canary import canary_tolerance  # noqa: E402
 
 
@@ -148,10 +151,12 @@ def build_trainer(
 @hydra.main(version_base=None, config_path="../../config", config_name="grpo")
 def main(cfg: DictConfig) -> None:
     try:
-        with ExitStack() as at_end:  # a sweep starts the next run in this process
-            run(cfg, at_end)
+        with signals_end_the_process(), ExitStack() as at_end:
+            run(cfg, at_end)  # a sweep starts the next run in this process
     except RankDied as error:
         sys.exit(f"error: {error}\nthe run can go on from its newest checkpoint: resume=auto")
+    except (EngineError, StaleWeightsError, FloatingPointError, NotSavedError) as error:
+        sys.exit(f"error: {error}")  # the trainer has said how the run can go on
 
 
 def run(cfg: DictConfig, at_end: ExitStack) -> None:
@@ -160,7 +165,8 @@ def run(cfg: DictConfig, at_end: ExitStack) -> None:
         preset = HydraConfig.get().runtime.choices.get("preset", "none")
         if preset != "none":
             print("preset", describe_preset(preset, cfg, config_folder=CONFIG))
-        run_dir, checkpoint = open_run(config, Path(HydraConfig.get().runtime.output_dir))
+        run_dir, checkpoint = open_run(
+            config, Path(HydraConfig.get().runtime.output_dir), at_end)
         trainer = build_trainer(config, run_dir, checkpoint, at_end)
     except (ValueError, OSError, ImportError) as error:  # nearly always bad input
         if os.environ.get("HYDRA_FULL_ERROR") == "1":

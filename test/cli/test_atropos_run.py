@@ -4,7 +4,11 @@ threads, a hub, and the policy of this process."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import threading
+import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -153,6 +157,29 @@ def test_a_run_goes_on_from_its_checkpoint(command):
     assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [1, 2, 3, 4]
     assert list_checkpoints(folder)[-1].step == 4
     assert {f"step_{k}" for k in (1, 2, 3, 4)} <= {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_command_with_its_code_and_the_run_goes_on(command, tmp_path, number):
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def send() -> None:
+        deadline = time.monotonic() + 60
+        while len(read_jsonl(metrics)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with pytest.raises(SystemExit) as raised:
+        command("--training-steps", "500", "--checkpoint-interval", "0")
+    sender.join()
+    assert raised.value.code == 128 + number
+    (saved,) = list_checkpoints(tmp_path / "run")
+    assert saved.step == read_jsonl(metrics)[-1]["step"]
+    command("--training-steps", str(saved.step + 1), "--checkpoint-interval", "0", "--resume",
+            "auto")
+    assert [row["step"] for row in read_jsonl(metrics)] == [*range(1, saved.step + 2)]
 
 
 def test_another_run_is_not_written_over(command):

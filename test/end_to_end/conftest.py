@@ -28,14 +28,14 @@ class Runner:
         self.environment = os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1",
                                          "COLUMNS": "100"}
 
-    def start(self, *overrides: str) -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, str(SCRIPT), *overrides], cwd=self.folder,
+    def start(self, *overrides: str, script: Path = SCRIPT) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, str(script), *overrides], cwd=self.folder,
                                 env=self.environment, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT, text=True)
 
-    def run(self, *overrides: str, expect: int = 0) -> str:
+    def run(self, *overrides: str, expect: int = 0, script: Path = SCRIPT) -> str:
         """Output of a finished run."""
-        process = self.start(*overrides)
+        process = self.start(*overrides, script=script)
         output, _ = process.communicate(timeout=240)
         assert process.returncode == expect, output[-4000:]
         return output

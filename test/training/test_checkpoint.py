@@ -318,6 +318,24 @@ def test_a_saved_model_loads_with_the_same_logits(byte_model, tokenizer, tmp_pat
         tokenizer("3+4=")["input_ids"]
 
 
+def test_a_generation_config_that_transformers_would_not_write_is_kept_as_it_was(
+        model, tokenizer, tmp_path):
+    """Vicuna has a temperature and no sampling; such a model can be read but not saved."""
+    start = tmp_path / "start"
+    save_model(model, tokenizer, start)
+    path = start / "generation_config.json"
+    path.write_text(json.dumps({"temperature": 0.9, "top_p": 0.6, "pad_token_id": 0}))
+    loaded = AutoModelForCausalLM.from_pretrained(start)
+    with pytest.raises(ValueError, match="temperature"):
+        loaded.save_pretrained(tmp_path / "by_itself")
+    save_model(loaded, tokenizer, tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert {key: value for key, value in saved.items() if key != "transformers_version"} == (
+        json.loads(path.read_text()))
+    assert AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved").generation_config.temperature == 0.9
+
+
 def test_the_precision_of_a_saved_model_is_kept(model, tokenizer, tmp_path):
     save_model(copy.deepcopy(model).bfloat16(), tokenizer, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import ExitStack
 
 import pytest
 
 from grpo.config import ConfigError
 from grpo.config_async import AsyncConfig
+from grpo.training import resume
 from grpo.training.checkpoint import list_checkpoints
 from grpo.training.identity import (
     changed_keys,
@@ -17,14 +19,21 @@ from grpo.training.identity import (
     with_defaults,
 )
 from grpo.training.loggers import read_jsonl
-from grpo.training.resume import PARENT_FILE, open_run
+from grpo.training.resume import PARENT_FILE
+from grpo.training.run_lock import LOCK_FILE
 
 from .runs import make_trainer, timeless
 
 
+def open_run(config, run_dir):
+    """As a process that ends at once."""
+    with ExitStack() as at_end:
+        return resume.open_run(config, run_dir, at_end)
+
+
 def files(folder) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
-            if path.is_file()}
+            if path.is_file() and path.name != LOCK_FILE}
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +143,16 @@ def test_a_branch_is_not_written_over_another_run(first, tmp_path):
         file.write('{"step": 5}\n')
     with pytest.raises(ConfigError, match="holds a run already"):
         open_run(config, run_dir)
+
+
+def test_a_run_that_goes_on_somewhere_is_not_gone_on_with_here(first, tmp_path):
+    folder, make = first
+    with ExitStack() as at_end:
+        resume.open_run(make(resume="auto"), tmp_path, at_end)
+        for config, where in ((make(resume="auto"), tmp_path), (make(), folder)):
+            with pytest.raises(ConfigError, match=f"{folder} is in use by process {os.getpid()} "):
+                open_run(config, where)
+    assert open_run(make(resume="auto"), tmp_path)[1].step == 4
 
 
 def test_another_model_task_or_seed_is_refused(first, tmp_path):

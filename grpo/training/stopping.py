@@ -1,0 +1,120 @@
+"""SIGTERM and Ctrl-C as requests to stop: what was trained is saved before the run ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(BaseException):
+    """A signal has ended the run. Not an ``Exception``, so that no reward function catches it.
+
+    Attributes:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell says of a process that the signal has ended: 143 or 130."""
+        return 128 + self.number
+
+
+class StopRequests:
+    """Turns SIGTERM and SIGINT into :class:`Stopped`, where that is wanted; a context manager.
+
+    Between the points where it is wanted a signal only leaves a note, so that nothing is left half
+    done; a second Ctrl-C ends the process at once. Outside of Python's main thread, where signals
+    cannot be handled, nothing is changed.
+
+    Attributes:
+        asked: number of the signal that came; None: none.
+
+    Examples:
+        >>> with StopRequests() as requests:
+        ...     os.kill(os.getpid(), signal.SIGTERM)
+        ...     try:
+        ...         requests.check()
+        ...     except Stopped as stopped:
+        ...         print(stopped, stopped.exit_code)
+        stopped by SIGTERM 143
+    """
+
+    def __init__(self) -> None:
+        self.asked: int | None = None
+        self._at_once = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequests:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def check(self) -> None:
+        """Raise :class:`Stopped` if a signal has come."""
+        if self.asked is not None:
+            raise Stopped(self.asked)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """While something is done that may be dropped: a signal raises in the middle of it."""
+        self._at_once = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._at_once = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked == number == signal.SIGINT:
+            raise Stopped(number)
+        first, self.asked = self.asked is None, number
+        if self._at_once:
+            self._at_once = False  # what cleans up after it is not interrupted again
+            raise Stopped(number)
+        if first:  # not print(), which a handler may have interrupted
+            os.write(2, f"\n{signal.Signals(number).name}: the run ends after this step; Ctrl-C "
+                        "twice ends it at once, without saving\n".encode())
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Keep the handlers of SIGTERM and SIGINT from a library that installs its own, also below
+    Python, where Ray's aborts the process on SIGTERM."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def signals_end_the_process() -> Iterator[None]:
+    """End the process with the code of the signal that stopped it, once all is cleaned up.
+
+    What a trainer does not handle itself, as while it is being set up, is dropped.
+    """
+    try:
+        with StopRequests() as requests, requests.at_once():
+            yield
+    except Stopped as stopped:
+        print(f"{stopped}; what was started has been ended", file=sys.stderr)
+        sys.exit(stopped.exit_code)

@@ -1,0 +1,60 @@
+"""SIGTERM and Ctrl-C to whole runs: code, report, and a checkpoint that ``resume=auto`` finds."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from .conftest import SCRIPT
+from .test_arrangements import left_behind
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ASYNC = SCRIPT.with_name("grpo-async.py")
+RUN = ("model.warm_start_steps=20", "env.num_envs=8", "env.repeats=4", "train.eval_frequency=0",
+       "train.checkpoint_frequency=0", "optimizer.schedule=constant", "optimizer.lr=1e-3",
+       "train.total_dialog_turns=320000")
+HERE = "inference_model.backend=transformers"
+VLLM = [pytest.mark.vllm]
+
+KINDS = {
+    "sync": (SCRIPT, (HERE,)),
+    "vllm": (SCRIPT, ("inference_model.backend=vllm",)),
+    "process": (SCRIPT, ("inference_model.backend=vllm", "inference_model.engine=process")),
+    "ranks": (SCRIPT, ("inference_model.backend=vllm", "inference_model.engine=process",
+                       "inference_model.weight_sync=transfer", "train_model.num_devices=2")),
+    "async": (ASYNC, (HERE, "inference_model.num_devices=2", "train.staleness=1")),
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=[] if HERE in options else VLLM)
+    for kind, (_, options) in KINDS.items()])
+def test_a_signal_ends_a_run_with_its_code_and_resume_auto_goes_on(runner, kind, number):
+    script, options = KINDS[kind]
+    if HERE not in options:
+        pytest.importorskip("vllm")
+    if script == ASYNC:
+        pytest.importorskip("ray")
+    process = runner.start(*RUN, *options, "hydra.run.dir=outputs/run", script=script)
+    run_dir = runner.folder / "outputs" / "run"
+    deadline = time.monotonic() + 200
+    while not (run_dir / "metrics.jsonl").exists() or len(runner.metrics(run_dir)) < 4:
+        assert process.poll() is None, process.stdout.read()[-4000:]
+        assert time.monotonic() < deadline, "no three iterations in time"
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, output[-4000:]
+    assert f"stopped by {number.name}" in output and "resume=auto" in output
+    assert "Traceback" not in output and (run_dir / "report.html").exists()
+    reached = runner.metrics(run_dir)[-1]["step"]
+    assert (run_dir / "checkpoints" / f"step_{reached:06d}" / "info.json").exists()
+    assert left_behind(runner) == []
+    output = runner.run(*RUN, *options, f"train.total_dialog_turns={32 * (reached + 2)}",
+                        "resume=auto", script=script)
+    assert f"resumed at iteration {reached}" in output
+    assert [row["step"] for row in runner.metrics(run_dir)][1:] == list(range(1, reached + 3))

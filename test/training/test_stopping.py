@@ -1,0 +1,203 @@
+"""Runs that end early, by a signal or because something failed: what was trained is kept."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from grpo.engines.handle import EngineError
+from grpo.training import checkpoint as checkpoint_module
+from grpo.training.checkpoint import find_checkpoint, list_checkpoints
+from grpo.training.checkpoint_files import NotSavedError
+from grpo.training.loggers import read_jsonl
+from grpo.training.stopping import Stopped, StopRequests, signals_end_the_process
+from grpo.weights import StaleWeightsError
+
+from .runs import make_trainer, timeless, weights
+
+
+def seed(value: int) -> None:
+    for seed_one in (random.seed, np.random.seed, torch.manual_seed):
+        seed_one(value)
+
+
+def ends_in(trainer, owner, name: str, action, *, call: int):
+    """Let something happen when a method of the run has worked for the ``call``-th time."""
+    function, calls = getattr(owner, name), []
+
+    def wrapped(*args, **kwargs):
+        result = function(*args, **kwargs)
+        calls.append(None)
+        if len(calls) == call:
+            action()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+PLACES = {"generation": lambda t: (t.collector.env, "step", 4),
+          "reward": lambda t: (t.collector.env, "reset", 4),
+          "update": lambda t: (t.learner.optimizer, "step", 4),
+          "publish": lambda t: (t.weights, "publish", 4),
+          "evaluation": lambda t: (t.evaluator, "run", 3)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_signal_anywhere_leaves_a_checkpoint_from_which_the_metrics_go_on_exactly(
+        make_config, tmp_path, reports, capsys, place, number):
+    config = make_config(iterations=5, reward="by_text_and_chance",
+                         train={"checkpoint_frequency": 0})
+    seed(1)
+    make_trainer(config, tmp_path / "whole").fit()
+    seed(1)
+    stopped = make_trainer(config, tmp_path / "stopped")
+    owner, name, call = PLACES[place](stopped)
+    ends_in(stopped, owner, name, lambda: os.kill(os.getpid(), number), call=call)
+    with pytest.raises(Stopped) as raised:
+        stopped.fit()
+    assert raised.value.exit_code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    assert reports[-1] == tmp_path / "stopped"
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the run can go on: resume=auto" in shown
+    seed(99)
+    checkpoint = find_checkpoint("auto", root=tmp_path / "stopped", exp_name="grpo")
+    # What is generated is dropped; a step that has begun is finished.
+    assert checkpoint.step == (3 if place in ("generation", "reward") else 4)
+    make_trainer(config, checkpoint.run_dir, checkpoint).fit()
+    ours, whole = (timeless(read_jsonl(tmp_path / name / "metrics.jsonl"))
+                   for name in ("stopped", "whole"))
+    assert ours == whole
+
+
+def test_a_signal_before_the_first_update_ends_the_run_without_a_checkpoint(make_config, tmp_path):
+    trainer = make_trainer(make_config(), tmp_path)
+    ends_in(trainer, trainer.canary, "check", lambda: os.kill(os.getpid(), signal.SIGTERM), call=1)
+    with pytest.raises(Stopped):
+        trainer.fit()
+    assert not list_checkpoints(tmp_path)
+
+
+def test_a_run_that_is_stopped_in_its_first_rollout_does_not_look_twice(make_config, tmp_path):
+    trainer = make_trainer(make_config(), tmp_path)
+    ends_in(trainer, trainer.collector.env, "reset",
+            lambda: os.kill(os.getpid(), signal.SIGTERM), call=1)
+    with pytest.raises(Stopped):
+        trainer.fit()
+    checkpoint = find_checkpoint(str(tmp_path), root=tmp_path, exp_name="grpo")
+    assert checkpoint.step == 0
+    make_trainer(make_config(), tmp_path, checkpoint).fit()
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
+
+
+def test_handlers_are_put_back(make_config, tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    make_trainer(make_config(iterations=1), tmp_path).fit()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_a_run_is_set_up_ends_it_with_its_code_when_all_is_cleaned_up(
+        number, code, capsys):
+    ended = []
+    with pytest.raises(SystemExit) as raised, signals_end_the_process():
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # interrupts no cleaning up
+            ended.append(True)
+    assert raised.value.code == code and ended
+    assert f"stopped by {number.name}" in capsys.readouterr().err
+
+
+def test_a_second_ctrl_c_ends_a_step_at_once_and_a_second_sigterm_does_not():
+    with StopRequests() as requests:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert requests.asked == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+# -- Failures -------------------------------------------------------------------------------------
+
+
+def test_gradients_that_are_not_numbers_leave_a_checkpoint_and_no_trace_in_the_next_ones(
+        make_config, tmp_path):
+    trainer = make_trainer(make_config(train={"checkpoint_frequency": 0}), tmp_path)
+    optimizer = trainer.learner.optimizer
+    norm, norms = optimizer._total_norm, []
+
+    def infinite_third(grads):
+        norms.append(norm(grads))
+        return norms[-1] * float("inf") if len(norms) == 3 else norms[-1]
+
+    optimizer._total_norm = infinite_third
+    with pytest.raises(FloatingPointError):
+        trainer.fit()
+    assert all(master.grad is None for master in optimizer.masters)
+    assert [found.step for found in list_checkpoints(tmp_path)] == [2]
+    checkpoint = list_checkpoints(tmp_path)[-1]
+    resumed = make_trainer(make_config(), tmp_path, checkpoint)
+    assert torch.equal(weights(resumed), weights(trainer))
+    resumed.iterate()
+
+
+@pytest.mark.parametrize(("place", "error", "kept"), [
+    (lambda t: (t.collector.env, "step"), EngineError("the engine is gone"), 2),
+    (lambda t: (t.weights, "publish"), EngineError("the engine is gone"), 3),
+    (lambda t: (t.canary, "check"), StaleWeightsError("the weights are old"), 2)])
+def test_a_dead_engine_and_a_failed_proof_leave_a_checkpoint(
+        make_config, tmp_path, place, error, kept):
+    trainer = make_trainer(make_config(train={"checkpoint_frequency": 0}), tmp_path)
+
+    def fail():
+        raise error
+
+    ends_in(trainer, *place(trainer), fail, call=3)
+    with pytest.raises(type(error)):
+        trainer.fit()
+    checkpoint = find_checkpoint("auto", root=tmp_path, exp_name="grpo")
+    assert checkpoint.step == kept == read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"]
+    resumed = make_trainer(make_config(), tmp_path, checkpoint)
+    assert torch.equal(weights(resumed), weights(trainer))
+
+
+# -- A full disk ----------------------------------------------------------------------------------
+
+
+def test_a_full_disk_costs_checkpoints_but_not_the_run_its_metrics_or_its_report(
+        make_config, tmp_path, monkeypatch, capsys, reports):
+    usage, free = shutil.disk_usage, iter([10, 10**12])
+    monkeypatch.setattr("grpo.training.checkpoint_files.shutil.disk_usage",
+                        lambda path: usage(path)._replace(free=next(free, 10**12)))
+    trainer = make_trainer(make_config(iterations=4), tmp_path)
+    trainer.fit()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"no checkpoint of step 2: {tmp_path}" in shown.replace("- ", "-")
+    assert [found.step for found in list_checkpoints(tmp_path)] == [4]
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 5 and reports
+
+
+def test_a_result_without_room_ends_the_run_after_its_report(
+        make_config, tmp_path, monkeypatch, reports):
+    config = make_config(iterations=1, train={"checkpoint_frequency": 0})
+    trainer = make_trainer(config, tmp_path)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_module, "save_model", full)
+    with pytest.raises(NotSavedError, match="final.partial could not be written .*No space left"):
+        trainer.fit()
+    assert reports == [tmp_path] and not (tmp_path / "final.partial").exists()
+    assert not (tmp_path / "final_model").exists()
