@@ -12,8 +12,9 @@ from tensordict import TensorDict
 from grpo.atropos.client import AtroposTimeoutError
 from grpo.atropos.convert import GroupConverter, Sampled
 from grpo.atropos.records import Records
-from grpo.atropos.schemas import IGNORED, GroupError, ScoredGroup
+from grpo.atropos.schemas import IGNORED, ScoredGroup
 from grpo.atropos.stream import BatchStream
+from grpo.atropos.wire_json import GroupError
 from grpo.data import NO_VERSION
 
 logger = logging.getLogger(__name__)

@@ -257,7 +257,8 @@ class Hub:
     def reject(self, reason: str, message: str) -> None:
         """Count a group that was refused."""
         self.rejected[reason] += 1
-        self.last_rejected[reason] = message
+        # What was wrong may be that it has no UTF-8, and it is shown.
+        self.last_rejected[reason] = message.encode("utf-8", "replace").decode()
 
     def reset(self) -> None:
         """Forget everything, as at the first start."""

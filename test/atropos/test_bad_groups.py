@@ -16,8 +16,9 @@ from grpo.atropos.assemble import GroupAssembler, StreamSource
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.convert import GroupConverter
 from grpo.atropos.hub_server import HubServer
-from grpo.atropos.schemas import MAX_VALUE, MIN_LOG_PROB, GroupError, parse_group
+from grpo.atropos.schemas import MAX_VALUE, MIN_LOG_PROB, parse_group
 from grpo.atropos.stream import BatchStream
+from grpo.atropos.wire_json import GroupError
 from grpo.collectors.atropos import AtroposCollector
 from grpo.objectives import GRPOLoss
 from grpo.objectives.advantages import GroupAdvantage
