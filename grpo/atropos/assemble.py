@@ -36,6 +36,12 @@ class StreamSource:
     def __init__(self, stream: BatchStream) -> None:
         self.stream = stream
         self._said: set[str] = set()
+        self._away = False
+
+    @property
+    def trouble(self) -> str | None:
+        """Why there can be no group, whatever the environments do; None if they can send some."""
+        return self.stream.unreachable
 
     @property
     def counts(self) -> Counter[str]:
@@ -51,6 +57,11 @@ class StreamSource:
         except AtroposTimeoutError:
             return []
         finally:
+            if (self.trouble is not None) != self._away:
+                self._away = not self._away
+                logger.warning("nothing answers as the Atropos API; it is asked again until it "
+                               "does: %s" if self._away else "the Atropos API answers%s",
+                               self.trouble or "")
             for reason, message in self.stream.messages.items():
                 if reason not in self._said:
                     self._said.add(reason)
