@@ -226,6 +226,10 @@ class _Watched:
     def counts(self):
         return self.source.counts
 
+    @property
+    def trouble(self) -> str | None:
+        return self.source.trouble
+
     def __call__(self, timeout: float) -> Sequence[ScoredGroup]:
         for check in self.checks:
             check()

@@ -243,7 +243,7 @@ def server_options(setup: Setup) -> dict[str, Any]:
                                dtype=setup.dtype, device=setup.device)
     adapters = {} if not lora.enabled else {
         "enable_lora": True, "max_lora_rank": engine_lora_rank(lora.r),
-        "max_loras": LORA_SLOTS["server"]}
+        "max_loras": LORA_SLOTS["server"], "adapter_root": setup.folder.absolute()}
     return {"dtype": str(setup.dtype).removeprefix("torch."), "max_num_seqs": setup.rows,
             "max_model_len": setup.max_model_len, "gpu_memory_utilization": share,
             "kv_cache_memory_bytes": cache, "seed": config.train.seed,

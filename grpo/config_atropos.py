@@ -3,10 +3,11 @@ bring themselves, and a section of its own."""
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from grpo.config import Config, EnvConfig
 from grpo.config_objective import DistillConfig, Section, refuse_all
+from grpo.engines.http_call import split_url
 
 
 class AtroposSection(Section):
@@ -48,6 +49,15 @@ class AtroposSection(Section):
     """Show where each parameter lies, and what the engine logs."""
     benchmark: bool = False
     """Summarise at the end where the time went."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        try:
+            split_url(url)
+        except ValueError as error:
+            raise ValueError(f"atropos.{error}, such as http://127.0.0.1:8000") from None
+        return url
 
 
 class GroupDistillConfig(DistillConfig):

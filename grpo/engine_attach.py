@@ -44,6 +44,12 @@ def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str
     named = config.atropos.bridge_config
     if named is None:
         return url if client.alive() else None
+    file = Path(named)
+    # One that is not written yet may be waited for, but only where it can be.
+    if not file.exists() and not (file.suffix == ".json" and file.parent.is_dir()):
+        raise HandoverError(f"atropos.bridge_config={named} is not there; give the "
+                            "vllm_bridge_config.json that the engine server wrote (--log-dir), or "
+                            "will write into a folder that exists")
     deadline = time.monotonic() + timeout
     while not client.alive():
         if time.monotonic() > deadline:

@@ -201,6 +201,21 @@ def test_a_named_engine_is_waited_for_and_checked(config_of, serve, handover, tm
         find_engine(config)
 
 
+@pytest.mark.parametrize("path", ["/nowhere", "/nowhere/vllm_bridge_config.json"])
+def test_a_file_that_cannot_come_is_refused_before_any_engine_is_waited_for(config_of, serve,
+                                                                            handover, path):
+    serve(handover, after=99)
+    with pytest.raises(HandoverError, match="is not there"):
+        find_engine(config_of("--vllm-config-path", path), timeout=60.0)
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1:8000", "127.0.0.1:8000", "http://hub", "",
+                                 "http://hub:port"])
+def test_an_address_that_is_none_is_refused_first(config_of, url):
+    with pytest.raises(ValueError, match="must have the form http://host:port"):
+        config_of("--atropos-url", url)
+
+
 def test_a_gpu_is_given_as_this_process_counts_it(config_of, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)

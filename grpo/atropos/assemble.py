@@ -12,8 +12,9 @@ from tensordict import TensorDict
 from grpo.atropos.client import AtroposTimeoutError
 from grpo.atropos.convert import GroupConverter, Sampled
 from grpo.atropos.records import Records
-from grpo.atropos.schemas import IGNORED, GroupError, ScoredGroup
+from grpo.atropos.schemas import IGNORED, ScoredGroup
 from grpo.atropos.stream import BatchStream
+from grpo.atropos.wire_json import GroupError
 from grpo.data import NO_VERSION
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,12 @@ class StreamSource:
     def __init__(self, stream: BatchStream) -> None:
         self.stream = stream
         self._said: set[str] = set()
+        self._away = False
+
+    @property
+    def trouble(self) -> str | None:
+        """Why there can be no group, whatever the environments do; None if they can send some."""
+        return self.stream.unreachable
 
     @property
     def counts(self) -> Counter[str]:
@@ -50,6 +57,11 @@ class StreamSource:
         except AtroposTimeoutError:
             return []
         finally:
+            if (self.trouble is not None) != self._away:
+                self._away = not self._away
+                logger.warning("nothing answers as the Atropos API; it is asked again until it "
+                               "does: %s" if self._away else "the Atropos API answers%s",
+                               self.trouble or "")
             for reason, message in self.stream.messages.items():
                 if reason not in self._said:
                     self._said.add(reason)

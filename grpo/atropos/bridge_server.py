@@ -7,12 +7,11 @@ import threading
 import time
 from typing import Any
 
-import uvicorn
-
 from grpo.atropos.bridge import Bridge
 from grpo.engines.app import MAX_BODY_BYTES
 from grpo.engines.child import bind
 from grpo.engines.plumbing import is_loopback
+from grpo.engines.serving import server_of
 
 _STARTED_WITHIN = 30.0  # seconds
 _STOPPED_WITHIN = 10.0
@@ -74,9 +73,7 @@ class BridgeServer:
         app = bridge.app(token=token, max_body_bytes=max_body_bytes)
         self._socket = bind(host, port)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(
-            app if hub_app is None else one_port(hub_app, app), log_level="warning",
-            access_log=False, lifespan="off", timeout_graceful_shutdown=2))
+        self._server = server_of(app if hub_app is None else one_port(hub_app, app), grace=2)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve(sockets=[self._socket])),
             name="bridge-server", daemon=True)

@@ -35,7 +35,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from grpo import data
-from grpo.atropos.schemas import IGNORED, GroupError, ScoredGroup
+from grpo.atropos.schemas import IGNORED, ScoredGroup
+from grpo.atropos.wire_json import GroupError
 from grpo.engines.neutral import altering
 
 GIVEN_ADVANTAGE = ("given", "advantage")

@@ -25,12 +25,20 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from grpo.atropos.hub_journal import Journal
 from grpo.atropos.hub_queue import QueuedGroup
-from grpo.atropos.hub_state import Environment, HubState, Lease, groups_note, lease_note
+from grpo.atropos.hub_state import (
+    Environment,
+    HubState,
+    Lease,
+    Limits,
+    groups_note,
+    lease_note,
+)
 from grpo.atropos.schemas import EnvRegistration, Registration
 
 _COMPACT_BYTES = 64 << 20  # of a journal, at least, before it is rewritten
@@ -51,33 +59,6 @@ class UnknownLeaseError(LookupError):
 
 class UnknownEnvironmentError(LookupError):
     """There is no environment of this id."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What the hub bears and how long it waits.
-
-    Attributes:
-        queue_bytes: of waiting groups; beyond, senders wait. At least one batch is always let in.
-        env_seconds: an environment that was not heard of for so long counts as gone.
-        minimum_seconds: an environment's ``min_batch_allocation`` is waited for this long after
-            its last group; then batches are filled without it.
-        retry_seconds: for this long after an answer that may be lost, the same request is taken
-            for a retry.
-
-    Raises:
-        ValueError: if one of them is not above 0.
-    """
-
-    queue_bytes: int = 1 << 30
-    env_seconds: float = 120.0
-    minimum_seconds: float = 60.0
-    retry_seconds: float = 600.0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise ValueError(f"{name}={value!r} must be above 0")
 
 
 class Hub:
@@ -114,6 +95,9 @@ class Hub:
         self.last_rejected: dict[str, str] = {}
         self.duplicates = 0
         self._retries: dict[str, float] = {}  # digest of a request -> until when
+        # Digest -> when it came, by the wall clock, and whether its sender named it. A restart
+        # makes retries of these.
+        self._received: dict[str, tuple[float, bool]] = {}
         self._journal = journal
         self._compact_at = 0
         if journal is not None:
@@ -137,7 +121,8 @@ class Hub:
         Args:
             owner: the address that asks.
             lease_seconds: the asker acknowledges within this time, or the batch is given to the
-                next who asks. None: its next request acknowledges, without a limit of time.
+                next who asks. None: its next request acknowledges, within the limits'
+                ``owner_seconds``.
 
         Raises:
             NotRegisteredError: if no trainer has registered.
@@ -155,7 +140,8 @@ class Hub:
         if groups is None:
             return None
         id = uuid.uuid4().hex
-        self._record(lease_note(groups, id=id, seconds=lease_seconds, again=again,
+        seconds = self.limits.owner_seconds if lease_seconds is None else lease_seconds
+        self._record(lease_note(groups, id=id, seconds=seconds, again=again,
                                 owner=owner if lease_seconds is None else None))
         return self.state.leases[id]
 
@@ -237,7 +223,12 @@ class Hub:
         """
         first = self.state.next_number
         queued = [QueuedGroup(first + index, *group) for index, group in enumerate(groups)]
-        self._record(groups_note(queued, digest=digest, named=named, time=time.time()),
+        now = time.time()
+        self._received.pop(digest, None)  # the oldest stays the first
+        self._received[digest] = now, named
+        while next(iter(self._received.values()))[0] < now - self.limits.retry_seconds:
+            del self._received[next(iter(self._received))]
+        self._record(groups_note(queued, digest=digest, named=named, time=now),
                      b"".join([body for _, _, body in groups]))
         if named:
             self.expect_retry(digest)
@@ -257,7 +248,8 @@ class Hub:
     def reject(self, reason: str, message: str) -> None:
         """Count a group that was refused."""
         self.rejected[reason] += 1
-        self.last_rejected[reason] = message
+        # What was wrong may be that it has no UTF-8, and it is shown.
+        self.last_rejected[reason] = message.encode("utf-8", "replace").decode()
 
     def reset(self) -> None:
         """Forget everything, as at the first start."""
@@ -265,6 +257,7 @@ class Hub:
         self.rejected.clear()
         self.last_rejected.clear()
         self._retries.clear()
+        self._received.clear()
         self.duplicates = 0
 
     # What is shown.
@@ -376,17 +369,22 @@ class Hub:
         live = self.state.live_bytes
         if journal.size > _COMPACT_BYTES + 2 * live:
             try:
-                journal.compact(self.state.snapshot())
+                journal.compact(chain(self.state.snapshot(), [(
+                    {"kind": "received", "requests": self._received}, b"")]))
             except OSError as error:
                 # What was appended is safe all the same.
                 logger.warning("the journal stays as it is, %d bytes: %s", journal.size, error)
         self._compact_at = journal.size + _COMPACT_BYTES
 
     def _restore(self, journal: Journal) -> None:
-        received: dict[str, tuple[float, bool]] = {}
+        received = self._received
         for note, body in journal.replay():
+            if note["kind"] == "received":
+                received |= {digest: tuple(one) for digest, one in note["requests"].items()}
+                continue
             self.state.apply(note, body, self.clock())
             if digest := note.get("digest"):
+                received.pop(digest, None)
                 received[digest] = note["time"], note.get("named", False)
         last = max((at for at, _ in received.values()), default=0.0)
         for digest, (at, named) in received.items():

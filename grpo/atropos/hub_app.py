@@ -6,25 +6,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.requests import ClientDisconnect
+from pydantic import BaseModel, ConfigDict, Field
 
 from grpo.atropos.hub import Hub, NotRegisteredError, UnknownEnvironmentError, UnknownLeaseError
-from grpo.atropos.schemas import (
-    EnvRegistration,
-    GroupError,
-    Registration,
-    check_wire,
-    read_json,
-    write_json,
-)
+from grpo.atropos.hub_body import read_model, unpacked_body, validate
+from grpo.atropos.schemas import EnvRegistration, Registration, check_wire
+from grpo.atropos.wire_json import GroupError, read_json, restandardised, write_json
 from grpo.engines.api import ApiError, json_response
 from grpo.engines.plumbing import bare_app, from_browser
 
@@ -38,7 +31,6 @@ _FIELDS = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages"
 _NO_EXAMPLE = {name: [] for name in (
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params",
     "inference_logprobs", "messages", "images")}
-Model = TypeVar("Model", bound=BaseModel)
 
 
 class LeaseName(BaseModel):
@@ -159,7 +151,7 @@ async def health(request: Request) -> Response:
 
 
 async def register(request: Request) -> Response:
-    registration = await _read(request, Registration)
+    registration = await read_model(request, Registration)
     _hub(request).register(registration, _address(request))
     # 53 bits: every JSON reader has such integers.
     return json_response({"uuid": uuid.uuid4().int >> 75})
@@ -167,7 +159,7 @@ async def register(request: Request) -> Response:
 
 async def register_env(request: Request) -> Response:
     hub = _hub(request)
-    env = hub.register_env(await _read(request, EnvRegistration))
+    env = hub.register_env(await read_model(request, EnvRegistration))
     trainer = hub.state.registration
     if env is None or trainer is None:
         return json_response({"status": "wait for trainer to start"})
@@ -178,7 +170,7 @@ async def register_env(request: Request) -> Response:
 
 
 async def disconnect_env(request: Request) -> Response:
-    name = await _read(request, EnvName)
+    name = await read_model(request, EnvName)
     try:
         _hub(request).disconnect(name.env_id)
     except UnknownEnvironmentError:
@@ -205,7 +197,7 @@ async def status(request: Request) -> Response:
 
 
 async def status_env(request: Request) -> Response:
-    name = await _read(request, EnvName)
+    name = await read_model(request, EnvName)
     try:
         return json_response(_hub(request).status_env(name.env_id))
     except UnknownEnvironmentError:
@@ -226,7 +218,7 @@ async def reset_data(request: Request) -> Response:
 
 async def batch(request: Request) -> Response:
     _refuse_browsers(request)
-    wish = _validate(LeaseWish, dict(request.query_params))
+    wish = validate(LeaseWish, dict(request.query_params))
     try:
         lease = _hub(request).next_batch(_address(request), lease_seconds=wish.lease_seconds)
     except NotRegisteredError:
@@ -239,25 +231,25 @@ async def batch(request: Request) -> Response:
 
 
 async def ack(request: Request) -> Response:
-    name = await _read(request, LeaseName)
+    name = await read_model(request, LeaseName)
     return _of_lease(name.lease, _hub(request).acknowledge)
 
 
 async def renew(request: Request) -> Response:
-    wish = await _read(request, LeaseRenewal)
+    wish = await read_model(request, LeaseRenewal)
     return _of_lease(wish.lease, _hub(request).renew, lease_seconds=wish.lease_seconds)
 
 
 async def release(request: Request) -> Response:
-    name = await _read(request, LeaseName)
+    name = await read_model(request, LeaseName)
     return _of_lease(name.lease, _hub(request).release)
 
 
 async def scored_data(request: Request) -> Response:
-    hub, raw = _hub(request), await _body(request)
+    hub, raw = _hub(request), await unpacked_body(request)
     try:
         obj, standard = read_json(raw)
-        group = _prepare(obj, raw if standard else None)
+        group = _prepare(obj, raw if standard else None, standard=standard)
     except GroupError as error:
         hub.reject(error.reason, str(error))
         raise _unacceptable(error) from None
@@ -266,7 +258,7 @@ async def scored_data(request: Request) -> Response:
 
 
 async def scored_data_list(request: Request) -> Response:
-    hub, raw = _hub(request), await _body(request)
+    hub, raw = _hub(request), await unpacked_body(request)
     groups, names, errors = [], [], []
     try:
         objects, standard = read_json(raw)
@@ -277,7 +269,7 @@ async def scored_data_list(request: Request) -> Response:
         raise _unacceptable(error) from None
     for obj in objects:
         try:
-            groups.append(_prepare(obj, orjson.dumps(obj) if standard else None))
+            groups.append(_prepare(obj, None, standard=standard))
             names.append(obj.get("group_uid"))
         except GroupError as error:
             hub.reject(error.reason, str(error))
@@ -313,14 +305,20 @@ async def _queue(
         await service.tell()
 
 
-def _prepare(obj: Any, raw: bytes | None) -> tuple[int | None, int, bytes]:
+def _prepare(
+    obj: Any, raw: bytes | None, *, standard: bool
+) -> tuple[int | None, int, bytes]:
     """Sender, size and JSON of a group; ``raw``, if it is standard JSON, is used as it is."""
     wire, exact = check_wire(obj)
+    if raw is None and standard and exact:
+        raw = orjson.dumps(obj)
     if not exact:
         # As the types say, and with the fields that no type is known of.
         obj = obj | {name: value for name, value in wire if name in obj}
     if raw is None or not exact:
         raw = write_json(obj)
+        if not standard:
+            restandardised(obj)
     absent: dict[str, Any] = {name: None for name in _FIELDS if name not in obj}
     if "group_uid" not in obj:
         absent["group_uid"] = uuid.uuid4().hex
@@ -358,53 +356,8 @@ def _json_bytes(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-async def _read(request: Request, model: type[Model]) -> Model:
-    try:
-        value, _ = read_json(await _body(request))
-    except GroupError as error:
-        raise ApiError(str(error), status=422) from None
-    return _validate(model, value)
-
-
-def _validate(model: type[Model], value: Any) -> Model:
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(step) for step in first["loc"]) or "body"
-        raise ApiError(f"{name}={str(first['input'])[:60]}: {first['msg']}", status=422,
-                       param=name) from None
-
-
 def _unacceptable(error: GroupError) -> ApiError:
     return ApiError(str(error), status=422, type=error.reason)
-
-
-async def _body(request: Request) -> bytes:
-    """The request's body, unpacked."""
-    try:
-        raw = await request.body()
-    except ClientDisconnect:
-        # Nobody reads this; it only keeps the sender's end out of the server's log.
-        raise ApiError("the client went away", status=499, type="client_closed") from None
-    if not raw or "gzip" not in request.headers.get("content-encoding", "").lower():
-        return raw
-    limit = request.app.state.service.max_body_bytes
-    unpacked = b""
-    while raw:  # a file of several members is one, too
-        unpacker = zlib.decompressobj(wbits=31)
-        try:
-            unpacked += unpacker.decompress(raw, limit + 1 - len(unpacked))
-        except zlib.error as error:
-            raise ApiError(f"Invalid gzip payload: {error}", type="bad_gzip") from None
-        if len(unpacked) > limit:
-            raise ApiError(f"the body, unpacked, is greater than {limit} bytes; send smaller "
-                           "groups, or start the server with a greater --max-body-mib",
-                           status=413, type="request_too_large")
-        if not unpacker.eof:
-            raise ApiError("Invalid gzip payload: it is cut short", type="bad_gzip")
-        raw = unpacker.unused_data
-    return unpacked
 
 
 _ROUTES = {

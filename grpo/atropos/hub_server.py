@@ -119,12 +119,11 @@ def build(
     """
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("fastapi") is None:
         raise ModuleNotFoundError("the hub needs a web server: pip install fastapi uvicorn")
-    import uvicorn
-
     from grpo.atropos.hub import Hub
     from grpo.atropos.hub_app import create_app
     from grpo.atropos.hub_journal import Journal
     from grpo.engines.plumbing import is_loopback
+    from grpo.engines.serving import server_of
 
     token = (token or "").strip() or None
     if token is None and not is_loopback(host):
@@ -132,8 +131,7 @@ def build(
                          f"the model; give a token (or {TOKEN_VARIABLE}), or use 127.0.0.1")
     opened = Journal(journal) if journal is not None else None
     app = create_app(Hub(limits=limits, journal=opened), token=token, **options)
-    return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
-                                         timeout_graceful_shutdown=1)), opened
+    return server_of(app, grace=1), opened
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,6 +16,36 @@ from grpo.atropos.hub_queue import GroupQueue, QueuedGroup
 from grpo.atropos.schemas import EnvRegistration, Registration
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the hub bears and how long it waits.
+
+    Attributes:
+        queue_bytes: of waiting groups; beyond, senders wait. At least one batch is always let in.
+        env_seconds: an environment that was not heard of for so long counts as gone.
+        minimum_seconds: an environment's ``min_batch_allocation`` is waited for this long after
+            its last group; then batches are filled without it.
+        retry_seconds: for this long after an answer that may be lost, the same request is taken
+            for a retry.
+        owner_seconds: a batch that was asked for without a lease is given to the next who asks,
+            unless its asker has come again within this time.
+
+    Raises:
+        ValueError: if one of them is not above 0.
+    """
+
+    queue_bytes: int = 1 << 30
+    env_seconds: float = 120.0
+    minimum_seconds: float = 60.0
+    retry_seconds: float = 600.0
+    owner_seconds: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"{name}={value!r} must be above 0")
+
+
 @dataclass
 class Environment:
     """A registered environment.

@@ -10,12 +10,13 @@ reason of a refusal by a short word that can be counted.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+
+from grpo.atropos.wire_json import GroupError, check_depth
 
 IGNORED = -100  # the mask of a token that is not trained on
 PROMPT_LOG_PROB = 1.0  # stands where a log-prob has no meaning
@@ -26,22 +27,19 @@ MAX_VALUE = 1e6  # of scores and advantages
 MIN_LOG_PROB = -1e4  # OpenAI's format writes -9999 for a token that cannot be sampled
 
 
-class GroupError(ValueError):
-    """A group that cannot be queued or trained on.
+_Item = TypeVar("_Item")
 
-    Attributes:
-        reason: a short word to count by: ``not_json``, ``bad_type``, ``not_finite``,
-            ``out_of_range``, ``empty_group``, ``empty_sequence``, ``bad_length``, ``bad_token``,
-            ``bad_mask``, ``nothing_trained``, and of a model ``unknown_token``, ``images``.
 
-    Examples:
-        >>> GroupError("empty_group", "tokens=[] has no sequence").reason
-        'empty_group'
-    """
+class _FirstFault(FailFast):
+    """The first wrong value is named; a million of them would take seconds."""
 
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+    def __hash__(self) -> int:  # for typing, which puts the members of a union into a set
+        return hash(self.fail_fast)
+
+
+_List = Annotated[list[_Item], _FirstFault()]
+# Every reader of JSON has these integers.
+Whole = Annotated[int, Field(gt=-(2**53), lt=2**53)]
 
 
 class Registration(BaseModel):
@@ -51,12 +49,12 @@ class Registration(BaseModel):
 
     wandb_group: str
     wandb_project: str
-    batch_size: int = Field(ge=1)  # sequences, not groups
-    max_token_len: int
+    batch_size: int = Field(ge=1, lt=2**53)  # sequences, not groups
+    max_token_len: Whole
     checkpoint_dir: str
-    save_checkpoint_interval: int
-    starting_step: int
-    num_steps: int
+    save_checkpoint_interval: Whole
+    starting_step: Whole
+    num_steps: Whole
 
 
 class EnvRegistration(BaseModel):
@@ -64,10 +62,10 @@ class EnvRegistration(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    max_token_length: int = Field(ge=1)
+    max_token_length: int = Field(ge=1, lt=2**53)
     desired_name: str
-    weight: float = Field(allow_inf_nan=False)
-    group_size: int = Field(ge=1)
+    weight: float = Field(allow_inf_nan=False, ge=-1e100, le=1e100)
+    group_size: int = Field(ge=1, lt=2**53)
     min_batch_allocation: float | None = Field(None, ge=0, le=1)
 
 
@@ -76,21 +74,25 @@ class Wire(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False, extra="ignore")
 
-    tokens: list[list[int]]
-    masks: list[list[int]]
-    scores: list[float]
-    advantages: list[list[float]] | list[float] | None = None
-    ref_logprobs: list[list[float]] | None = None
-    messages: list[list[dict[str, Any]]] | None = None
+    tokens: _List[_List[int]]
+    masks: _List[_List[int]]
+    scores: _List[float]
+    advantages: _List[_List[float]] | _List[float] | None = None
+    ref_logprobs: _List[_List[float]] | None = None
+    messages: _List[_List[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
-    inference_logprobs: list[list[float]] | None = None
-    overrides: list[dict] | None = None
+    inference_logprobs: _List[_List[float]] | None = None
+    overrides: _List[dict] | None = None
     group_overrides: dict | None = None
     images: Any = None
-    env_id: int | None = None
-    distill_token_ids: list[list[list[int]]] | None = None
-    distill_logprobs: list[list[list[float]]] | None = None
+    env_id: Whole | None = None
+    distill_token_ids: _List[_List[_List[int]]] | None = None
+    distill_logprobs: _List[_List[_List[float]]] | None = None
     group_uid: str | None = None
+
+
+_NUMBERS = frozenset({"tokens", "masks", "scores", "advantages", "ref_logprobs",
+                      "inference_logprobs", "distill_token_ids", "distill_logprobs"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +196,7 @@ def check_wire(obj: Any) -> tuple[Wire, bool]:
         GroupError: naming the field, its value and what is wanted.
     """
     exact = True
+    check_depth(obj, known=_NUMBERS)
     try:
         wire = Wire.model_validate(obj, strict=True)
     except ValidationError:
@@ -218,45 +221,6 @@ def check_wire(obj: Any) -> tuple[Wire, bool]:
                 raise GroupError("bad_type", f"messages[{number}] has a message without role or "
                                  "content")
     return wire, exact
-
-
-def read_json(raw: bytes) -> tuple[Any, bool]:
-    """Decode JSON as Python writes it, NaN and lone surrogates included.
-
-    Returns:
-        The value, and whether ``raw`` is also JSON as the standard has it.
-
-    Raises:
-        GroupError: with reason ``not_json``.
-
-    Examples:
-        >>> read_json(b"[1.5]"), read_json(b"[NaN]")
-        (([1.5], True), ([nan], False))
-    """
-    try:
-        return orjson.loads(raw), True
-    except orjson.JSONDecodeError:
-        try:
-            return json.loads(raw), False
-        except (ValueError, RecursionError) as error:
-            raise GroupError("not_json", f"the body is not JSON: {error}") from None
-
-
-def write_json(value: Any) -> bytes:
-    """``value`` as standard JSON.
-
-    Raises:
-        GroupError: with reason ``not_finite`` for NaN or infinity, wherever it is. Half of a
-            surrogate pair becomes a question mark.
-
-    Examples:
-        >>> write_json({"content": "a" + chr(0xd800)})
-        b'{"content": "a?"}'
-    """
-    try:
-        return json.dumps(value, allow_nan=False, ensure_ascii=False).encode("utf-8", "replace")
-    except ValueError as error:
-        raise GroupError("not_finite", f"a field holds NaN or infinity: {error}") from None
 
 
 def _check_rows(name: str, rows: list, tokens: list[list[int]], *, positions: bool = True) -> None:
@@ -353,7 +317,14 @@ def _wrong_type(error: ValidationError) -> GroupError:
     reason = "not_finite" if first["type"] == "finite_number" else "bad_type"
     if first["type"] == "missing":
         return GroupError(reason, f"{where} is missing")
-    return GroupError(reason, f"{where}={str(first['input'])[:60]}: {first['msg']}")
+    return GroupError(reason, f"{where}={_brief(first['input'])}: {first['msg']}")
+
+
+def _brief(value: Any) -> str:
+    """A value in a message; a great or a deep one is not written out."""
+    if isinstance(value, (list, dict)):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    return str(value)[:60]
 
 
 def _digest(wire: Wire) -> str:

@@ -12,6 +12,7 @@ from grpo.atropos.client import (
     AtroposClient,
     AtroposError,
     AtroposTimeoutError,
+    AtroposUnreachableError,
     Batch,
     NotRegisteredError,
 )
@@ -43,6 +44,7 @@ class BatchStream:
         messages: what was wrong with the first of each reason.
         repeated: number of groups left out because they came twice.
         lost_leases: batches that were used, and may be handed out again all the same.
+        unreachable: why the API does not answer; None while it does.
 
     Raises:
         ValueError: for a number out of range.
@@ -81,6 +83,7 @@ class BatchStream:
         self._slots = threading.Semaphore(depth)
         self._ended = threading.Event()
         self._waiting_for = "the API was not asked yet"
+        self.unreachable: str | None = None
         self._thread = threading.Thread(target=self._fetch, name="atropos-batches", daemon=True)
 
     def __enter__(self) -> BatchStream:
@@ -175,14 +178,16 @@ class BatchStream:
                     registered = True
                 if slot:
                     batch = self.client.batch(lease_seconds=self.lease_seconds)
-                    self._waiting_for = "it has too few groups"
+                    self._waiting_for, self.unreachable = "it has too few groups", None
             except NotRegisteredError:
-                registered = False
+                registered, self.unreachable = False, None
             except AtroposError as error:
                 if _final(error):
                     self._ready.put(error)
                     return
                 self._waiting_for = str(error)
+                if isinstance(error, (AtroposUnreachableError, AtroposTimeoutError)):
+                    self.unreachable = str(error)
             except Exception as error:  # nobody else sees what ends this thread
                 failure = AtroposError(
                     f"{self.client.url} gave an answer that cannot be used, "

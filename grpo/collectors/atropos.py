@@ -110,6 +110,11 @@ class AtroposCollector:
             if self.assembler.waiting_rows != rows:
                 rows, deadline = self.assembler.waiting_rows, time.monotonic() + self.timeout
             if time.monotonic() > deadline:
+                if trouble := getattr(self.assembler.source, "trouble", None):
+                    raise TimeoutError(f"the Atropos API did not answer, so no group came within "
+                                       f"{self.timeout:g} s: {trouble}. Start a hub "
+                                       "(python -m grpo.atropos.hub_server) or run-api there, or "
+                                       "set atropos.url to where it is")
                 raise TimeoutError(
                     f"no group finished within {self.timeout:g} s; {rows} of "
                     f"{self.assembler.rows} rows are here, and so far "

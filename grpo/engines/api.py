@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import reprlib
 from typing import Any, Literal, TypeVar
 
 import orjson
@@ -46,12 +48,23 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param}}
 
     def response(self) -> Response:
-        return json_response(self.body(), status=self.status)
+        response = json_response(self.body(), status=self.status)
+        if self.status == 408:  # what comes later of the request is not the next one
+            response.headers["Connection"] = "close"
+        return response
 
 
 def json_response(value: Any, *, status: int = 200) -> Response:
-    """``value`` as JSON; NaN and infinity never leave the server, so none must be in it."""
-    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+    """``value`` as JSON; NaN and infinity never leave the server, so none must be in it.
+
+    What a request said may be repeated in an answer: half of a surrogate pair, which has no UTF-8,
+    becomes a question mark, and integers may be of any size.
+    """
+    try:
+        raw = orjson.dumps(value)
+    except TypeError:
+        raw = json.dumps(value, allow_nan=False, ensure_ascii=False).encode("utf-8", "replace")
+    return Response(raw, status_code=status, media_type="application/json")
 
 
 class Body(BaseModel):
@@ -294,6 +307,14 @@ async def read_body(request: Request, model: type[Model]) -> Model:
 
 
 def shorten(value: Any, limit: int = 80) -> str:
-    """``repr`` of a value for an error message, cut to ``limit`` characters."""
-    text = repr(value)
+    """``repr`` of a value for an error message, cut to ``limit`` characters.
+
+    It takes no longer for great or deeply nested values.
+    """
+    text = _BRIEF.repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict = 4, 30, 10
+_BRIEF.maxstring = _BRIEF.maxlong = _BRIEF.maxother = 100

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 
 from grpo.engines import routes_bridge, routes_generate, routes_lora, routes_openai
+from grpo.engines.api import ApiError
 from grpo.engines.generation import Generation
-from grpo.engines.plumbing import bare_app
+from grpo.engines.plumbing import bare_app, fault
 from grpo.engines.versioned import Constructors, VersionedEngine
 
 MAX_BODY_BYTES = 32 << 20
@@ -28,6 +30,7 @@ def create_app(
     info: dict[str, Any] | None = None,
     handover: dict[str, Any] | None = None,
     trust_templates: bool = False,
+    adapter_roots: tuple[Path, ...] | None = None,
 ) -> FastAPI:
     """The application around a running engine.
 
@@ -46,6 +49,7 @@ def create_app(
             that it is for the run that started it.
         handover: description of the shared weights, where they are shared.
         trust_templates: run chat templates that come with requests, apart and with limits.
+        adapter_roots: adapters are loaded from folders in these; None: from anywhere.
     """
     app = bare_app("grpo engine", token=token, max_body_bytes=max_body_bytes,
                    open_paths=("/health",), advice="send fewer prompts a request, or ")
@@ -57,7 +61,17 @@ def create_app(
     state.info = {"model_name": model_names[0], "model": model_names[-1], **(info or {})}
     state.handover, state.rpc_methods = handover, rpc_methods
     state.trust_templates = trust_templates
+    state.adapter_roots = adapter_roots and tuple(root.resolve() for root in adapter_roots)
     state.updates, state.last_update = 0, 0.0
+    app.add_exception_handler(Exception, _fault)
     for module in (routes_generate, routes_openai, routes_bridge, routes_lora):
         app.include_router(module.router)
     return app
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    """What goes wrong after the engine's death goes wrong because of it."""
+    if not request.app.state.versioned.engine.errored:
+        return await fault(request, error)
+    return ApiError(f"the engine died; see the server's log and start it again ({error})",
+                    status=503, type="engine_dead").response()

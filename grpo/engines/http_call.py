@@ -20,10 +20,15 @@ def split_url(url: str) -> tuple[str, int]:
         >>> split_url("http://127.0.0.1:9001/")
         ('127.0.0.1', 9001)
     """
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname or not parts.port or parts.path.strip("/"):
-        raise ValueError(f"url={url!r} must have the form http://host:port")
-    return parts.hostname, parts.port
+    wrong = ValueError(f"url={url!r} must have the form http://host:port")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise wrong from None
+    if parts.scheme != "http" or not parts.hostname or not port or parts.path.strip("/"):
+        raise wrong
+    return parts.hostname, port
 
 
 def http_request(

@@ -8,6 +8,7 @@ name other than this machine's, which a page's owner may have made to lead here.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hmac
@@ -25,6 +26,8 @@ from grpo.engines.api import ApiError
 
 # Times the limit, of a body that is read to its end so that its sender can read the refusal.
 _MOST_DISCARDED = 16
+IDLE_SECONDS = 30.0  # between two pieces of a body
+BODY_SECONDS = 300.0  # for all of it
 logger = logging.getLogger(__name__)
 
 
@@ -54,7 +57,7 @@ def bare_app(
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _bad_query)
-    app.add_exception_handler(Exception, _fault)
+    app.add_exception_handler(Exception, fault)
     app.add_middleware(_Guard, token=token, max_body_bytes=max_body_bytes, open_paths=open_paths,
                        advice=advice)
     return app
@@ -88,7 +91,8 @@ async def _bad_query(request: Request, error: RequestValidationError) -> Respons
     return ApiError(f"{name}={first['input']!r}: {first['msg']}", param=name).response()
 
 
-async def _fault(request: Request, error: Exception) -> Response:
+async def fault(request: Request, error: Exception) -> Response:
+    """An error of ours: logged, and answered with 500."""
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return ApiError(f"{type(error).__name__}: {error}", status=500, type="server_error").response()
 
@@ -122,15 +126,16 @@ class _Guard:
         announced = headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self.max_body_bytes:
             # A client that is still sending would see its connection break, and no answer.
+            patient = _patient(receive)
             while int(announced) <= _MOST_DISCARDED * self.max_body_bytes and (
-                    await receive()).get("more_body"):
+                    await patient()).get("more_body"):
                 pass
             return await self._too_great().response()(scope, receive, send)
-        received = 0
+        received, patient = 0, _patient(receive)
 
         async def counted() -> Message:
             nonlocal received
-            message = await receive()
+            message = await patient()
             received += len(message.get("body", b""))
             if received > self.max_body_bytes:
                 raise self._too_great()
@@ -142,6 +147,27 @@ class _Guard:
         return ApiError(f"the body is greater than {self.max_body_bytes} bytes; {self.advice}start "
                         "the server with a greater --max-body-mib", status=413,
                         type="request_too_large")
+
+
+def _patient(receive: Receive) -> Receive:
+    """``receive`` with a deadline for the body; the client's leave, after it, is waited for."""
+    loop = asyncio.get_running_loop()
+    deadline, whole = loop.time() + BODY_SECONDS, False
+
+    async def patient() -> Message:
+        nonlocal whole
+        if whole:
+            return await receive()
+        try:
+            message = await asyncio.wait_for(
+                receive(), max(0.0, min(IDLE_SECONDS, deadline - loop.time())))
+        except TimeoutError:
+            raise ApiError("the rest of the body did not come in time", status=408,
+                           type="timeout") from None
+        whole = not message.get("more_body", False)
+        return message
+
+    return patient
 
 
 def from_browser(request: Request) -> bool:

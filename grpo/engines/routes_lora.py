@@ -17,6 +17,7 @@ from grpo.engines.api import (
     LoraLoadRequest,
     json_response,
     read_body,
+    shorten,
 )
 from grpo.engines.routes_generate import before
 from grpo.engines.versioned import Adapter, VersionedEngine
@@ -73,7 +74,8 @@ async def _load(request: Request, body: LoraLoadRequest) -> Response:
     if body.adapter_id is not None:
         work = engine.attach_adapter(name, body.adapter_id, version=body.version)
     else:
-        config = _adapter_config(body.adapter_path, max_rank)
+        folder = _allowed_folder(body.adapter_path, request.app.state.adapter_roots)
+        config = _adapter_config(folder, max_rank)
         work = engine.load_adapter(name, body.adapter_path, version=body.version)
     adapter: Adapter = await before(work, body.timeout, f"adapter {name}")
     return json_response({
@@ -110,8 +112,29 @@ async def unload_lora_adapter(request: Request) -> Response:
                           "previous_name": adapter.name})
 
 
-def _adapter_config(folder: str, max_rank: int) -> dict[str, Any]:
-    path = Path(folder)
+def _allowed_folder(folder: str, roots: tuple[Path, ...] | None) -> Path:
+    """The folder, links followed.
+
+    Raises:
+        ApiError: 403 if it is in none of the roots.
+    """
+    try:
+        path = Path(folder).resolve()
+        path.stat()
+    except FileNotFoundError:
+        pass  # is said below, of the file that is wanted
+    except (OSError, ValueError, RuntimeError) as error:  # no path, none of ours, a loop of links
+        raise ApiError(f"adapter_path={shorten(folder)}: {error}",
+                       param="adapter_path") from None
+    if roots is not None and not any(path.is_relative_to(root) for root in roots):
+        raise ApiError(f"adapter_path={shorten(folder)} is not in "
+                       f"{' or '.join(map(str, roots))}; start the server with another "
+                       "--adapter-root", status=403, type="forbidden", param="adapter_path")
+    return path
+
+
+def _adapter_config(path: Path, max_rank: int) -> dict[str, Any]:
+    folder = str(path)
     if not (path / "adapter_config.json").is_file():
         raise ApiError(f"adapter_path={folder}: there is no adapter_config.json", status=404,
                        type="not_found", param="adapter_path")
@@ -121,9 +144,12 @@ def _adapter_config(folder: str, max_rank: int) -> dict[str, Any]:
                        status=404, type="not_found", param="adapter_path")
     try:
         config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ApiError(f"adapter_path={folder}: adapter_config.json is not JSON: {error}",
                        param="adapter_path") from None
+    if not isinstance(config, dict) or type(config.get("r", 0)) is not int:
+        raise ApiError(f"adapter_path={folder}: adapter_config.json must be a JSON object whose r "
+                       "is a whole number", param="adapter_path")
     if config.get("r", 0) > max_rank:
         raise ApiError(f"adapter_path={folder} has rank {config['r']} but the server was started "
                        f"with --max-lora-rank {max_rank}", param="adapter_path")

@@ -61,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
     add("--no-prefix-caching", action="store_true")
     add("--enable-lora", action="store_true")
     add("--max-lora-rank", type=int, default=16)
+    add("--adapter-root", type=Path, help="adapters are loaded from folders in this one, or in "
+        "--log-dir; default: the folder that the server is started in")
     add("--max-loras", type=int, default=1, help="adapters that run at a time")
     add("--enable-sleep-mode", action="store_true", help="allow /bridge/sleep levels 1 and 2")
     add("--shared-weights", action="store_true",
@@ -193,6 +195,8 @@ async def make_app(engine: AsyncLLM, args: argparse.Namespace) -> FastAPI:
         token=args.token, max_body_bytes=args.max_body_mib << 20,
         rpc_methods=_rpc_methods(), handover=handover,
         trust_templates=args.trust_request_chat_template,
+        adapter_roots=(args.adapter_root or Path.cwd(),
+                       *([Path(args.log_dir)] if args.log_dir else [])),
         info={"dtype": dtype,
               "head_dtype": "float32" if args.fp32_head else dtype,
               "device": current_platform.device_type, "vllm_version": vllm.__version__,
@@ -203,11 +207,10 @@ async def make_app(engine: AsyncLLM, args: argparse.Namespace) -> FastAPI:
 
 def http_server(app: FastAPI) -> uvicorn.Server:
     """What answers requests with ``app``."""
-    import uvicorn
+    from grpo.engines.serving import server_of
 
     # Requests that run when the server is told to stop are aborted after this time.
-    return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False,
-                                         lifespan="off", timeout_graceful_shutdown=5))
+    return server_of(app, grace=5)
 
 
 async def _export(

@@ -16,8 +16,9 @@ from grpo.atropos.assemble import GroupAssembler, StreamSource
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.convert import GroupConverter
 from grpo.atropos.hub_server import HubServer
-from grpo.atropos.schemas import MAX_VALUE, MIN_LOG_PROB, GroupError, parse_group
+from grpo.atropos.schemas import MAX_VALUE, MIN_LOG_PROB, parse_group
 from grpo.atropos.stream import BatchStream
+from grpo.atropos.wire_json import GroupError
 from grpo.collectors.atropos import AtroposCollector
 from grpo.objectives import GRPOLoss
 from grpo.objectives.advantages import GroupAdvantage
@@ -185,3 +186,14 @@ def model():
     return make_tiny_model(dtype=torch.float32)
 
 
+
+
+def test_without_an_api_the_run_says_so_and_does_not_blame_the_environments(caplog):
+    client = AtroposClient("http://127.0.0.1:9", timeout=1.0)
+    with BatchStream(client, registration(), poll_seconds=0.05) as stream:
+        collector = AtroposCollector(
+            GroupAssembler(StreamSource(stream), converter(), rows=2), timeout=0.5)
+        with (caplog.at_level(logging.WARNING, "grpo"),
+              pytest.raises(TimeoutError, match="the Atropos API did not answer")):
+            collector.collect()
+    assert caplog.text.count("nothing answers as the Atropos API") == 1

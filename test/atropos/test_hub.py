@@ -21,6 +21,7 @@ from grpo.atropos.hub import (
     UnknownLeaseError,
 )
 from grpo.atropos.hub_journal import Journal
+from grpo.atropos.hub_state import HubState
 
 from .groups import Clock, env_registration, registration
 
@@ -493,3 +494,34 @@ class HubMachine(RuleBasedStateMachine):
 
 TestHubMachine = HubMachine.TestCase
 TestHubMachine.settings = settings(max_examples=10, stateful_step_count=40)
+
+
+def test_a_batch_that_a_stranger_took_comes_back(hub, clock):
+    # Whoever asks without a lease need not be a trainer, and may never come again.
+    add(hub, 1, 2)
+    assert tags(hub.next_batch("stranger")) == [1, 2]
+    assert hub.next_batch("trainer", lease_seconds=60) is None
+    clock.now += hub.limits.owner_seconds + 1
+    assert tags(hub.next_batch("trainer", lease_seconds=60)) == [1, 2]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_retries_are_known_after_the_journal_was_rewritten(tmp_path, monkeypatch, times):
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    hub = Hub(journal=journal)
+    hub.add([(None, 2, body(1))], digest="named", named=True)
+    hub.add([(None, 2, body(2))], digest="late")
+    for _ in range(times):  # kill -9, each time after the journal was rewritten
+        before = path.stat().st_ino
+        monkeypatch.setattr(hub_module, "_COMPACT_BYTES", 0)
+        monkeypatch.setattr(HubState, "live_bytes", 0)
+        hub._compact(journal)
+        monkeypatch.undo()
+        assert path.stat().st_ino != before  # it was
+        journal.close()
+        journal = Journal(path)
+        hub = Hub(journal=journal)
+        assert hub.is_retry("named") and hub.is_retry("late") and not hub.is_retry("new")
+    assert hub.state.queue.groups == 2
+    journal.close()

@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.atropos.schemas import (
-    EnvRegistration,
-    GroupError,
-    Registration,
-    check_wire,
-    parse_group,
-    read_json,
-    write_json,
-)
+from grpo.atropos.schemas import EnvRegistration, Registration, check_wire, parse_group
+from grpo.atropos.wire_json import GroupError, read_json, write_json
 
 from .groups import env_registration, group, registration
 

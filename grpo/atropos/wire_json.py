@@ -1,0 +1,104 @@
+"""JSON as strangers send it: what is read, what is written again, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import orjson
+
+MAX_DEPTH = 64  # of the fields that may hold anything
+
+
+class GroupError(ValueError):
+    """A group that cannot be queued or trained on.
+
+    Attributes:
+        reason: a short word to count by: ``not_json``, ``bad_type``, ``not_finite``,
+            ``out_of_range``, ``too_deep``, ``empty_group``, ``empty_sequence``, ``bad_length``,
+            ``bad_token``, ``bad_mask``, ``nothing_trained``, and of a model ``unknown_token``,
+            ``images``.
+
+    Examples:
+        >>> GroupError("empty_group", "tokens=[] has no sequence").reason
+        'empty_group'
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def read_json(raw: bytes) -> tuple[Any, bool]:
+    """Decode JSON as Python writes it, NaN and lone surrogates included.
+
+    Returns:
+        The value, and whether ``raw`` is also JSON as the standard has it.
+
+    Raises:
+        GroupError: with reason ``not_json``.
+
+    Examples:
+        >>> read_json(b"[1.5]"), read_json(b"[NaN]")
+        (([1.5], True), ([nan], False))
+    """
+    try:
+        return orjson.loads(raw), True
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(raw), False
+        except (ValueError, RecursionError) as error:
+            raise GroupError("not_json", f"the body is not JSON: {error}") from None
+
+
+def write_json(value: Any) -> bytes:
+    """``value`` as standard JSON.
+
+    Raises:
+        GroupError: with reason ``not_finite`` for NaN or infinity, wherever it is. Half of a
+            surrogate pair becomes a question mark.
+
+    Examples:
+        >>> write_json({"content": "a" + chr(0xd800)})
+        b'{"content": "a?"}'
+    """
+    try:
+        return json.dumps(value, allow_nan=False, ensure_ascii=False).encode("utf-8", "replace")
+    except ValueError as error:
+        raise GroupError("not_finite", f"a field holds NaN or infinity: {error}") from None
+    except RecursionError:
+        raise GroupError("too_deep", "a field is nested too deeply") from None
+
+
+def restandardised(value: Any) -> Any:
+    """``value`` as standard JSON has it: no half of a surrogate pair, no integer beyond 64 bits.
+
+    Raises:
+        GroupError: for what standard JSON cannot have, or no reader reads.
+    """
+    try:
+        return orjson.loads(write_json(value))
+    except orjson.JSONDecodeError as error:
+        raise GroupError("out_of_range", f"the body is JSON that few can read: {error}") from None
+
+
+def check_depth(obj: Any, *, known: Collection[str] = ()) -> None:
+    """Refuse an object nested so deeply that writing or reading it again would fail.
+
+    Args:
+        obj: decoded from JSON.
+        known: fields whose types somebody else checks, with their depth.
+
+    Raises:
+        GroupError: with reason ``too_deep``.
+    """
+    if not isinstance(obj, dict):
+        return
+    level = [value for name, value in obj.items() if name not in known]
+    for _ in range(MAX_DEPTH):
+        level = [child for value in level if isinstance(value, (dict, list))
+                 for child in (value.values() if isinstance(value, dict) else value)]
+        if not level:
+            return
+    raise GroupError("too_deep", f"a field is nested more than {MAX_DEPTH} levels deep")
