@@ -25,7 +25,7 @@ $(READY): setup.py tools/setup_env.py
 atropos-env:  ## build .venv-atropos, in which atroposlib's environments run; ARGS=--all
 	@$(PYTHON) tools/setup_atropos.py $(ARGS)
 
-train: $(READY)  ## train; options as ARGS="env.dataset=ifeval optimizer.lr=1e-5"
+train: $(READY)  ## train; options as ARGS="train.seed=1 optimizer.lr=1e-3"
 	$(BIN)/python sota-implementations/grpo/grpo.py $(ARGS)
 
 train-atropos: $(READY)  ## the same on an Atropos environment; options as ARGS="--training-steps 9"

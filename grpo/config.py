@@ -7,13 +7,13 @@ An unknown key is an error, and so is a key that the chosen mode would not read.
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field, ValidationError, model_validator
 
 from grpo.config_aliases import accept_aliases
+from grpo.config_keys import errors_text, unknown_key
 from grpo.config_model import (
     InferenceModelConfig,
     ModelConfig,
@@ -369,8 +369,7 @@ scale_parameter, relative_step
         return schema.model_validate(values)
     except ValidationError as error:
         lines = [_explain(problem, schema) for problem in error.errors()]
-        count = f"{len(lines)} error" + "s" * (len(lines) > 1)
-        raise ConfigError(f"the configuration has {count}:\n  " + "\n  ".join(lines)) from None
+        raise ConfigError(errors_text(lines)) from None
 
 
 def _explain(problem: dict[str, Any], schema: type[Config]) -> str:
@@ -382,9 +381,4 @@ def _explain(problem: dict[str, Any], schema: type[Config]) -> str:
     section = schema
     for part in problem["loc"][:-1]:
         section = section.model_fields[part].annotation
-    name, known = str(problem["loc"][-1]), list(section.model_fields)
-    where = ".".join(str(part) for part in problem["loc"][:-1]) or "the configuration"
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    hint = f"did you mean {close[0]!r}?" if close else (
-        f"known keys of {where}: {', '.join(known)}")
-    return f"{path}: unknown key (given {problem['input']!r}); {hint}"
+    return unknown_key(path, problem["input"], section.model_fields)

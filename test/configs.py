@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from pydantic import BaseModel
 
 from grpo.config import Config, ConfigError, load_config
+from grpo.config_async import AsyncConfig
 
 FOLDER = Path(__file__).resolve().parents[1] / "config"
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()
@@ -19,6 +21,14 @@ MAXENT = {"train": {"objective": "maxent_listwise", "aggregation": "prompt"}}
 def composed(name: str, *overrides: str):
     with initialize_config_dir(str(FOLDER), version_base=None):
         return compose(name, overrides=list(overrides))
+
+
+def composed_like(arguments: list[str], *, script: str = "grpo.py") -> Config:
+    """The checked configuration that a script makes of its command line."""
+    asynchronous = script.endswith("grpo-async.py")
+    args = get_args_parser().parse_intermixed_args(arguments)
+    name = args.config_name or ("grpo_async" if asynchronous else "grpo")
+    return load_config(composed(name, *args.overrides), AsyncConfig if asynchronous else Config)
 
 
 def small(**changes) -> dict:

@@ -120,6 +120,16 @@ def gsm8k_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def gsm8k_rows(tmp_path_factory):
+    """Two splits in GSM8K's format, of our own making, as long as the configuration asks for."""
+    folder = tmp_path_factory.mktemp("gsm8k")
+    for split in ("train", "test"):
+        rows = [f'{{"question": "{split}: {i}+1?", "answer": "#### {i + 1}"}}' for i in range(256)]
+        (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def make_model():
     """:func:`make_tiny_model`, for tests that need several models or options."""
     return make_tiny_model

@@ -86,6 +86,10 @@ def test_no_command_is_left_out(page):
     assert known == len(lines) > 0
 
 
+def test_readme_says_first_how_python_is_that_of_the_set_up():
+    assert 0 < README.find("source .venv/bin/activate") < README.index(f"\npython {SCRIPT}")
+
+
 def on_less_work(command: str, model_folder: Path, gsm8k_rows: Path) -> list[str]:
     """The command's arguments, with stand-ins for what a test cannot have: a downloaded model, a
     folder of the reader's own."""
@@ -134,16 +138,6 @@ def test_asynchronous_command_runs(command, tmp_path, cache, model_folder, gsm8k
                  "inference_model.backend=transformers", "device=cpu"]
     output = run([sys.executable, str(REPO / ASYNC_SCRIPT), *arguments], tmp_path, cache)
     assert "held-out accuracy" in output and "a step took" in output
-
-
-@pytest.fixture(scope="module")
-def gsm8k_rows(tmp_path_factory):
-    """Two splits in GSM8K's format, of our own making, as long as the configuration asks for."""
-    folder = tmp_path_factory.mktemp("gsm8k")
-    for split in ("train", "test"):
-        rows = [f'{{"question": "{split}: {i}+1?", "answer": "#### {i + 1}"}}' for i in range(256)]
-        (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
-    return folder
 
 
 @pytest.mark.parametrize("page", [README, GUIDE], ids=["README", "objectives"])

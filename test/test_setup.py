@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,11 @@ from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
 import grpo
+from grpo.build import build_task
+from grpo.cli.flags import to_config
+from grpo.cli.run import parser
+
+from .configs import composed_like
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = ("setup", "atropos-env", "train", "train-atropos", "test", "lint", "clean", "help")
@@ -227,6 +233,24 @@ def test_a_set_up_that_was_cut_short_is_taken_up_again(venv, monkeypatch):
     assert (venv / "bin" / "pip").exists()
 
 
+@pytest.mark.parametrize("install", [setup_env.install_cpu, setup_env.install_cuda])
+def test_what_the_readme_trains_on_is_installed(install, setup_arguments):
+    class Recorder:
+        arguments = ()
+
+        def install(self, *arguments, what):
+            self.arguments = arguments
+
+        def install_without(self, unwanted, *arguments, what):
+            self.arguments = arguments
+
+    recorder = Recorder()
+    install(recorder)
+    extras = re.search(r"\.\[(.*)\]", " ".join(map(str, recorder.arguments))).group(1).split(",")
+    assert set(extras) <= set(setup_arguments["extras_require"])
+    assert "datasets" in extras  # which reads GSM8K from the hub
+
+
 def test_an_empty_folder_is_nobodys_environment(venv):
     venv.mkdir()
     setup_env.prepare_venv("cpu")
@@ -234,6 +258,17 @@ def test_an_empty_folder_is_nobodys_environment(venv):
 
 
 # Makefile
+
+
+def test_the_advertised_options_of_training_are_accepted():
+    help_text = make("help").stdout
+    options = {target: shlex.split(re.search(rf'make {target} .*ARGS="(.*)"', help_text)[1])
+               for target in ("train", "train-atropos")}
+    assert build_task(composed_like(options["train"])).name == "arithmetic"
+    planned = make("--dry-run", "train-atropos", f"ARGS={shlex.join(options['train-atropos'])}")
+    command = planned.stdout.replace("\\\n", " ").split("-m grpo.cli.run ")[1].splitlines()[0]
+    args = parser().parse_intermixed_args(shlex.split(command))
+    assert to_config(args).atropos.steps == args.training_steps == 9
 
 
 def test_help_lists_every_target():

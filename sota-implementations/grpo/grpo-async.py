@@ -21,11 +21,17 @@ from pathlib import Path
 
 # A script's own folder is on its path, where `grpo.py` would be found as the package `grpo`.
 HERE = Path(__file__).resolve().parent
+CONFIG = HERE.parents[1] / "config"
 sys.path = [str(HERE.parents[1]), *(p for p in sys.path if Path(p).resolve() != HERE)]
 
 from grpo.cores import share_cores  # noqa: E402
 
 share_cores()  # before PyTorch is imported
+
+if __name__ == "__main__":  # help and misspelt keys take no time
+    from grpo.cli.script import look_ahead
+
+    look_ahead(CONFIG, "grpo_async")
 
 import hydra  # noqa: E402
 from hydra.core.hydra_config import HydraConfig  # noqa: E402

@@ -28,6 +28,11 @@ from grpo.cores import share_cores  # noqa: E402
 
 share_cores()  # before PyTorch is imported
 
+if __name__ == "__main__":  # help and misspelt keys take no time
+    from grpo.cli.script import look_ahead
+
+    look_ahead(CONFIG, "grpo")
+
 import hydra  # noqa: E402
 from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402

@@ -1,0 +1,40 @@
+"""What is said about a key that does not exist; without PyTorch, which takes seconds to import."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def unknown_key(
+    path: str, value: object, known: Iterable[str], elsewhere: Iterable[str] = ()
+) -> str:
+    """Name an unknown key, its value, and what was probably meant.
+
+    Args:
+        path: ``section.key`` as given.
+        value: as given.
+        known: keys of the section.
+        elsewhere: paths of all keys; one of the same name in another section is proposed.
+
+    Examples:
+        >>> unknown_key("env.repeat", 8, ["num_envs", "repeats"])
+        "env.repeat: unknown key (given 8); did you mean 'repeats'?"
+        >>> unknown_key("train.lr", 1, ["seed"], elsewhere=["optimizer.lr"])
+        "train.lr: unknown key (given 1); did you mean 'optimizer.lr'?"
+        >>> unknown_key("train.speed_of_light", 3, ["seed", "epochs"])
+        'train.speed_of_light: unknown key (given 3); known keys of train: seed, epochs'
+    """
+    known = list(known)
+    section, _, name = path.rpartition(".")
+    same_name = [other for other in elsewhere if other.rpartition(".")[2] == name]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7) or same_name
+    hint = f"did you mean {close[0]!r}?" if close else (
+        f"known keys of {section or 'the configuration'}: {', '.join(known)}")
+    return f"{path}: unknown key (given {value!r}); {hint}"
+
+
+def errors_text(lines: list[str]) -> str:
+    """Errors of a configuration under a line that counts them."""
+    count = f"{len(lines)} error" + "s" * (len(lines) > 1)
+    return f"the configuration has {count}:\n  " + "\n  ".join(lines)

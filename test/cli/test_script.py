@@ -1,0 +1,89 @@
+"""What the scripts say of their command line, before PyTorch is imported."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+GRPO = [str(REPO / "sota-implementations" / "grpo" / "grpo.py")]
+ASYNC = [str(REPO / "sota-implementations" / "grpo" / "grpo-async.py")]
+ATROPOS = ["-m", "grpo.cli.atropos"]
+RUN = ["-m", "grpo.cli.run"]
+
+
+@pytest.fixture
+def quick(tmp_path):
+    """Run a command where PyTorch cannot be imported, in less than two seconds of computing."""
+    for name in ("torch", "vllm"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')\n")
+
+    def start(command: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, *command, *arguments], capture_output=True, text=True, timeout=60,
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO}"})
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 2
+        return done
+
+    return start
+
+
+@pytest.mark.parametrize("script, key", [(GRPO, "num_envs: 32"), (ASYNC, "staleness: 1")])
+def test_help_shows_every_key_at_once(quick, script, key):
+    done = quick(script, "--help")
+    assert done.returncode == 0, done.stderr
+    assert key in done.stdout and "--config-name NAME" in done.stdout
+    assert f"{Path(script[0]).name} [" in done.stdout
+
+
+@pytest.mark.parametrize("script, given, expected", [
+    (GRPO, ["train.sead=1"], "train.sead: unknown key (given 1); did you mean 'seed'?"),
+    (ASYNC, ["train.stalenes=1"], "unknown key (given 1); did you mean 'staleness'?"),
+    (GRPO, ["train.staleness=1"], "train.staleness: unknown key (given 1); known keys of train:"),
+    (GRPO, ["train.lr=0.1"], "did you mean 'optimizer.lr'?"),
+    (GRPO, ["trian.seed=1"], "trian: unknown key (given 1); did you mean 'train'?"),
+    (GRPO, ["+optimizer.beta=1"], "optimizer.beta: unknown key (given 1); did you mean 'betas'?"),
+    (GRPO, ["train_model.lora.rank=4"], "train_model.lora.rank: unknown key (given 4); known"),
+    (GRPO, ["-m", "train.sead=0,1"], "train.sead: unknown key (given '0,1'); did you mean"),
+    (GRPO, ["train.sead=1", "env.repeat=2"], "the configuration has 2 errors:\n  train.sead"),
+    (GRPO, ["train.maxent_tau=1"], "train.maxent_tau: is now called maxent.tau"),
+    (GRPO, ["train.objective_options.delta=3"], "write 'train.objective_options={delta: 3}'"),
+    (GRPO, ["env.dataset=gsm8k"], "env=gsm8k chooses the task and its options"),
+    (GRPO, ["env=gsmk8"], "Available options in 'env':\n\tarithmetic\n\tgsm8k"),
+    (GRPO, ["train.seed=1", "--config-name", "grpo_gsm8k", "env.task.max_operand=3"],
+     "known keys of env.task: num_train, num_test"),
+])
+def test_a_wrong_name_is_explained_at_once(quick, script, given, expected):
+    done = quick(script, *given)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and expected in done.stderr
+    assert "Traceback" not in done.stderr and "+train" not in done.stderr
+
+
+@pytest.mark.parametrize("given", [
+    ["train.seed=1", "--config-name", "grpo_gsm8k", "+env.task.system_prompt=hello"],
+    ["--multirun", "preset=dapo,gspo", "train.clip_epsilon=[0.2,0.3]", "optimizer.lr=1e-5,1e-6"],
+    ["+train.maxent_tau=1", "hydra.run.dir=x", "~env.task.seed", "env.reward={a: 1.0}",
+     "train.mismatch={tis: 2.0}", "optimizer=adamw"],
+])
+def test_right_names_go_on_to_the_run(quick, given):
+    assert "torch was imported" in quick(GRPO, *given).stderr
+
+
+def test_what_would_run_is_shown_wherever_the_option_stands(quick):
+    done = quick(GRPO, "train.seed=7", "--cfg", "job", "optimizer.lr=0.5")
+    assert done.returncode == 0 and "seed: 7" in done.stdout and "lr: 0.5" in done.stdout
+
+
+def test_a_python_without_the_packages_is_told_which_environment(tmp_path):
+    bare = [sys.executable, "-I", "-S", *GRPO]
+    done = subprocess.run(bare, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1 and "source .venv/bin/activate" in done.stderr
+    assert "Traceback" not in done.stderr
