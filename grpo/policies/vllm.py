@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from grpo.engines.collect import generate
 from grpo.engines.inprocess import stop_engine
 from grpo.policies.base import Completions, Policy, Sampling
 
@@ -71,13 +72,10 @@ class VLLMPolicy(Policy):
             gc.collect()
             gc.freeze()
             self._settled = True
-        outputs = self.engine.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            self.sampling_params(self.sampling), use_tqdm=False, lora_request=self.lora_request)
-        answers = [output.outputs[0] for output in outputs]
-        tokens = [list(answer.token_ids) for answer in answers]
-        log_probs = [list(answer.logprobs.logprobs) for answer in answers]
-        return Completions(tokens, log_probs, [a.finish_reason == "length" for a in answers])
+        rows = generate(self.engine, prompts, self.sampling_params(self.sampling),
+                        lora_request=self.lora_request)
+        return Completions([row.tokens for row in rows], [row.log_probs for row in rows],
+                           [row.finish_reason == "length" for row in rows])
 
     def sampling_params(
         self, sampling: Sampling, *, seed: int | None = None, final_only: bool = False
