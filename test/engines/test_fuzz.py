@@ -36,8 +36,9 @@ WHOLE = {
                "/bridge/resume": {"timeout": 5}, "/bridge/info": {}, "/lora/status": {}},
 }
 # The bridge's calls wait for a policy; nobody drives it here, so each of these has two faults.
-WHOLE["bridge"] = {path: {**body, "max_tokens": 0, "model": "nobody"} for path, body in WHOLE["engine"].items()
-                   if path in ("/generate", "/v1/completions", "/v1/chat/completions")}
+WHOLE["bridge"] = {
+    path: {**WHOLE["engine"][path], "max_tokens": 0, "model": "nobody"}
+    for path in ("/generate", "/v1/completions", "/v1/chat/completions")}
 JSON = ["null", "true", "0", "-1", "1e39", "1e400", "NaN", "-Infinity", "9" * 30, "9" * 5000,
         '""', '"\\ud800"', '"\\u0000"', '"' + "x" * 3000 + '"', "[]", "{}", "[[]]", '{"a":[{}]}',
         "[" * 300 + "]" * 300, "[" * 1100 + "]" * 1100, "[" * 5000, '{"chat_template":"{{1}}"}',
