@@ -16,9 +16,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from grpo.cli.flags import add_flags, choose_gpu, in_flags, to_config
-from grpo.config_atropos import AtroposConfig
+
+if TYPE_CHECKING:
+    from grpo.config_atropos import AtroposConfig
 
 
 def parser() -> argparse.ArgumentParser:
