@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field, ValidationError, model_validator
 
 from grpo.config_aliases import accept_aliases
-from grpo.config_keys import errors_text, unknown_key
+from grpo.config_keys import ConfigError, OptimizerName, errors_text, unknown_key
 from grpo.config_model import (
     InferenceModelConfig,
     ModelConfig,
@@ -31,12 +31,6 @@ from grpo.config_objective import (
     Section,
 )
 from grpo.objectives.registry import get_objective
-from grpo.training.optimizers import OptimizerName
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run; the message names the key, its value and the fix."""
-
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 

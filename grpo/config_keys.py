@@ -1,9 +1,16 @@
-"""What is said about a key that does not exist; without PyTorch, which takes seconds to import."""
+"""What command lines need of the configuration before PyTorch is imported, which takes seconds."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Literal
+
+OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu"]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names the key, its value and the fix."""
 
 
 def unknown_key(

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from grpo.config_keys import OptimizerName
 from grpo.ledger import GIB, PHASES, Ledger, Row, Saving, human
 from grpo.memory import (
     DeviceType,
@@ -23,7 +24,6 @@ from grpo.memory import (
     outer_bytes,
     transient_bytes,
 )
-from grpo.training.optimizers import OptimizerName
 
 Sharing = Literal["one_copy", "two_copies", "apart", "lent"]
 

@@ -15,10 +15,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from grpo.cli.flags import add_flags, choose_gpu, in_flags, to_config
-from grpo.config_atropos import AtroposConfig
-from grpo.training.stopping import signals_end_the_process
+
+if TYPE_CHECKING:
+    from grpo.config_atropos import AtroposConfig
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,6 +49,8 @@ def errors_as_messages() -> Iterator[None]:
 
     For what is nearly always bad input, or something outside that failed.
     """
+    from grpo.training.stopping import signals_end_the_process  # takes seconds, which help has not
+
     try:
         # Signals unwind the stack, and so end what was started.
         with signals_end_the_process():

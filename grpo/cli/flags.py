@@ -10,14 +10,15 @@ import argparse
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo.config import ConfigError, load_config
-from grpo.config_atropos import AtroposConfig
-from grpo.training.optimizers import OptimizerName
+from grpo.config_keys import ConfigError, OptimizerName
+
+if TYPE_CHECKING:
+    from grpo.config_atropos import AtroposConfig
 
 Mode = Literal["shared_vllm", "lora_only", "lora_restart", "none", "bridge"]
 _LORA: tuple[Mode, ...] = ("lora_only", "lora_restart")
@@ -281,6 +282,10 @@ def to_config(args: argparse.Namespace) -> AtroposConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{' '.join(args.overrides)}: {error}; write section.key=value") from None
     merged = OmegaConf.merge(OmegaConf.create(values), overrides)
+    # Not at the top, because PyTorch comes with it and --help does without.
+    from grpo.config import load_config
+    from grpo.config_atropos import AtroposConfig
+
     try:
         return load_config(merged, AtroposConfig)
     except ConfigError as error:

@@ -17,12 +17,12 @@ Masters are float32 with all of them.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu"]
+from grpo.config_keys import OptimizerName
 
 
 def make_optimizer(

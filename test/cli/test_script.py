@@ -14,7 +14,6 @@ REPO = Path(__file__).resolve().parents[2]
 GRPO = [str(REPO / "sota-implementations" / "grpo" / "grpo.py")]
 ASYNC = [str(REPO / "sota-implementations" / "grpo" / "grpo-async.py")]
 ATROPOS = ["-m", "grpo.cli.atropos"]
-RUN = ["-m", "grpo.cli.run"]
 
 
 @pytest.fixture
@@ -41,6 +40,13 @@ def test_help_shows_every_key_at_once(quick, script, key):
     assert done.returncode == 0, done.stderr
     assert key in done.stdout and "--config-name NAME" in done.stdout
     assert f"{Path(script[0]).name} [" in done.stdout
+
+
+def test_help_of_atropos_grpo_shows_every_flag_at_once(quick):
+    done = quick(ATROPOS, "--help")
+    assert done.returncode == 0 and "--weight-bridge-mode" in done.stdout, done.stderr
+    unknown = quick(ATROPOS, "--model-name", "m", "--learning-rat", "1")
+    assert unknown.returncode == 2 and "--learning-rat" in unknown.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("script, given, expected", [
