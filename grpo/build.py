@@ -224,8 +224,7 @@ def _widths(prompts: Prompts, policy: Policy) -> dict[str, Any]:
 
 def reward_function(config: Config, task: Task) -> Callable:
     """Texts and problems to rewards: ``env.reward``, or the task's own."""
-    chosen = config.env.reward or task.default_reward
-    weighted = chosen if isinstance(chosen, dict) else {chosen: 1.0}
+    weighted = config.env.weighted_rewards(task.default_reward)
     functions = [(get_reward(name), weight) for name, weight in weighted.items()]
     return functools.partial(compute_rewards, functions, timeout=config.env.reward_timeout)
 

@@ -42,8 +42,10 @@ class EnvConfig(Section):
     data_path: str | None = None
     task: dict[str, Any] = Field(default_factory=dict)
     """Options of the task, see :mod:`grpo.tasks`."""
-    reward: str | dict[str, float] | None = None
-    """Name or import path of the reward, or several with weights; null: the task's own."""
+    reward: str | list[str] | dict[str, float] | None = None
+    """Name or import path of the reward, or several; null: the task's own."""
+    reward_weights: list[float] | None = None
+    """Of a list of rewards, in its order; null: 1 each."""
     reward_timeout: float = Field(30.0, gt=0)
     """Seconds a reward function may take on one completion; then the row has no reward."""
     num_envs: int = Field(32, ge=1)
@@ -52,6 +54,23 @@ class EnvConfig(Section):
     """Completions of each prompt: the group size."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Longer prompts are skipped and counted; null: what the context leaves."""
+
+    @model_validator(mode="after")
+    def _every_weight_has_a_reward(self) -> EnvConfig:
+        names = self.reward if isinstance(self.reward, list) else None
+        if names is not None and (not names or len(set(names)) < len(names)):
+            raise ValueError(f"env.reward={names} must name at least one reward, and none twice")
+        if self.reward_weights is not None and len(self.reward_weights) != len(names or ()):
+            raise ValueError(f"env.reward_weights={self.reward_weights} needs a list env.reward "
+                             f"of as many names, not {self.reward!r}; give one weight for each")
+        return self
+
+    def weighted_rewards(self, default: str) -> dict[str, float]:
+        """Names of the rewards and their weights in the sum."""
+        chosen = self.reward or default
+        if isinstance(chosen, list):
+            return dict(zip(chosen, self.reward_weights or [1.0] * len(chosen), strict=True))
+        return chosen if isinstance(chosen, dict) else {chosen: 1.0}
 
 
 class TrainConfig(ObjectiveConfig):

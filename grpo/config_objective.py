@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from grpo.objectives.advantages import AdvantageEstimator, check_estimator
 from grpo.objectives.aggregate import Aggregation
 from grpo.objectives.controllers import (
     Controller,
@@ -17,6 +16,7 @@ from grpo.objectives.controllers import (
     KLControllerKind,
     make_kl_controller,
 )
+from grpo.objectives.estimators import check_estimator
 from grpo.objectives.kl import KLEstimator
 from grpo.objectives.maxent import MaxEntWeights, TauController
 from grpo.objectives.registry import get_objective
@@ -56,8 +56,8 @@ class ObjectiveConfig(Section):
     """Subtract the KL to the reference from the reward instead of adding it to the loss; with
     ``global_norm`` from that of each token on, as REINFORCE++ does."""
     entropy_coeff: float | None = Field(None, ge=0)
-    advantage_estimator: AdvantageEstimator | None = None
-    """null: group_norm."""
+    advantage_estimator: str | None = None
+    """null: group_norm; ``module:function``: your own."""
     advantage_eps: float | None = Field(None, ge=0)
     """Added to what the estimator divides by; null: 1e-4, and 0 for maxrl."""
     advantage_clip_percentile: float | None = Field(None, gt=0, lt=50)
@@ -147,8 +147,11 @@ class ObjectiveConfig(Section):
             if self.aggregation != "prompt":
                 raise ValueError(f"train.objective={self.objective!r} is a loss of whole groups; "
                                  "set train.aggregation=prompt")
+        estimator = self.advantage_estimator or "group_norm"
+        with _named("train.advantage_estimator"):
+            check_estimator(estimator)
         with _named("train.advantage_eps"):
-            check_estimator(self.advantage_estimator or "group_norm", self.advantage_eps)
+            check_estimator(estimator, self.advantage_eps)
         return self
 
 

@@ -359,3 +359,24 @@ def test_atropos_environments_refuse_several_training_devices():
     with pytest.raises(ConfigError, match="train_model.num_devices=2 is not read with Atropos"):
         load_config({"train_model": {"num_devices": 2}, "inference_model": {"engine": "server"}},
                     AtroposConfig)
+
+
+@pytest.mark.parametrize("env, expected", [
+    ({"reward": ["a:b", "c:d"]}, {"a:b": 1.0, "c:d": 1.0}),
+    ({"reward": ["a:b", "c:d"], "reward_weights": [0.5, -2]}, {"a:b": 0.5, "c:d": -2.0}),
+    ({"reward": {"a:b": 3.0}}, {"a:b": 3.0}), ({}, {"own": 1.0})])
+def test_several_rewards_and_their_weights(env, expected):
+    assert load_config(small(env=env)).env.weighted_rewards("own") == expected
+
+
+@pytest.mark.parametrize("env", [
+    {"reward_weights": [1.0]}, {"reward": "a:b", "reward_weights": [1.0]},
+    {"reward": {"a:b": 1.0}, "reward_weights": [1.0]},
+    {"reward": ["a:b", "c:d"], "reward_weights": [1.0]}])
+def test_a_weight_without_its_reward_is_refused(env):
+    assert "give one weight for each" in message(small(env=env))
+
+
+@pytest.mark.parametrize("names", [[], ["a:b", "a:b"]])
+def test_a_list_of_rewards_names_each_once(names):
+    assert "at least one reward, and none twice" in message(small(env={"reward": names}))

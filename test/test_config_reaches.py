@@ -246,6 +246,10 @@ REACHES = {
                     "test_dataset", "test_dataset"),
     "env.reward_timeout": (lambda b, c: build.reward_function(c, b.task(c)),
                            lambda x: x.keywords["timeout"], {}, 2.5, 2.5),
+    "env.reward_weights": (
+        lambda b, c: build.reward_function(c, b.task(c)),
+        lambda x: x(["47"], [Problem("", "47", "p")]).reward.tolist(),
+        {"env": {"reward": ["exact_match", "negative_length"]}}, [2.0, 1.0], [0.0]),
     "env.reward": (lambda b, c: build.reward_function(c, b.task(c)),
                    lambda x: x(["47"], [Problem("", "0", "p")]).reward.tolist(), {},
                    {f"{__name__}:contains_seven": 0.5, "exact_match": 1.0}, [0.5]),

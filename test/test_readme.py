@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 
 from grpo.config import Config, ConfigError, load_config
 from grpo.objectives import registry
-from grpo.objectives.advantages import AdvantageEstimator
 from grpo.objectives.aggregate import Aggregation
+from grpo.objectives.estimators import AdvantageEstimator
 from grpo.objectives.kl import KLEstimator
 from grpo.objectives.mismatch import make_mismatch
 from grpo.objectives.scorer import HeadKind

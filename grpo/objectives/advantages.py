@@ -8,7 +8,7 @@ Source: GRPO (arXiv:2402.03300), sec. 4.1.2; without the standard deviation: Dr.
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -16,6 +16,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from grpo import data
+from grpo.objectives.estimators import DEFAULT_EPS, check_estimator, own_estimator
 from grpo.objectives.shaping import (
     RewardKLEstimator,
     check_rewards,
@@ -27,36 +28,12 @@ from grpo.objectives.shaping import (
     overlong_penalty,
 )
 
-AdvantageEstimator = Literal["group_norm", "group_norm_population", "group_mean", "rloo", "maxrl",
-                             "batch_norm", "global_norm"]
-
-
-#: What is added to the denominator unless said otherwise; others have none.
-DEFAULT_EPS = {"group_norm": 1e-4, "group_norm_population": 1e-4, "maxrl": 0.0,
-               "batch_norm": 1e-4, "global_norm": 1e-4}
-
-
-def check_estimator(estimator: str, eps: float | None = None) -> None:
-    """Validate the name once, when a module is built, and the ``eps`` that goes with it.
-
-    Raises:
-        ValueError: for an unknown estimator, and an ``eps`` below 0, or that it does not read.
-    """
-    if estimator not in get_args(AdvantageEstimator):
-        raise ValueError(f"advantage_estimator={estimator!r} is unknown; use one of "
-                         f"{get_args(AdvantageEstimator)}")
-    if eps is not None and not 0 <= eps < math.inf:
-        raise ValueError(f"eps={eps!r} must be finite and at least 0; leave it out otherwise")
-    if eps is not None and estimator not in DEFAULT_EPS:
-        raise ValueError(f"eps={eps!r} would be ignored: advantage_estimator={estimator!r} divides "
-                         "by nothing; leave it out")
-
 
 def group_advantages(
     rewards_B: Tensor,
     group_id_B: Tensor,
     *,
-    estimator: AdvantageEstimator = "group_norm",
+    estimator: str = "group_norm",
     eps: float | None = None,
     valid_B: Tensor | None = None,
     length_B: Tensor | None = None,
@@ -82,7 +59,8 @@ def group_advantages(
     Args:
         rewards_B: float ``[B]``.
         group_id_B: int64 ``[B]``; rows need not be sorted, groups may differ in size.
-        estimator: see the table; the last two need the whole rollout at once.
+        estimator: see the table; the last two need the whole rollout at once. Or a function of your
+            own, see :func:`~grpo.objectives.estimators.own_estimator`.
         eps: added to the denominator; keep it well below the rewards' scale. None: 1e-4 beside a
             deviation, and 0, the exact quotient, for ``maxrl``.
         valid_B: bool ``[B]``; rows without a reward are left out of all statistics and get
@@ -107,6 +85,8 @@ def group_advantages(
     eps = DEFAULT_EPS.get(estimator) if eps is None else eps
     valid_B = torch.ones_like(rewards_B, dtype=torch.bool) if valid_B is None else valid_B
     check_rewards(rewards_B, valid_B)
+    if ":" in estimator:
+        return own_estimator(estimator)(rewards_B, group_id_B, valid_B)
     if estimator == "maxrl":
         _check_not_negative(rewards_B, valid_B)
     # float64: the statistics must not depend on the order of the rows.
@@ -199,7 +179,7 @@ class GroupAdvantage(TensorDictModuleBase):
     def __init__(
         self,
         *,
-        estimator: AdvantageEstimator = "group_norm",
+        estimator: str = "group_norm",
         eps: float | None = None,
         clip_percentile: float | None = None,
         zero_variance_filter: bool = False,

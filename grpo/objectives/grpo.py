@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from grpo import data
-from grpo.objectives.advantages import AdvantageEstimator, check_estimator, group_advantages
+from grpo.objectives.advantages import group_advantages
 from grpo.objectives.aggregate import (
     Aggregation,
     Normalizer,
@@ -23,6 +23,7 @@ from grpo.objectives.aggregate import (
 )
 from grpo.objectives.diagnostics import summarize
 from grpo.objectives.distillation import check_distillation, distillation_terms
+from grpo.objectives.estimators import check_estimator
 from grpo.objectives.inputs import (
     BatchTokens,
     Rows,
@@ -160,7 +161,7 @@ class GRPOLoss(LossModule):
         distill_coeff: float | None = None,
         distill_temperature: float | None = None,
         temperature: float = 1.0,
-        advantage_estimator: AdvantageEstimator = "group_norm",
+        advantage_estimator: str = "group_norm",
         head: HeadKind = "auto",
         head_chunk_size: int | None = None,
         packing: bool = False,

@@ -16,10 +16,10 @@ from tensordict import TensorDict
 from grpo import GRPOLoss, data, total_loss
 from grpo.objectives.advantages import (
     DEFAULT_EPS,
-    AdvantageEstimator,
     GroupAdvantage,
     group_advantages,
 )
+from grpo.objectives.estimators import AdvantageEstimator
 
 ESTIMATORS = get_args(AdvantageEstimator)
 # Reward, group and validity of each row; group ids are neither sorted nor consecutive.

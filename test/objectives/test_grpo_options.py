@@ -9,7 +9,7 @@ import torch
 
 from grpo import GroupAdvantage, GRPOLoss, total_loss
 from grpo.objectives import register_surrogate, registry, scorer
-from grpo.objectives.advantages import AdvantageEstimator
+from grpo.objectives.estimators import AdvantageEstimator
 
 from .batches import LISTWISE, gradient, with_every_entry
 
