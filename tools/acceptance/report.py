@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from acceptance.pages import REPO
 from acceptance.schedule import Outcome, Part, Schedule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -74,7 +75,7 @@ def describe(part: Part, outcome: Outcome) -> dict:
         "name": part.name, "status": outcome.status, "reason": outcome.reason,
         "seconds": outcome.seconds, "limit_seconds": part.limit, "gpus": part.gpus,
         "alone": part.alone, "command": part.script.splitlines(), "figures": outcome.figures,
-        "log_end": outcome.log_end}
+        "log_end": [text.replace(str(REPO), "$REPO") for text in outcome.log_end]}
     return {key: value for key, value in described.items() if value not in ("", {}, [], None)}
 
 
