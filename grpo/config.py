@@ -371,7 +371,7 @@ def load_config(
         >>> load_config({"optimizer": {"learning_rate": 1e-6}})
         Traceback (most recent call last):
         ...
-        grpo.config.ConfigError: the configuration has 1 error:
+        grpo.config_keys.ConfigError: the configuration has 1 error:
           optimizer.learning_rate: unknown key (given 1e-06); known keys of optimizer: name, lr, \
 betas, eps, weight_decay, clip_grad_norm, warmup_steps, schedule, final_lr_fraction, \
 scale_parameter, relative_step

@@ -300,7 +300,7 @@ def test_each_part_ends_in_its_own_way(program, tmp_path):
         "elsewhere": "skipped"}
     assert (tmp_path / "gpus").read_text() == "7,8\n"
     assert found["bad"]["log_end"] == ["the reason"] and "exit code 1" in found["bad"]["reason"]
-    assert found["long"]["log_end"] == ["begun"] and 0.5 < found["long"]["seconds"] < 5
+    assert found["long"]["log_end"] == ["begun"] and 0.5 <= found["long"]["seconds"] < 5
     assert (found["short of"]["reason"], found["short of"]["figures"]) == (
         "not enough", {"summary": "3"})
     assert found["third"]["reason"] == "bad did not pass"

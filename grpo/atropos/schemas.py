@@ -164,7 +164,7 @@ def parse_group(obj: Any) -> ScoredGroup:
         (2, [1.0, 0.0], None)
         >>> parse_group({"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [float("nan")]})
         Traceback (most recent call last):
-        grpo.atropos.schemas.GroupError: scores[0]=nan: Input should be a finite number
+        grpo.atropos.wire_json.GroupError: scores[0]=nan: Input should be a finite number
     """
     wire, _ = check_wire(obj)
     found = {name: None if isinstance(value, list) and not value else value

@@ -78,6 +78,7 @@ class ReferenceScorer:
                  fp32_head: bool = False) -> None:
         self.scorer = TokenScorer(model.eval().requires_grad_(False), temperature=temperature,
                                   fp32_head=fp32_head)
+        self.scorer.measure()  # now, because a worker scores in several threads
         self.max_tokens = max_tokens
 
     def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
@@ -108,6 +109,7 @@ class TeacherScorer:
         sampled_tokens: bool = True, topk: int | None = None,
     ) -> None:
         self.scorer = TokenScorer(model.eval().requires_grad_(False), temperature=temperature)
+        self.scorer.measure()
         vocabulary = model.get_input_embeddings().num_embeddings
         if topk is not None and not 1 <= topk <= vocabulary:
             raise ValueError(f"topk={topk} must be between 1 and the {vocabulary} tokens of the "

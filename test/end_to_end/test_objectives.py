@@ -54,7 +54,8 @@ def names(rows: list[dict], *prefixes: str) -> set[str]:
     return found[0] - ALWAYS
 
 
-ALWAYS = {"loss/total", "advantage/positive_rows", "advantage/negative_rows"}
+ALWAYS = {"loss/total", "advantage/positive_rows", "advantage/negative_rows",
+          "advantage/zero_fraction"}
 RARE = ("control/", "sampling/", "advantage/", "reward/shaped", "reward/rows", "policy/mismatch",
         "policy/kl_to_ref", "loss/")
 

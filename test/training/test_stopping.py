@@ -42,10 +42,12 @@ def ends_in(trainer, owner, name: str, action, *, call: int):
     setattr(owner, name, wrapped)
 
 
+#: Updates that the self-test publishes before the first step.
+SELF_TEST = 2
 PLACES = {"generation": lambda t: (t.collector.env, "step", 4),
           "reward": lambda t: (t.collector.env, "reset", 4),
           "update": lambda t: (t.learner.optimizer, "step", 4),
-          "publish": lambda t: (t.weights, "publish", 4),
+          "publish": lambda t: (t.weights, "publish", 4 + SELF_TEST),
           "evaluation": lambda t: (t.evaluator, "run", 3)}
 
 
@@ -153,9 +155,9 @@ def test_gradients_that_are_not_numbers_leave_a_checkpoint_and_no_trace_in_the_n
 
 
 @pytest.mark.parametrize(("place", "error", "kept"), [
-    (lambda t: (t.collector.env, "step"), EngineError("the engine is gone"), 2),
-    (lambda t: (t.weights, "publish"), EngineError("the engine is gone"), 3),
-    (lambda t: (t.canary, "check"), StaleWeightsError("the weights are old"), 2)])
+    (lambda t: (t.collector.env, "step", 3), EngineError("the engine is gone"), 2),
+    (lambda t: (t.weights, "publish", 3 + SELF_TEST), EngineError("the engine is gone"), 3),
+    (lambda t: (t.canary, "check", 3), StaleWeightsError("the weights are old"), 2)])
 def test_a_dead_engine_and_a_failed_proof_leave_a_checkpoint(
         make_config, tmp_path, place, error, kept):
     trainer = make_trainer(make_config(train={"checkpoint_frequency": 0}), tmp_path)
@@ -163,7 +165,8 @@ def test_a_dead_engine_and_a_failed_proof_leave_a_checkpoint(
     def fail():
         raise error
 
-    ends_in(trainer, *place(trainer), fail, call=3)
+    owner, name, call = place(trainer)
+    ends_in(trainer, owner, name, fail, call=call)
     with pytest.raises(type(error)):
         trainer.fit()
     checkpoint = find_checkpoint("auto", root=tmp_path, exp_name="grpo")
