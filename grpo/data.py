@@ -355,7 +355,7 @@ def _within_budget(
 
     by_width = sorted(((width(unit), unit) for unit in units), key=lambda pair: pair[0])
     pieces, most = _filled(by_width, max_tokens), max_tokens
-    least = most // 2  # where half of it is enough, so is one piece less of the whole
+    least = most // 2  # two neighbours exceed the budget together, so half of it takes more pieces
     while most - least > 1:
         tried = (least + most) // 2
         smaller = _filled(by_width, tried)

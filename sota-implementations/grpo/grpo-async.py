@@ -96,7 +96,8 @@ def build_trainer(
         config, ModelShape.of(start_model), lambda changed: ledgers_of(changed)["train"],
         device=device, backend=backend, row_tokens=prompts.max_model_len, room=capacity(device))
     memory = ledgers_of(config)
-    console.info("\n".join(chosen))
+    for line in chosen:
+        console.info(line)
     for role, ledger in memory.items():
         console.info("\n".join([f"{role}:", *ledger.table(capacity(device))]))
     check_roles_fit(memory, places.plan, capacity(device))
