@@ -108,6 +108,7 @@ def on_less_work(command: str, model_folder: Path, gsm8k_rows: Path) -> list[str
 WITH_VLLM = [command for command in commands(f"python {SCRIPT}") if "--multirun" in command]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("command", WITH_VLLM)
 def test_script_command_runs(command, tmp_path, cache, model_folder, gsm8k_rows):

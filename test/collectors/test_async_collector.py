@@ -40,6 +40,13 @@ def start(folder, tmp_path, monkeypatch):
             checkpoint.run_dir if checkpoint else tmp_path / str(next(runs)), at_end, checkpoint)
 
 
+def _wait_until(reached, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, f"not reached within {seconds:g} s"
+        time.sleep(0.01)
+
+
 def test_rollouts_run_ahead_but_not_too_far(start):
     trainer = start(train={"staleness": 2, "oversample": 0.5})
     ages = []
@@ -124,6 +131,7 @@ def test_lost_workers_leave_a_checkpoint_of_all_updates_and_of_what_was_not_trai
     trainer = start(ray={"max_restarts": 0}, **options)
     trainer.iterate()
     trainer.iterate()
+    _wait_until(lambda: trainer.collector.schedule.ready >= 4 + kept)  # a batch, and what is kept
     pool = trainer.collector.pool
     pool.intercept[method] = lambda *args: pool.kill(0) if method == "load_state" else 1 / 0
     with pytest.raises(SystemExit, match=f"{reason}(.|\n)*the run can go on: resume="):

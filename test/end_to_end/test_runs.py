@@ -12,7 +12,7 @@ TINY = ("model.warm_start_steps=20", "env.num_envs=4", "env.repeats=4",
 
 
 @pytest.mark.parametrize("backend", [
-    pytest.param("vllm", marks=pytest.mark.vllm), "transformers"])
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]), "transformers"])
 def test_rewarding_short_answers_gives_empty_ones_within_15_steps(runner, backend):
     """The trivial task that fails when ratios, signs or weight updates are wrong."""
     if backend == "vllm":

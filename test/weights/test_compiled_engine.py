@@ -13,10 +13,10 @@ import pytest
 CHECKS = Path(__file__).with_name("compiled_checks.py")
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(not shutil.which("g++"), reason="compiling for a CPU needs g++")
-@pytest.mark.parametrize("engine", [
-    "plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adapted", "separate"))])
+@pytest.mark.parametrize("engine", ["plain", "adapted", "separate"])
 def test_a_compiled_engine_computes_with_each_update(engine, tmp_path):
     pytest.importorskip("vllm")
     pytest.importorskip("peft")
