@@ -14,7 +14,7 @@ import torch
 from grpo.build_engine import Actor, describe_engine
 from grpo.build_objective import describe_loss
 from grpo.config import Config, ConfigError
-from grpo.config_model import InferenceModelConfig
+from grpo.config_unread import ON_A_CPU, TRANSFORMERS, refuse_unread
 from grpo.embedded import EmbeddedSpec, embedded_model
 from grpo.engines.client import EngineClient
 from grpo.engines.inprocess import vllm_available
@@ -87,15 +87,14 @@ def check(config: Config, task: Task, *, device: torch.device, backend: str) -> 
         if name is not None:
             model_path(name, key=key)
     if backend == "transformers":
-        _refuse_engine_options(config)
+        refuse_unread(config, TRANSFORMERS)
         if config.train_model.fp32_head and resolve_dtype(config, device) != torch.float32:
             raise ConfigError("train_model.fp32_head=true: inference_model.backend=transformers "
                               "samples from logits that are rounded to the model's dtype; use "
                               "backend=vllm, or set it to false")
+    if device.type == "cpu":
+        refuse_unread(config, ON_A_CPU)
     inference = config.inference_model
-    if inference.engine == "server" and inference.enforce_eager is False and device.type == "cpu":
-        raise ConfigError("inference_model.enforce_eager=false is not read by a server on a CPU, "
-                          "which compiles nothing; remove it, or use engine=process")
     if inference.url is not None:
         EngineClient(inference.url)  # checks the address
     if config.train_model.lora.enabled:
@@ -188,16 +187,6 @@ def build_prompts(config: Config, task: Task, tokenizer: Any, model_path: str) -
     return Prompts(train, test, width, inference.max_model_len or width + config.max_tokens)
 
 
-def _refuse_engine_options(config: Config) -> None:
-    unread = InferenceModelConfig()
-    for key in ("engine", "weight_sync", "max_num_seqs", "gpu_memory_utilization",
-                "kv_cache_memory_bytes", "enforce_eager"):
-        if (value := getattr(config.inference_model, key)) != getattr(unread, key):
-            value = str(value).lower() if isinstance(value, bool) else value
-            raise ConfigError(f"inference_model.{key}={value} is not read by "
-                              "inference_model.backend=transformers; remove it")
-
-
 def build_env(
     config: Config, task: Task, prompts: Prompts, tokenizer: Any, policy: Policy
 ) -> VerifiableEnv:
@@ -249,7 +238,7 @@ def describe(
         "model": model,
         "task": f"{task.name}: {len(prompts.train):,} training and {len(prompts.test):,} held-out "
                 "problems",
-        "batch": f"{config.turns_per_batch // config.env.repeats} prompts x {config.env.repeats} "
+        "batch": f"{config.groups_per_batch} prompts x {config.env.repeats} "
                  f"completions of at most {config.max_tokens} tokens",
         "run": f"{config.iterations} iterations, {steps} optimizer steps{too_short}, seed "
                f"{config.train.seed}",

@@ -229,9 +229,9 @@ def build_collector(
     config: AsyncConfig, actor: AsyncActor, reference: WorkerPool | None = None
 ) -> RayCollector:
     """The collector, told of each new version of the weights."""
-    train, groups = config.train, config.turns_per_batch // config.env.repeats
-    schedule = RolloutSchedule(groups, staleness=train.staleness, oversample=train.oversample,
-                               group_deadline=train.group_deadline,
+    train = config.train
+    schedule = RolloutSchedule(config.groups_per_batch, staleness=train.staleness,
+                               oversample=train.oversample, group_deadline=train.group_deadline,
                                max_rounds=train.max_sampling_rounds)
     collector = RayCollector(
         actor.pool, schedule, actor.policy, heal=actor.weights.heal,

@@ -270,8 +270,9 @@ def _evaluator(start: Start, policy: Policy) -> Evaluator | None:
     if not config.atropos.evaluate:
         return None
     tokens = config.atropos.eval_max_tokens or 128
+    room = start.max_model_len - tokens
     prompts = render_all(start.task.split("test"), start.tokenizer,
-                         max_prompt_tokens=start.max_model_len - tokens,
+                         max_prompt_tokens=min(room, config.env.max_prompt_tokens or room),
                          what=f"{start.task.name} test")
     env = VerifiableEnv(
         prompts, build.reward_function(config, start.task), start.tokenizer,

@@ -7,7 +7,7 @@ An unknown key is an error, and so is a key that the chosen mode would not read.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field, ValidationError, model_validator
@@ -30,6 +30,7 @@ from grpo.config_objective import (
     ObjectiveConfig,
     Section,
 )
+from grpo.config_unread import SYNC, Unread, refuse_unread
 from grpo.objectives.registry import get_objective
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -110,13 +111,6 @@ class TrainConfig(ObjectiveConfig):
                              "set one of them to null")
         return self
 
-    @model_validator(mode="after")
-    def _keys_that_would_not_be_read(self) -> TrainConfig:
-        if self.keep_checkpoints and not self.checkpoint_frequency:
-            raise ValueError(f"train.keep_checkpoints={self.keep_checkpoints} is not read because "
-                             "train.checkpoint_frequency is 0; raise that, or remove it")
-        return self
-
 
 class PolicyConfig(Section):
     """Earlier names, accepted for other keys."""
@@ -143,27 +137,6 @@ class OptimizerConfig(Section):
     relative_step: bool = False
     """Adafactor: the learning rate follows the number of steps, ``lr`` is not read."""
 
-    @model_validator(mode="after")
-    def _final_fraction_needs_a_decay(self) -> OptimizerConfig:
-        if self.schedule == "constant" and self.final_lr_fraction is not None:
-            raise ValueError(f"optimizer.final_lr_fraction={self.final_lr_fraction} is not read by "
-                             "schedule=constant; choose linear or cosine, or remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _options_are_the_optimizers(self) -> OptimizerConfig:
-        adafactor = self.name == "adafactor"
-        unread = ["betas", "eps"] if adafactor else ["scale_parameter", "relative_step"]
-        if self.relative_step:
-            unread += ["lr", "schedule", "warmup_steps"]
-        for key in unread:
-            value = getattr(self, key)
-            if key in self.model_fields_set and value != type(self).model_fields[key].default:
-                by = "relative_step=true" if key in ("lr", "schedule", "warmup_steps") else (
-                    f"optimizer.name={self.name}")
-                raise ValueError(f"optimizer.{key}={value} is not read by {by}; remove it")
-        return self
-
 
 class LoggingConfig(Section):
     """Loggers beside ``metrics.jsonl``, which is always written."""
@@ -176,20 +149,15 @@ class LoggingConfig(Section):
     num_samples: int = Field(6, ge=0)
     """Completions shown and saved at each evaluation."""
 
-    @model_validator(mode="after")
-    def _wandb_keys_need_wandb(self) -> LoggingConfig:
-        for key in ("wandb_project", "wandb_group", "wandb_run_name", "wandb_mode"):
-            if getattr(self, key) is not None and "wandb" not in self.backends:
-                raise ValueError(f"logging.{key}={getattr(self, key)!r} is not read because "
-                                 "logging.backends has no 'wandb'; add it, or remove the key")
-        return self
-
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
 
 
 class Config(Section):
     """A whole run."""
+
+    #: What it does not read when.
+    unread: ClassVar[tuple[Unread, ...]] = SYNC
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     resume: str | None = None
@@ -211,11 +179,12 @@ class Config(Section):
     _accept_earlier_names = model_validator(mode="before")(accept_aliases)
 
     @model_validator(mode="after")
+    def _keys_are_read(self) -> Config:
+        refuse_unread(self, self.unread)
+        return self
+
+    @model_validator(mode="after")
     def _keys_that_belong_together(self) -> Config:
-        if self.ref_model.name is not None and not self.needs_reference:
-            raise ValueError(f"ref_model.name={self.ref_model.name!r} is not read because "
-                             "train.kl_to_ref_coeff and maxent.beta are null; set the coefficient, "
-                             "or remove it")
         group_rows = self.env.num_envs * self.env.repeats
         batch = self.turns_per_batch
         if batch % group_rows:
@@ -252,11 +221,6 @@ class Config(Section):
         train = self.train
         self.kl_controller.controller(train.kl_to_ref_coeff)
         self.entropy_controller.controller(train.entropy_coeff)
-        for key, value in self.maxent.given().items():
-            if not train.is_maxent:
-                raise ValueError(f"maxent.{key}={value} is only read by train.objective="
-                                 f"maxent_listwise and maxent_weighted, not {train.objective!r}; "
-                                 "remove it")
         if train.is_maxent:
             self.maxent.weights()
             self.maxent.controller(group_size=self.env.repeats)
@@ -337,6 +301,10 @@ class Config(Section):
     def turns_per_batch(self) -> int:
         """Completions of one iteration."""
         return self.train.dialog_turns_per_batch or self.env.num_envs * self.env.repeats
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.turns_per_batch // self.env.repeats
 
     @property
     def rows_per_optimizer_step(self) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from grpo.config import Config, TrainConfig
 from grpo.config_model import Device, InferenceModelConfig, RefModelConfig, RoleDevices, Sync
 from grpo.config_objective import Section
+from grpo.config_unread import ASYNC
 
 
 class AsyncTrainConfig(TrainConfig):
@@ -68,30 +69,17 @@ class RayConfig(Section):
 class AsyncConfig(Config):
     """A whole asynchronous run; see :class:`~grpo.config.Config` for the rest."""
 
+    unread = ASYNC
+
     train: AsyncTrainConfig = Field(default_factory=AsyncTrainConfig)
     inference_model: PlacedInferenceModel = Field(default_factory=PlacedInferenceModel)
     ref_model: PlacedRefModel = Field(default_factory=PlacedRefModel)
     ray: RayConfig = Field(default_factory=RayConfig)
 
-    @model_validator(mode="after")
-    def _keys_that_async_runs_read(self) -> AsyncConfig:
-        inference = self.inference_model
-        for key, unread in (("engine", "in_process"), ("url", None), ("weight_sync", "auto")):
-            if (value := getattr(inference, key)) != unread:
-                raise ValueError(f"inference_model.{key}={value} is not read by grpo-async.py, "
-                                 "whose engines are its own workers; remove it")
-        reference = self.ref_model
-        if not self.needs_reference and (reference.num_devices or reference.devices):
-            raise ValueError("ref_model.num_devices and ref_model.devices are not read because "
-                             "train.kl_to_ref_coeff and maxent.beta are null; set the coefficient, "
-                             "or remove them")
-        if self.train_model.lora.enabled and reference.name is None and (
-                reference.num_devices or reference.devices):
-            raise ValueError("ref_model.num_devices and ref_model.devices are not read because "
-                             "with train_model.lora.enabled=true the reference is the trainer's "
-                             "own model without its adapters; remove them, or name another model "
-                             "as ref_model.name")
-        return self
+    @property
+    def oversampled_groups(self) -> int:
+        """Groups started beyond those of a batch."""
+        return round(self.train.oversample * self.groups_per_batch)
 
     @property
     def weight_sync(self) -> Sync:

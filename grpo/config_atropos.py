@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo.config import Config, EnvConfig
-from grpo.config_objective import DistillConfig, Section, refuse_all
+from grpo.config import Config, TrainConfig
+from grpo.config_objective import Section
+from grpo.config_unread import ATROPOS
 from grpo.engines.http_call import split_url
 
 
@@ -60,92 +61,38 @@ class AtroposSection(Section):
         return url
 
 
-class GroupDistillConfig(DistillConfig):
-    """A teacher whose most likely tokens the groups bring (``distill_token_ids``)."""
+class AtroposTrainConfig(TrainConfig):
+    """The loop; evaluations are few unless they are asked for."""
 
-    @model_validator(mode="after")
-    def _keys_are_read(self) -> GroupDistillConfig:
-        for key in ("teacher", "reverse_kl_coeff"):
-            if (value := getattr(self, key)) is not None:
-                raise ValueError(f"distill.{key}={value!r} is not read here: environments ask the "
-                                 "teacher, and their groups bring its tokens; use "
-                                 "distill.topk_coeff")
-        if self.topk_coeff is None:
-            refuse_all(self.given(), "distill", "topk_coeff")
-        return self
-
-
-# Keys of sections that others read in other runs, and what is in their place here.
-_UNREAD = {
-    ("train", "total_dialog_turns"): "atropos.steps",
-    ("train", "dialog_turns_per_batch"): "atropos.batch_size",
-    ("train", "max_sampling_rounds"): "the environments' ensure_scores_are_not_same",
-    ("train", "overlong_buffer"): "the environments' own length penalty",
-    ("inference_model", "max_tokens"): "the environments' own max_tokens, atropos.seq_len for what "
-                                       "is trained, atropos.eval_max_tokens for evaluations",
-}
+    eval_frequency: int = Field(0, ge=0)
 
 
 class AtroposConfig(Config):
     """A whole run on Atropos environments; see :class:`~grpo.config.Config` for the rest."""
 
+    unread = ATROPOS
+
     atropos: AtroposSection = Field(default_factory=AtroposSection)
-    distill: GroupDistillConfig = Field(default_factory=GroupDistillConfig)
+    train: AtroposTrainConfig = Field(default_factory=AtroposTrainConfig)
 
     # In the place of Config's of the same name: there is neither `num_envs` nor `repeats` here.
     @model_validator(mode="after")
     def _keys_that_belong_together(self) -> AtroposConfig:
-        if self.ref_model.name is not None and not self.needs_reference:
-            raise ValueError(f"ref_model.name={self.ref_model.name!r} is not read because "
-                             "train.kl_to_ref_coeff is null; set that, or remove it")
-        for key in ("num_devices", "devices"):
-            if (value := getattr(self.train_model, key)) is not None:
-                raise ValueError(f"train_model.{key}={value} is not read with Atropos "
-                                 "environments, where one device trains; remove it")
         if self.turns_per_batch % self.rows_per_optimizer_step:
             raise ValueError(f"train.optim_batch_size={self.rows_per_optimizer_step} must divide "
                              f"the {self.turns_per_batch} sequences of a step")
-        for (section, key), instead in _UNREAD.items():
-            if (value := getattr(getattr(self, section), key)) is not None:
-                raise ValueError(f"{section}.{key}={value} is not read with Atropos environments; "
-                                 f"use {instead}, and remove it")
         if self.train.is_maxent:
             raise ValueError(f"train.objective={self.train.objective!r} compares the rows of "
                              "groups of one size, which environments do not promise; use another")
-        if not self.atropos.evaluate:
-            self._refuse_evaluation()
         return self
 
-    def _refuse_evaluation(self) -> None:
-        for key, value in self.env:
-            if value != getattr(EnvConfig(), key):
-                raise ValueError(f"env.{key}={value!r} is not read: environments bring problems "
-                                 "and rewards; set atropos.evaluate=true to measure the accuracy "
-                                 "on a task of this library, or remove it")
-        if self.atropos.eval_max_tokens is not None:
-            raise ValueError(f"atropos.eval_max_tokens={self.atropos.eval_max_tokens} is not read "
-                             "without atropos.evaluate=true; set that, or remove it")
-
     @model_validator(mode="after")
-    def _engine_keys_are_read(self) -> AtroposConfig:
+    def _engine_fits_the_environments(self) -> AtroposConfig:
         atropos, inference = self.atropos, self.inference_model
         if atropos.bridge == (inference.engine == "server"):
             raise ValueError(f"inference_model.engine={inference.engine} does not go with "
                              f"atropos.bridge={str(atropos.bridge).lower()}: environments ask a "
                              "server, or, with the bridge, the policy of this process")
-        if atropos.restart_interval is not None and inference.weight_sync != "restart":
-            raise ValueError(f"atropos.restart_interval={atropos.restart_interval} is not read by "
-                             f"inference_model.weight_sync={inference.weight_sync}; use restart, "
-                             "or remove it")
-        if not atropos.bridge and atropos.max_staleness is not None:
-            raise ValueError(f"atropos.max_staleness={atropos.max_staleness} needs the version "
-                             "that sampled each token, which only the bridge knows (groups do not "
-                             "say it); set atropos.bridge=true, or remove it")
-        if atropos.bridge:
-            for key in ("vllm_gpu", "bridge_config"):
-                if (value := getattr(atropos, key)) is not None:
-                    raise ValueError(f"atropos.{key}={value} is for an engine server; with "
-                                     "atropos.bridge=true there is none, remove it")
         if inference.max_model_len is not None and atropos.seq_len > inference.max_model_len:
             raise ValueError(f"atropos.seq_len={atropos.seq_len} is more than "
                              f"inference_model.max_model_len={inference.max_model_len}, so no "

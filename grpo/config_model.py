@@ -21,9 +21,6 @@ Sync = Literal["single_copy", "transfer", "lora", "reload", "restart"]
 #: finish with the one before.
 LORA_SLOTS: dict[EngineKind, int] = {"in_process": 1, "process": 1, "server": 2}
 
-# Keys that are read when an engine is started, not by one that runs already.
-_STARTING = ("max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager")
-
 
 class ModelConfig(Section):
     """What is trained."""
@@ -32,14 +29,6 @@ class ModelConfig(Section):
     """Folder or hub id of a causal language model, or ``embedded``."""
     warm_start_steps: int | None = Field(None, ge=1)
     warm_start_noise: float | None = Field(None, ge=0, le=1)
-
-    @model_validator(mode="after")
-    def _warm_start_is_for_the_embedded_model(self) -> ModelConfig:
-        for key in ("warm_start_steps", "warm_start_noise"):
-            if self.name != "embedded" and getattr(self, key) is not None:
-                raise ValueError(f"model.{key}={getattr(self, key)} is only read with "
-                                 f"model.name=embedded, not {self.name!r}; remove it")
-        return self
 
 
 class LoRAConfig(Section):
@@ -56,16 +45,6 @@ class LoRAConfig(Section):
     """Last parts of the names of linear modules; null: those of attention and feed-forward."""
     layer_indices: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
     """Decoder layers that get adapters; null: all."""
-
-    @model_validator(mode="after")
-    def _keys_need_enabled(self) -> LoRAConfig:
-        if not self.enabled:
-            for key, value in self:
-                if value != type(self).model_fields[key].default:
-                    raise ValueError(f"train_model.lora.{key}={value} is not read because "
-                                     "train_model.lora.enabled is false; set that to true, or "
-                                     "remove it")
-        return self
 
     def options(self) -> dict[str, Any]:
         """Arguments of :func:`grpo.weights.adapters.make_lora`; null leaves its default."""
@@ -125,13 +104,6 @@ class TrainModelConfig(RoleDevices):
         return len(self.devices) if self.devices else self.num_devices or 1
 
     @model_validator(mode="after")
-    def _own_logits_are_not_ours(self) -> TrainModelConfig:
-        if self.fp32_head and self.head == "logits":
-            raise ValueError("train_model.fp32_head=true is not read by train_model.head=logits, "
-                             "which are the model's own; set head=auto, or remove it")
-        return self
-
-    @model_validator(mode="after")
     def _layers_are_the_models_or_the_adapters(self) -> TrainModelConfig:
         if self.lora.enabled and self.layer_indices is not None:
             raise ValueError(f"train_model.layer_indices={self.layer_indices} chooses weights to "
@@ -162,20 +134,6 @@ class InferenceModelConfig(Section):
     """null: CUDA graphs on a GPU, nothing compiled on a CPU."""
     ignore_eos: bool = False
     """Always generate ``max_tokens``; for benchmarks."""
-
-    @model_validator(mode="after")
-    def _the_url_is_a_servers(self) -> InferenceModelConfig:
-        if self.url is None:
-            return self
-        if self.engine != "server":
-            raise ValueError(f"inference_model.url={self.url} is not read by inference_model."
-                             f"engine={self.engine}; set engine=server, or remove it")
-        for key in _STARTING:
-            if (value := getattr(self, key)) is not None:
-                raise ValueError(f"inference_model.{key}={value} is not read because the server at "
-                                 f"inference_model.url={self.url} runs already; start that with "
-                                 "the option, or remove it")
-        return self
 
     @property
     def on_this_host(self) -> bool:

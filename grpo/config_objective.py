@@ -104,12 +104,7 @@ class ObjectiveConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _kl_keys_are_read(self) -> ObjectiveConfig:
-        if self.kl_estimator and self.kl_to_ref_coeff is None and (
-                self.kl_to_inference_coeff is None):
-            raise ValueError(f"train.kl_estimator={self.kl_estimator!r} is not read because both "
-                             "train.kl_to_ref_coeff and train.kl_to_inference_coeff are null; set "
-                             "one of them, or remove it")
+    def _kl_in_reward_is_possible(self) -> ObjectiveConfig:
         if self.kl_in_reward and not self.kl_to_ref_coeff:
             raise ValueError("train.kl_in_reward=true needs train.kl_to_ref_coeff above 0; set it, "
                              "or set kl_in_reward to false")
@@ -128,25 +123,14 @@ class ObjectiveConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _advantage_keys_are_read(self) -> ObjectiveConfig:
+    def _advantages_are_possible(self) -> ObjectiveConfig:
         buffer = self.overlong_buffer
         if buffer is not None and buffer > 1 and buffer != int(buffer):
             raise ValueError(f"train.overlong_buffer={buffer} must be a whole number of tokens, or "
                              "a share below 1")
-        if self.overlong_factor is not None and self.overlong_buffer is None:
-            raise ValueError(f"train.overlong_factor={self.overlong_factor} is not read without "
-                             "train.overlong_buffer; set that, or remove it")
-        if self.is_maxent:
-            for key in ("advantage_estimator", "advantage_eps", "advantage_clip_percentile",
-                        "zero_variance_filter", "mask_truncated", "overlong_buffer",
-                        "kl_in_reward"):
-                if getattr(self, key) is not None and getattr(self, key) is not False:
-                    raise ValueError(f"train.{key}={getattr(self, key)!r} is not read by "
-                                     f"train.objective={self.objective!r}, whose weights come "
-                                     "from the section maxent; remove it")
-            if self.aggregation != "prompt":
-                raise ValueError(f"train.objective={self.objective!r} is a loss of whole groups; "
-                                 "set train.aggregation=prompt")
+        if self.is_maxent and self.aggregation != "prompt":
+            raise ValueError(f"train.objective={self.objective!r} is a loss of whole groups; "
+                             "set train.aggregation=prompt")
         estimator = self.advantage_estimator or "group_norm"
         with _named("train.advantage_estimator"):
             check_estimator(estimator)
@@ -172,7 +156,6 @@ class KLControllerConfig(Section):
         options = self.given()
         kind = options.pop("kind", None)
         if kind is None:
-            refuse_all(options, "kl_controller", "kind")
             return None
         if not init:
             raise ValueError(f"kl_controller.kind={kind!r} needs train.kl_to_ref_coeff above 0, "
@@ -194,7 +177,6 @@ class EntropyControllerConfig(Section):
         """The controller, starting at ``init``; None if there is none."""
         options = self.given()
         if self.target is None:
-            refuse_all(options, "entropy_controller", "target")
             return None
         for key in ("step", "maximum"):
             if key not in options:
@@ -226,9 +208,6 @@ class MaxEntConfig(Section):
     def weights(self) -> MaxEntWeights:
         options = {key: value for key, value in self.given().items()
                    if not key.startswith("tau_")}
-        if self.length_normalize_ref is not None and not self.beta:
-            raise ValueError(f"maxent.length_normalize_ref={self.length_normalize_ref} is not read "
-                             "without maxent.beta; set that, or remove it")
         with _named("maxent"):
             return MaxEntWeights(**{"tau": 1.0, **options})
 
@@ -237,8 +216,6 @@ class MaxEntConfig(Section):
         options = {key.removeprefix("tau_"): value for key, value in self.given().items()
                    if key.startswith("tau_")}
         if self.tau_target is None:
-            refuse_all({f"tau_{key}": value for key, value in options.items()}, "maxent",
-                        "tau_target")
             return None
         options = {"step": 0.1, "minimum": 1e-3, "maximum": 1e3, **options}
         with _named("maxent.tau_*, whose init is maxent.tau and group_size env.repeats"):
@@ -260,18 +237,10 @@ class DistillConfig(Section):
     """Of the top-k cross-entropy; null: that of sampling."""
 
     @model_validator(mode="after")
-    def _keys_are_read(self) -> DistillConfig:
-        options = self.given()
-        options.pop("teacher", None)
-        if self.teacher is None:
-            refuse_all(options, "distill", "teacher")
-        elif self.reverse_kl_coeff is None and self.topk_coeff is None:
+    def _a_teacher_teaches(self) -> DistillConfig:
+        if self.teacher is not None and self.reverse_kl_coeff is None and self.topk_coeff is None:
             raise ValueError(f"distill.teacher={self.teacher!r} teaches nothing: set "
                              "distill.reverse_kl_coeff or distill.topk_coeff")
-        for key in ("topk", "temperature"):
-            if key in options and self.topk_coeff is None:
-                raise ValueError(f"distill.{key}={options[key]} is not read without "
-                                 "distill.topk_coeff; set that, or remove it")
         return self
 
 
@@ -282,12 +251,5 @@ def _named(section: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{section}: {error}") from None
-
-
-def refuse_all(options: dict[str, Any], section: str, switch: str) -> None:
-    """Refuse the first of some options that have no effect without another, ``switch``."""
-    for key, value in options.items():
-        raise ValueError(f"{section}.{key}={value!r} is not read because {section}.{switch} is "
-                         "null; set that, or remove it")
 
 

@@ -12,6 +12,7 @@ import torch
 from grpo import build
 from grpo.config import ConfigError
 from grpo.config_atropos import AtroposConfig
+from grpo.config_unread import ENGINE_AT_URL, WHOLE_PROOF, refuse_unread
 from grpo.engine_attach import find_engine
 from grpo.tasks import Task, make_task
 from grpo.training.checkpoint import Checkpoint
@@ -90,6 +91,7 @@ def resolve(config: AtroposConfig, console: Console, at_end: ExitStack) -> Start
     model, adapter = build.start_of(config, task, checkpoint)
     if not config.atropos.bridge:
         config = _attached(config, console)
+    refuse_unread(config, (WHOLE_PROOF,))  # an engine that runs already is not started anew
     config, length = _with_engine_defaults(config, model, device, backend)
     return Start(config=config, asked=asked, model=model,
                  tokenizer=build.load_tokenizer(model), adapter=adapter, checkpoint=checkpoint,
@@ -112,6 +114,7 @@ def _attached(config: AtroposConfig, console: Console) -> AtroposConfig:
     Raises:
         ConfigError: for keys that only an engine of the run's own would read.
     """
+    refuse_unread(config, ENGINE_AT_URL)
     url = config.inference_model.url or find_engine(config)
     if url is None:
         return config
@@ -148,10 +151,6 @@ def _with_engine_defaults(
     if inference.url is not None or backend != "vllm":
         return config, length
     size: dict[str, Any] = {"max_num_seqs": inference.max_num_seqs or ENGINE_ROWS}
-    if device.type == "cpu" and inference.gpu_memory_utilization is not None:
-        raise ConfigError(f"inference_model.gpu_memory_utilization="
-                          f"{inference.gpu_memory_utilization} is not read on a CPU; set "
-                          "inference_model.kv_cache_memory_bytes")
     if inference.gpu_memory_utilization is None and inference.kv_cache_memory_bytes is None:
         size |= ({"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES} if device.type == "cpu" else
                  {"gpu_memory_utilization": _GPU_SHARE})

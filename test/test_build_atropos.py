@@ -106,6 +106,23 @@ def test_an_engine_that_runs_is_used_and_left_alone(config_of, started, monkeypa
         assert not isinstance(trainer.weights, PeriodicUpdates)
 
 
+@pytest.mark.parametrize("argv", [["--vllm-port", "9123"], ["--vllm-config-path", "here.json"]])
+def test_an_engine_at_a_url_is_not_looked_for_elsewhere(argv, config_of, started):
+    config = config_of(*argv, "inference_model.url=http://127.0.0.1:9009")
+    with pytest.raises(ConfigError, match="is not read because inference_model.url=http://127.0.0.1"
+                                          ":9009 says where"), atropos_trainer(config):
+        pass
+
+
+def test_longer_problems_are_not_evaluated_with(config_of, started):
+    options = ["--eval-task", "arithmetic", "--eval-max-tokens", "4",
+               "env.task={num_train: 9, num_test: 30, max_operand: 20}"]
+    with atropos_trainer(config_of(*options)) as trainer:
+        assert len(trainer.evaluator.env.stream.prompts) == 30
+    with atropos_trainer(config_of(*options, "env.max_prompt_tokens=5")) as trainer:
+        assert 0 < len(trainer.evaluator.env.stream.prompts) < 30
+
+
 def test_an_engine_that_runs_does_not_take_options_of_starting_one(config_of, started, monkeypatch):
     monkeypatch.setattr(start_atropos, "find_engine", lambda config: "http://127.0.0.1:9001")
     with pytest.raises(ValueError, match="kv_cache_memory_bytes=77 is not read because the server"):

@@ -443,7 +443,7 @@ IMPOSSIBLE = {
     "options of a server that runs": ({"engine": "server", "url": URL, "max_num_seqs": 4}, {},
                                       "inference_model.max_num_seqs=4 is not read"),
     "eager in a server that runs": ({"engine": "server", "url": URL, "enforce_eager": False}, {},
-                                    "inference_model.enforce_eager=False is not read"),
+                                    "inference_model.enforce_eager=false is not read"),
     "an unknown engine": ({"engine": "ray"}, {}, "'in_process', 'process' or 'server'"),
     "an unknown way": ({"weight_sync": "nccl"}, {}, "'reload' or 'restart'"),
     "a rank without adapters": ({}, {"r": 8}, "train_model.lora.r=8 is not read"),

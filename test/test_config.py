@@ -213,10 +213,17 @@ IGNORED = {
         ["optimizer.final_lr_fraction=0.1", "schedule=constant", "choose linear or cosine"]),
     "wandb keys without wandb": (
         {"logging": {"wandb_mode": "offline"}},
-        ["logging.wandb_mode='offline'", "logging.backends", "add it, or remove the key"]),
+        ["logging.wandb_mode=offline", "logging.backends", "add it, or remove it"]),
     "keep_checkpoints without checkpoints": (
         {"train": {"keep_checkpoints": 2, "checkpoint_frequency": 0}},
         ["train.keep_checkpoints=2", "train.checkpoint_frequency is 0", "remove it"]),
+    "a part of the logits where all are there": (
+        {"train_model": {"head": "logits", "head_chunk_size": 64}},
+        ["train_model.head_chunk_size=64", "train_model.head=logits", "set head=auto"]),
+    "an interval where each update has a new engine": (
+        {"train": {"proof_interval": 2},
+         "inference_model": {"engine": "server", "weight_sync": "restart"}},
+        ["train.proof_interval=2", "inference_model.weight_sync=restart", "remove it"]),
     "a batch of no whole groups": (
         {"train": {"dialog_turns_per_batch": 6}},
         ["train.dialog_turns_per_batch=6", "multiple of env.num_envs * env.repeats = 4"]),

@@ -73,6 +73,22 @@ def test_updates_in_flight_need_an_engine_that_can(tmp_path):
                                 backend="transformers", at_end=None)
 
 
+@pytest.mark.parametrize("train, parts", [
+    ({"staleness": 0, "update_at": "in_flight"}, ["train.update_at=in_flight", "nothing is being"]),
+    ({"staleness": 0, "update_at": "group_border"}, ["train.update_at=group_border", "raise one"]),
+    ({"oversample": 0.1}, ["train.oversample=0.1", "of the 2 groups of a batch", "raise it"])])
+def test_what_the_schedule_would_not_read_is_refused(train, parts):
+    with pytest.raises(ConfigError) as error:
+        load_config(small(train=train), AsyncConfig)
+    assert all(part in str(error.value) for part in [*parts, "is not read because", "remove it"])
+
+
+@pytest.mark.parametrize("train", [
+    {"staleness": 0}, {"staleness": 0, "oversample": 0.5, "update_at": "group_border"}])
+def test_what_is_read_at_no_staleness_is_taken(train):
+    assert load_config(small(train=train), AsyncConfig).train.staleness == 0
+
+
 LORA = {"lora": {"enabled": True}}
 
 

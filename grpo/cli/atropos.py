@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from grpo.cli.flags import add_flags, choose_gpu, in_flags, to_config
+from grpo.config_unread import ALONE, refuse_unread
 
 if TYPE_CHECKING:
     from grpo.config_atropos import AtroposConfig
@@ -67,6 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_intermixed_args(argv)
     with errors_as_messages():
         config = set_up(args)
+        refuse_unread(config, ALONE)
         from grpo.build_atropos import atropos_trainer
 
         with atropos_trainer(config) as trainer:

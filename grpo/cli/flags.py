@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo.config_keys import ConfigError, OptimizerName
@@ -207,7 +207,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(("--wandb-group",), "logging.wandb_group", "of W&B", needs="--use-wandb"),
         Flag(("--wandb-run-name",), "logging.wandb_run_name", "of W&B", needs="--use-wandb"),
         Flag(("--log-dir",), "atropos.log_dir", "for logs of what is started here and for "
-             "vllm_bridge_config.json", default="./logs"),
+             "vllm_bridge_config.json", default="logs"),
         Flag(("--debug-loading",), "atropos.debug_loading",
              "show where each parameter lies, and what the engine logs", None),
         Flag(("--benchmark",), "atropos.benchmark", "summarise at the end where time went", None),
@@ -271,16 +271,18 @@ def to_config(args: argparse.Namespace) -> AtroposConfig:
     given = {flag.dest: getattr(args, flag.dest) for flag in FLAGS
              if getattr(args, flag.dest) is not None}
     _refuse_unread(args, mode, given)
-    values: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(_MODES[mode]))
-    for flag in FLAGS:
-        value = given.get(flag.dest, _default(flag, args, mode, given))
-        if value is not None:
-            _put(values, flag.key, value)
-    _settle(values, args, mode, given)
     try:
         overrides = OmegaConf.from_dotlist(list(args.overrides))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{' '.join(args.overrides)}: {error}; write section.key=value") from None
+    values: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(_MODES[mode]))
+    asked = {flag.key: given.get(flag.dest, OmegaConf.select(overrides, flag.key))
+             for flag in FLAGS}
+    for flag in FLAGS:
+        value = given.get(flag.dest, _default(flag, args, mode, asked, overrides))
+        if value is not None:
+            _put(values, flag.key, value)
+    _settle(values, args, mode, given)
     merged = OmegaConf.merge(OmegaConf.create(values), overrides)
     # Not at the top, because PyTorch comes with it and --help does without.
     from grpo.config import load_config
@@ -321,16 +323,24 @@ def _refuse_unread(args: argparse.Namespace, mode: Mode, given: Iterable[str]) -
                               "remove it")
 
 
-def _default(flag: Flag, args: argparse.Namespace, mode: Mode, given: dict[str, Any]) -> Any:
-    """What a flag stands for that was not given."""
+def _default(
+    flag: Flag, args: argparse.Namespace, mode: Mode, asked: dict[str, Any], overrides: DictConfig
+) -> Any:
+    """What a flag stands for that was not given: nothing where another key that was leaves it
+    unread, because a default must not be refused."""
     if flag.modes and mode not in flag.modes:
         return None
     if flag.needs and not getattr(args, flag.needs.removeprefix("--").replace("-", "_")):
         return None
-    if flag.key == "optimizer.lr" and given.get("adafactor_relative_step"):
+    if flag.key == "optimizer.lr" and asked["optimizer.relative_step"]:
+        return None
+    if flag.key == "train.clip_epsilon" and OmegaConf.select(overrides, "train.objective"):
+        return None
+    if flag.key == "atropos.restart_interval" and OmegaConf.select(
+            overrides, "inference_model.weight_sync", default="restart") != "restart":
         return None
     if flag.key == "atropos.seq_len":
-        return min(flag.default, given.get("max_model_len", flag.default))
+        return min(flag.default, asked["inference_model.max_model_len"] or flag.default)
     return flag.default
 
 
@@ -343,8 +353,6 @@ def _settle(
         _put(values, "logging.backends", ["wandb"])
     if "eval_task" in given:
         _put(values, "atropos.evaluate", True)
-    else:
-        _put(values, "train.eval_frequency", 0)
     if mode == "none" and given.get("vllm_restart_interval") == 0:
         values["inference_model"]["weight_sync"] = "reload"
         del values["atropos"]["restart_interval"]

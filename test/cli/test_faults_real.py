@@ -100,7 +100,8 @@ class Site:
             log_path=self.folder / "environment.log", env={"HF_HUB_OFFLINE": "1"}))
 
     def start_trainer(self, *argv: str) -> None:
-        handover = ["--vllm-config-path", str(self.folder / "engine")]
+        handover = ["--vllm-config-path", str(self.folder / "engine"),
+                    "--log-dir", str(self.folder / "trainer" / "logs")]
         self.trainer = self.command("trainer", *handover, *argv, steps=self.steps,
                                     vllm_port=self.engine_port)
 
@@ -111,7 +112,7 @@ class Site:
             "--vllm-port", str(vllm_port), "--training-steps", str(steps), "--batch-size",
             str(GROUP), "--gradient-accumulation-steps", str(BATCH // GROUP), "--max-model-len",
             "64", "--checkpoint-interval", "2", "--group-timeout", "120", "--save-path",
-            str(self.folder / name), "--log-dir", str(self.folder / name / "logs"), *argv], **env)
+            str(self.folder / name), *argv], **env)
 
     def _child(self, name: str, arguments: list[str], **env: str) -> Child:
         child = Child([sys.executable, *arguments], log_path=self.folder / f"{name}.log", env={

@@ -69,6 +69,29 @@ def test_every_flag_and_alias_changes_its_key(flag):
         assert value_at(before, flag.key) != expected
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_in_each_mode_every_flag_changes_its_key_or_is_refused_by_name(mode):
+    """What becomes of the key in that mode: ``test/keys``."""
+    before = config_of("--weight-bridge-mode", mode)
+    for flag in FLAGS:
+        text, expected = GIVEN[flag.dest]
+        argv = [flag.names[0], *([] if text is None else text.split())]
+        try:
+            after = config_of("--weight-bridge-mode", mode, *argv)
+        except ConfigError as error:
+            assert flag.names[0] in str(error), flag
+        else:
+            assert value_at(after, flag.key) == expected != value_at(before, flag.key), flag
+
+
+@pytest.mark.parametrize("command", [atropos, run])
+def test_every_option_stands_for_a_key_or_is_a_switch_of_several(command):
+    switches = {"help", "weight_bridge_mode", "distill_enabled", "use_wandb", "overrides"}
+    started = {"env", "env_python", "env_flag", "hub_journal"}  # see test_atropos_run.py
+    assert {action.dest for action in command.parser()._actions} == (
+        {flag.dest for flag in FLAGS} | switches | (started if command is run else set()))
+
+
 def test_the_promised_defaults():
     config = config_of()
     assert (config.iterations, config.turns_per_batch) == (10, 64)
@@ -119,7 +142,8 @@ def test_a_flag_is_refused_without_the_one_that_switches_it_on(flag):
     (["--lr", "-1"], "optimizer.lr (--learning-rate)=-1.0"),
     (["--adafactor-scale-parameter"], "is not read by optimizer.name (--optimizer)=adamw"),
     (["--optimizer", "adafactor", "--adafactor-relative-step", "--lr", "1e-3"],
-     "optimizer.lr (--learning-rate)=0.001 is not read by relative_step=true"),
+     "optimizer.lr (--learning-rate)=0.001 is not read by optimizer.relative_step "
+     "(--adafactor-relative-step)=true"),
     (["--seq-len", "600", "--max-model-len", "512"], "atropos.seq_len (--seq-len)=600 is more"),
     (["--distill-enabled", "distill.teacher=t"], "groups bring its tokens"),
     (["env.dataset=gsm8k"], "environments bring problems"),
@@ -127,6 +151,11 @@ def test_a_flag_is_refused_without_the_one_that_switches_it_on(flag):
     (["inference_model.max_tokens=7"], "inference_model.max_tokens=7 is not read with Atropos "
      "environments; use the environments' own max_tokens"),
     (["train.objective=maxent_listwise", "train.aggregation=prompt"], "groups of one size"),
+    (["--eval-task", "arithmetic", "env.num_envs=3"], "env.num_envs=3 is not read with Atropos"),
+    (["--eval-task", "arithmetic", "env.repeats=3"], "env.repeats=3 is not read with Atropos"),
+    (["train.eval_frequency=3"], "train.eval_frequency (--eval-interval)=3 is not read without"),
+    (["logging.num_samples=3"], "logging.num_samples=3 is not read without atropos.evaluate=true"),
+    (["inference_model.ignore_eos=true"], "inference_model.ignore_eos=true is not read with"),
     (["optimizer.warmup_step=1"], "did you mean 'warmup_steps'"),
     (["--weight-bridge-mode", "bridge", "inference_model.engine=server"], "does not go with"),
 ])
@@ -134,6 +163,24 @@ def test_what_cannot_work_names_key_flag_and_fix(argv, parts):
     with pytest.raises(ConfigError) as error:
         config_of(*argv)
     assert parts in str(error.value)
+
+
+@pytest.mark.parametrize(("argv", "key", "value"), [
+    (["train.objective=reinforce"], "train.clip_epsilon", None),
+    (["--weight-bridge-mode", "none", "inference_model.weight_sync=reload"],
+     "atropos.restart_interval", None),
+    (["inference_model.max_model_len=512"], "atropos.seq_len", 512),
+    (["--optimizer", "adafactor", "optimizer.relative_step=true"], "optimizer.lr", 1e-5)])
+def test_no_default_of_a_flag_is_refused_where_another_key_leaves_it_unread(argv, key, value):
+    assert value_at(config_of(*argv), key) == value
+
+
+@pytest.mark.parametrize("where", [
+    ["--weight-bridge-mode", "bridge"], ["inference_model.url=http://127.0.0.1:9001"]])
+def test_a_folder_for_logs_that_nobody_writes_is_refused(where, capsys):
+    with pytest.raises(SystemExit) as end:
+        atropos.main(["--model-name", "m", "--log-dir", "here", *where])
+    assert "atropos.log_dir (--log-dir)=here is not read by atropos-grpo" in str(end.value)
 
 
 def test_the_model_must_be_named():
