@@ -19,8 +19,9 @@ from grpo.embedded import EmbeddedSpec, embedded_model
 from grpo.engines.client import EngineClient
 from grpo.engines.inprocess import vllm_available
 from grpo.envs import Prompt, VerifiableEnv, render_all
+from grpo.model_source import find_model, read_tokenizer
 from grpo.policies import Policy
-from grpo.rewards import compute_rewards, get_reward
+from grpo.rewards import RewardFn, compute_rewards, get_reward
 from grpo.tasks import Task, make_task
 from grpo.training.checkpoint import Checkpoint
 from grpo.weights.adapters import require_peft
@@ -81,11 +82,11 @@ def check(config: Config, task: Task, *, device: torch.device, backend: str) -> 
     Raises:
         ValueError: naming the key and the fix.
     """
-    reward_function(config, task)
+    try_rewards(reward_function(config, task), config, task)
     for key, name in (("ref_model.name", config.ref_model.name),
                       ("distill.teacher", config.distill.teacher)):
         if name is not None:
-            model_path(name, key=key)
+            find_model(name, key=key)
     if backend == "transformers":
         refuse_unread(config, TRANSFORMERS)
         if config.train_model.fp32_head and resolve_dtype(config, device) != torch.float32:
@@ -114,7 +115,7 @@ def build_task(config: Config) -> Task:
 def model_folder(config: Config, task: Task) -> str:
     """Folder or hub id of the model a run starts from; makes the embedded one if asked for."""
     if config.model.name != "embedded":
-        return model_path(config.model.name, key="model.name")
+        return find_model(config.model.name, key="model.name")
     given = {"steps": config.model.warm_start_steps, "noise": config.model.warm_start_noise}
     spec = EmbeddedSpec(**{k: v for k, v in given.items() if v is not None},
                         seed=config.train.seed)
@@ -142,24 +143,18 @@ def start_of(config: Config, task: Task, checkpoint: Checkpoint | None) -> tuple
     return str(wanted), None
 
 
-def model_path(name: str, *, key: str) -> str:
-    """The value of a key that names a model: a folder, which must have one, or a hub id."""
-    path = Path(name)
-    looks_local = path.is_absolute() or name.startswith((".", "~"))
-    if looks_local and not (path.expanduser() / "config.json").exists():
-        embedded = ", or 'embedded'" if key == "model.name" else ""
-        raise ConfigError(f"{key}={name}: there is no config.json in that folder; give a folder "
-                          f"written by save_pretrained, or a hub id{embedded}")
-    return str(path.expanduser()) if looks_local else name
-
-
 def load_tokenizer(path: str) -> Any:
-    """The model's tokenizer, with a padding token."""
-    from transformers import AutoTokenizer
+    """The model's tokenizer, with a padding token.
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    Raises:
+        ConfigError: if the model has none, or it has neither a padding nor an end token.
+    """
+    tokenizer = read_tokenizer(path)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(f"the tokenizer of {path} has neither pad_token nor eos_token; give it "
+                          "one of them (tokenizer.add_special_tokens) and save it")
     return tokenizer
 
 
@@ -183,6 +178,9 @@ def build_prompts(config: Config, task: Task, tokenizer: Any, model_path: str) -
     room = min(room, config.env.max_prompt_tokens or room)
     train, test = (render_all(task.split(split), tokenizer, max_prompt_tokens=room,
                               what=f"{task.name} {split}") for split in ("train", "test"))
+    if config.env.num_envs > len(train):
+        raise ConfigError(f"env.num_envs={config.env.num_envs} different prompts a batch, but "
+                          f"{task.name} has only {len(train)} to train on; lower env.num_envs")
     width = max(len(prompt.tokens) for prompt in train + test)
     return Prompts(train, test, width, inference.max_model_len or width + config.max_tokens)
 
@@ -214,8 +212,37 @@ def _widths(prompts: Prompts, policy: Policy) -> dict[str, Any]:
 def reward_function(config: Config, task: Task) -> Callable:
     """Texts and problems to rewards: ``env.reward``, or the task's own."""
     weighted = config.env.weighted_rewards(task.default_reward)
-    functions = [(get_reward(name), weight) for name, weight in weighted.items()]
+    functions = [(named_reward(name), weight) for name, weight in weighted.items()]
     return functools.partial(compute_rewards, functions, timeout=config.env.reward_timeout)
+
+
+def named_reward(name: str) -> RewardFn:
+    """The reward of ``env.reward``.
+
+    Raises:
+        ConfigError: if it cannot be imported, whatever its module raises.
+    """
+    try:
+        return get_reward(name)
+    except ValueError as error:
+        raise ConfigError(f"env.reward: {error}") from error
+    except Exception as error:  # somebody's own module may raise anything
+        raise ConfigError(f"env.reward={name}: its module cannot be imported: "
+                          f"{type(error).__name__}: {error}") from error
+
+
+def try_rewards(rewards: Callable, config: Config, task: Task) -> None:
+    """Refuse rewards that fail for every completion, before a run trains on nothing.
+
+    Raises:
+        ConfigError: with what the functions raised for two completions of the first problem.
+    """
+    problem = task.split("train")[0]
+    batch = rewards(["", problem.answer], [problem, problem])
+    if batch.error.all() and not any("returned None" in message for message in batch.messages):
+        raise ConfigError(f"env.reward={config.env.reward}: it failed for the two completions that "
+                          f"it was tried with: {batch.messages[0]}; a reward is called with "
+                          "(completion, problem) and returns a number")
 
 
 def describe(

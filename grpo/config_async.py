@@ -9,7 +9,7 @@ from pydantic import Field
 
 from grpo.config import Config, TrainConfig
 from grpo.config_model import Device, InferenceModelConfig, RefModelConfig, RoleDevices, Sync
-from grpo.config_objective import Section
+from grpo.config_section import Section
 from grpo.config_unread import ASYNC
 
 

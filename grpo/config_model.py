@@ -4,13 +4,13 @@ between the two. :mod:`grpo.config` puts the sections into a run; ``docs/weights
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from grpo.config_objective import Section
+from grpo.config_section import Section
+from grpo.engines.http_call import is_loopback
 from grpo.objectives.scorer import HeadKind
 
 EngineKind = Literal["in_process", "process", "server"]
@@ -140,11 +140,7 @@ class InferenceModelConfig(Section):
         """Whether the engine can share memory with the trainer."""
         if self.url is None:
             return True
-        host = urlsplit(self.url).hostname or ""
-        try:
-            return ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return host == "localhost"
+        return is_loopback(urlsplit(self.url).hostname or "")
 
 
 def resolve_sync(inference: InferenceModelConfig, lora: LoRAConfig, *, ranks: int = 1) -> Sync:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from grpo.config_section import Section
 from grpo.objectives.aggregate import Aggregation
 from grpo.objectives.controllers import (
     Controller,
@@ -21,16 +22,6 @@ from grpo.objectives.kl import KLEstimator
 from grpo.objectives.maxent import MaxEntWeights, TauController
 from grpo.objectives.registry import get_objective
 from grpo.objectives.terms import LossTerms, Proximal
-
-
-class Section(BaseModel):
-    """Keys are checked, unknown ones refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    def given(self) -> dict[str, Any]:
-        """The keys that are not null."""
-        return {key: value for key, value in self if value is not None}
 
 
 class ObjectiveConfig(Section):

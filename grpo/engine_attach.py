@@ -12,8 +12,8 @@ import torch
 
 from grpo.config import ConfigError
 from grpo.config_atropos import AtroposConfig
-from grpo.engines.child import TOKEN_VARIABLE
-from grpo.engines.client import EngineClient
+from grpo.engines.child import TOKEN_VARIABLE, bind
+from grpo.engines.client import EngineCallError, EngineClient, EngineUnreachableError
 from grpo.engines.inprocess import engine_lora_rank
 from grpo.weights.handover_file import Handover, HandoverError
 
@@ -23,6 +23,44 @@ if TYPE_CHECKING:
 # Seconds until a server answers; large models are read from slow disks.
 START_TIMEOUT = 900.0
 _PULSE = 0.2  # seconds
+
+
+def server_info(client: EngineClient) -> dict[str, Any]:
+    """What a server says of itself.
+
+    Raises:
+        ConfigError: if none answers, or one does that takes no weights.
+    """
+    start = (f"start one that can: python -m grpo.engines.server --model MODEL --port "
+             f"{client.port}")
+    try:
+        return client.info()
+    except EngineUnreachableError as error:
+        raise ConfigError(f"inference_model.url={client.url}: no server answers ({error.__cause__})"
+                          f"; {start}, or give the address of one that runs") from error
+    except EngineCallError as error:
+        if error.status is None or error.status in (401, 403) or error.status >= 500:
+            raise ConfigError(f"inference_model.url={client.url}: {error}") from error
+        raise ConfigError(
+            f"inference_model.url={client.url}: the server has no route GET /bridge/info (status "
+            f"{error.status}), so it is not one of this library but perhaps a stock vLLM or OpenAI "
+            f"server, which takes no new weights from a trainer; {start}") from error
+
+
+def check_port(config: AtroposConfig) -> None:
+    """Refuse a port that something else listens at, before the run has started anything.
+
+    Raises:
+        ConfigError: naming key, port and, where that can be known, who has it.
+    """
+    port = config.atropos.vllm_port
+    try:
+        bind("127.0.0.1", port).close()
+    except OSError as error:
+        raise ConfigError(f"atropos.vllm_port={port}, where environments would ask: "
+                          f"{error.strerror}. If that is an engine, it must be one of this library "
+                          "(python -m grpo.engines.server), which takes new weights; a stock vLLM "
+                          "does not") from error
 
 
 def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str | None:
@@ -36,6 +74,7 @@ def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str
         timeout: seconds to wait for an engine that is named.
 
     Raises:
+        ConfigError: if something else listens at the port.
         TimeoutError: if it does not come.
         HandoverError: if the file is missing, malformed, stale, or of another engine.
     """
@@ -43,7 +82,10 @@ def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str
     client = EngineClient(url, token=os.environ.get(TOKEN_VARIABLE) or None, timeout=10.0)
     named = config.atropos.bridge_config
     if named is None:
-        return url if client.alive() else None
+        if client.alive():
+            return url
+        check_port(config)
+        return None
     file = Path(named)
     # One that is not written yet may be waited for, but only where it can be.
     if not file.exists() and not (file.suffix == ".json" and file.parent.is_dir()):
@@ -101,7 +143,7 @@ def bring_to_start(client: EngineClient, setup: Setup) -> None:
         ConfigError: if it is another run's, or was started with options that do not fit, with those
             that do.
     """
-    info, lora = client.info(), setup.config.train_model.lora
+    info, lora = server_info(client), setup.config.train_model.lora
     dtype = str(setup.dtype).removeprefix("torch.")
     where = f"inference_model.url={setup.config.inference_model.url}: the server"
     # Before anything is changed: its weights may be the very tensors that the other run trains.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from grpo import build
 from grpo.config import ConfigError
 from grpo.config_atropos import AtroposConfig
 from grpo.config_unread import ENGINE_AT_URL, WHOLE_PROOF, refuse_unread
-from grpo.engine_attach import find_engine
+from grpo.engine_attach import check_port, find_engine
 from grpo.tasks import Task, make_task
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.console import Console
@@ -91,6 +92,8 @@ def resolve(config: AtroposConfig, console: Console, at_end: ExitStack) -> Start
     model, adapter = build.start_of(config, task, checkpoint)
     if not config.atropos.bridge:
         config = _attached(config, console)
+    else:
+        check_port(config)
     refuse_unread(config, (WHOLE_PROOF,))  # an engine that runs already is not started anew
     config, length = _with_engine_defaults(config, model, device, backend)
     return Start(config=config, asked=asked, model=model,
@@ -100,12 +103,24 @@ def resolve(config: AtroposConfig, console: Console, at_end: ExitStack) -> Start
 
 def _checkpoint(config: AtroposConfig, at_end: ExitStack) -> Checkpoint | None:
     folder = Path(config.atropos.save_path)
+    for key, path in (("save_path", folder), ("log_dir", Path(config.atropos.log_dir))):
+        _check_writable(f"atropos.{key}={path}", path)
     checkpoint = checkpoint_of(config, [folder])
     if checkpoint is None:
         at_end.enter_context(locked(folder))
     else:
         join(checkpoint, config, folder, key="atropos.save_path", at_end=at_end, fixed=True)
     return checkpoint
+
+
+def _check_writable(given: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        problem = error.strerror
+    if problem:
+        raise ConfigError(f"{given} cannot be written to ({problem}); give another folder")
 
 
 def _attached(config: AtroposConfig, console: Console) -> AtroposConfig:

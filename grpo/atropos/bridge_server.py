@@ -10,7 +10,7 @@ from typing import Any
 from grpo.atropos.bridge import Bridge
 from grpo.engines.app import MAX_BODY_BYTES
 from grpo.engines.child import bind
-from grpo.engines.plumbing import is_loopback
+from grpo.engines.http_call import is_loopback
 from grpo.engines.serving import server_of
 
 _STARTED_WITHIN = 30.0  # seconds

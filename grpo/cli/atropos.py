@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from grpo.cli.flags import add_flags, choose_gpu, in_flags, to_config
+from grpo.cli.parser import Parser
 from grpo.config_unread import ALONE, refuse_unread
 
 if TYPE_CHECKING:
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="atropos-grpo", description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         epilog="What the flags stand for is configured by key, too: section.key=value. Guide: "
                "examples/atropos/README.md")
     add_flags(parser)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo.config_keys import ConfigError, OptimizerName
+from grpo.cli.parser import OneName, device, dtype, layer_indices
+from grpo.config_keys import ConfigError, OptimizerName, errors_text
 
 if TYPE_CHECKING:
     from grpo.config_atropos import AtroposConfig
@@ -25,46 +26,6 @@ _LORA: tuple[Mode, ...] = ("lora_only", "lora_restart")
 _WHOLE: tuple[Mode, ...] = ("shared_vllm", "none", "bridge")
 _RESTARTED: tuple[Mode, ...] = ("lora_restart", "none")
 _SERVED: tuple[Mode, ...] = ("shared_vllm", "lora_only", "lora_restart", "none")
-
-
-def layer_indices(text: str) -> list[int]:
-    """Numbers of layers from a list of numbers and ranges.
-
-    Examples:
-        >>> layer_indices("0-3,28-31")
-        [0, 1, 2, 3, 28, 29, 30, 31]
-        >>> layer_indices("3-1")
-        Traceback (most recent call last):
-        ...
-        argparse.ArgumentTypeError: '3-1' is no range of layers; write such as 0-3,28-31
-    """
-    found: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
-            raise argparse.ArgumentTypeError(f"{part!r} is no range of layers; write such as "
-                                             "0-3,28-31")
-        found.update(range(first, last + 1))
-    return sorted(found)
-
-
-def device(text: str) -> str:
-    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no device; use auto, cpu, cuda or cuda:1")
-    return text
-
-
-def dtype(text: str) -> str:
-    """The precision of the weights on both sides."""
-    if text == "float16":
-        raise argparse.ArgumentTypeError(
-            "float16 is not trained in: small gradients vanish in its range, and a loss scaled "
-            "against that would step late; use bfloat16")
-    if text not in ("auto", "bfloat16", "float32"):
-        raise argparse.ArgumentTypeError(f"{text!r} is unknown; use auto, bfloat16 or float32")
-    return text
 
 
 @dataclass(frozen=True)
@@ -103,7 +64,7 @@ class Flag:
         if self.type is None:
             options |= {"action": "store_const", "const": True}
         else:
-            options |= {"type": self.type, "choices": self.choices,
+            options |= {"type": self.type, "choices": self.choices, "action": OneName,
                         "nargs": "+" if self.several else None}
             if self.choices is None:
                 options["metavar"] = self.dest.rpartition("_")[2].upper()
@@ -275,6 +236,7 @@ def to_config(args: argparse.Namespace) -> AtroposConfig:
         overrides = OmegaConf.from_dotlist(list(args.overrides))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{' '.join(args.overrides)}: {error}; write section.key=value") from None
+    _check_overrides(args, given)
     values: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(_MODES[mode]))
     asked = {flag.key: given.get(flag.dest, OmegaConf.select(overrides, flag.key))
              for flag in FLAGS}
@@ -294,6 +256,22 @@ def to_config(args: argparse.Namespace) -> AtroposConfig:
         raise ConfigError(in_flags(str(error))) from None
 
 
+def _check_overrides(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    """Refuse keys that do not exist, and those that a flag sets to another value."""
+    if not args.overrides:
+        return
+    from grpo.cli.names import atropos_key_errors, plain  # Hydra, which help has no need of
+
+    if errors := atropos_key_errors(args.overrides):
+        raise ConfigError(errors_text(errors))
+    keys = {path: plain(value) for path, _, value in (
+        text.partition("=") for text in args.overrides)}
+    for flag in FLAGS:
+        if flag.dest in given and keys.get(flag.key, given[flag.dest]) != given[flag.dest]:
+            raise ConfigError(f"{flag.key}={keys[flag.key]} and its flag ({flag.names[0]}) "
+                              f"{given[flag.dest]} are the same setting; give one")
+
+
 def in_flags(message: str) -> str:
     """A message about keys, with the flags that set them.
 
@@ -302,8 +280,12 @@ def in_flags(message: str) -> str:
         'optimizer.lr (--learning-rate)=-1.0: Input should be greater than 0'
         >>> in_flags("device=cuda: the device is not there")
         'device (--device)=cuda: the device is not there'
+        >>> in_flags("optimizer.lr (--learning-rate)=-1.0")
+        'optimizer.lr (--learning-rate)=-1.0'
     """
     for flag in FLAGS:
+        if f"({flag.names[0]})" in message:
+            continue
         # A key without a section, such as device, is also a word.
         end = r"(?![\w.]*\w)" if "." in flag.key else "(?==)"
         message = re.sub(rf"(?<![\w.]){re.escape(flag.key)}{end}",

@@ -14,27 +14,28 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.launcher import EnvironmentProcess, environment_python, serve_flags
 from grpo.cli.atropos import errors_as_messages, set_up
 from grpo.cli.flags import add_flags
-from grpo.config import ConfigError
-from grpo.config_atropos import AtroposConfig
+from grpo.cli.parser import Parser
+from grpo.config_keys import ConfigError
 from grpo.engines.child import TOKEN_VARIABLE
-from grpo.engines.http_call import split_url
-from grpo.engines.plumbing import is_loopback
+from grpo.engines.http_call import is_loopback, split_url
 from grpo.engines.process import EngineProcess
+
+if TYPE_CHECKING:
+    from grpo.config_atropos import AtroposConfig
 
 _HUB_START = 60.0  # seconds
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line: that of ``atropos-grpo``, and what is started beside it."""
-    parser = argparse.ArgumentParser(
-        prog="atropos-grpo-run", description=__doc__.split("\n\n")[0], allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser(
+        prog="atropos-grpo-run", description=__doc__.split("\n\n")[0],
         epilog="Guide: examples/atropos/README.md")
     group = parser.add_argument_group("what is started")
     add = group.add_argument
@@ -109,10 +110,15 @@ def start_hub(
     command = [sys.executable, "-m", "grpo.atropos.hub_server", "--private"]
     if args.hub_journal is not None:
         command += ["--journal", str(args.hub_journal)]
-    hub = started.enter_context(EngineProcess(
+    hub = EngineProcess(
         command, host=host, port=port, token=token,
         log_path=Path(config.atropos.log_dir) / "hub.log",
-        start_timeout=_HUB_START, env=package_environment()))
+        start_timeout=_HUB_START, env=package_environment())
+    try:
+        started.enter_context(hub)
+    except OSError as error:
+        raise ConfigError(f"--atropos-url {url}: no Atropos API answers there, and no hub can be "
+                          f"started: {error.strerror}") from error
     checks.append(hub.check)
 
 

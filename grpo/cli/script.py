@@ -7,13 +7,11 @@ every key of the schema, and the options of a task. Values are the schema's, lat
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-
-from grpo.config_aliases import ALIASES
-from grpo.config_keys import errors_text, unknown_key
-from grpo.tasks.base import check_options
 
 try:
     import hydra
@@ -21,8 +19,13 @@ try:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Override
     from hydra.errors import HydraException
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
+
+    from grpo.cli.names import key_error, plain
+    from grpo.cli.parser import end_with
+    from grpo.config_keys import errors_text
+    from grpo.tasks.base import check_options
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not installed for {sys.executable}; activate the environment "
              "that `make setup` builds (source .venv/bin/activate), or pip install this package")
@@ -40,16 +43,13 @@ def look_ahead(folder: Path, config_name: str) -> None:
     Raises:
         SystemExit: with a message, or after what was asked for is printed.
     """
-    args = get_args_parser().parse_intermixed_args()
+    parser = get_args_parser()
+    parser.error = partial(end_with, parser)
+    args = parser.parse_intermixed_args()
     sys.argv[1:] = [a for a in sys.argv[1:] if a not in args.overrides] + args.overrides
     # Recipes of somebody's own are found by Hydra alone.
     if not (args.config_path or args.config_dir or args.experimental_rerun):
-        try:
-            errors = [*_name_errors(folder, args.config_name or config_name, args.overrides)]
-        except (HydraException, OmegaConfBaseException) as error:
-            sys.exit(f"error: {error}")
-        if errors:
-            sys.exit(f"error: {errors_text(errors)}")
+        _check_names(folder, args.config_name or config_name, args.overrides)
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
         def show(config: DictConfig) -> None:
             raise AssertionError("Hydra runs nothing where it is asked to show something")
@@ -57,10 +57,45 @@ def look_ahead(folder: Path, config_name: str) -> None:
         show.__module__ = Path(sys.argv[0]).stem  # which Hydra calls the application
         hydra.main(version_base=None, config_path=str(folder), config_name=config_name)(show)()
         sys.exit()
+    _check_run_folder(args.overrides, "hydra.sweep.dir" if args.multirun else "hydra.run.dir")
+
+
+def _check_names(folder: Path, config_name: str, overrides: list[str]) -> None:
+    if not (folder / config_name).with_suffix(".yaml").is_file():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        sys.exit(f"error: --config-name {config_name}: there is no such recipe; known: {known}; "
+                 "with --config-dir FOLDER your own are found, too")
+    try:
+        errors = [*_name_errors(folder, config_name, overrides)] if overrides else []
+    except (HydraException, OmegaConfBaseException) as error:
+        sys.exit(f"error: {error}")
+    if errors:
+        sys.exit(f"error: {errors_text(errors)}")
+
+
+def _check_run_folder(overrides: list[str], key: str) -> None:
+    """Refuse a folder of runs that cannot be written to, which Hydra would make later."""
+    given = [text.partition("=")[2] for text in overrides if text.partition("=")[0] == key]
+    default = "multirun/" if "sweep" in key else "outputs/"
+    before, filled_in, _ = (given or [default])[-1].strip("'\"").partition("${")
+    whole = not filled_in or before.endswith("/")
+    folder = Path(before) if whole else Path(before).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        problem = error.strerror
+    if problem:
+        sys.exit(f"error: {key}={folder}: runs cannot be written there ({problem}); give another "
+                 f"folder, such as {key}=/tmp/run")
 
 
 def _name_errors(folder: Path, config_name: str, overrides: list[str]) -> Iterator[str]:
     """What is wrong with the names of keys, and of the task's options where all keys are right."""
+    bare = [text for text in overrides if "=" not in text and not text.startswith("~")]
+    if bare:
+        yield from (f"{text}: has no value; write {text}=VALUE" for text in bare)
+        return
     parsed = OverridesParser.create().parse_overrides(overrides)
     groups = [override for override in parsed if _is_group(override, folder)]
     with hydra.initialize_config_dir(str(folder), version_base=None):
@@ -87,42 +122,12 @@ def _first(override: Override) -> str:
 
 
 def _key_errors(override: Override, known: DictConfig) -> Iterator[str]:
-    path, value = override.key_or_group, override.input_line.partition("=")[2]
     if override.is_hydra_override() or override.is_delete():
         return
-    *parents, name = path.split(".")
-    section = known
-    for depth, parent in enumerate(parents, start=1):
-        if parent not in section:
-            yield unknown_key(".".join(parents[:depth]), _plain(value), section)
-            return
-        section = section[parent]
-        if not OmegaConf.is_dict(section):
-            if not override.is_add() and not override.is_force_add():
-                yield (f"{path}: {'.'.join(parents[:depth])} has no keys before it is given one; "
-                       f"write '{'.'.join(parents)}={{{name}: {value}}}'")
-            return
+    value = plain(override.input_line.partition("=")[2])
     adds = override.is_add() or override.is_force_add()
-    if name in section or (adds and parents == ["env", "task"]):
-        return
-    if parents in ([], ["train"]) and name in ALIASES:
-        if not adds:
-            yield f"{path}: is now called {'.'.join(ALIASES[name])}; write that (given {value})"
-        return
-    yield unknown_key(path, _plain(value), section, elsewhere=_paths(known))
-
-
-def _plain(text: str) -> object:
-    """What the text of an override stands for, as far as that is needed to print it."""
-    return OmegaConf.from_dotlist([f"value={text}"]).value
-
-
-def _paths(section: DictConfig, prefix: str = "") -> Iterator[str]:
-    for name, value in section.items_ex(resolve=False):
-        if OmegaConf.is_dict(value):
-            yield from _paths(value, f"{prefix}{name}.")
-        else:
-            yield prefix + str(name)
+    if error := key_error(override.key_or_group, value, known, adds=adds):
+        yield error
 
 
 def _task_errors(config: DictConfig, folder: Path) -> Iterator[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import subprocess
 import threading
+
+from grpo.ports import holder_of
 
 TOKEN_VARIABLE = "GRPO_SERVER_TOKEN"
 # Seconds between asking a process to end and ending it; vLLM takes up to ten.
@@ -28,10 +31,16 @@ def bind(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+    except OverflowError:
+        sock.close()
+        raise OSError(errno.EINVAL, f"port {port} is none; choose one from 1 to 65535, or 0 for "
+                      "any that is free") from None
     except OSError as error:
         sock.close()
-        raise OSError(error.errno, f"port {port} of {host} cannot be used: {error.strerror}; "
-                      "choose another, or 0 for any that is free") from error
+        holder = holder_of(port) if error.errno == errno.EADDRINUSE else None
+        raise OSError(error.errno, f"port {port} of {host} cannot be used: {error.strerror}"
+                      f"{f' by {holder}' if holder else ''}; choose another, or 0 for any that is "
+                      "free") from error
     return sock
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from grpo.weights.channel import in_background
+from grpo.threads import in_background
 
 if TYPE_CHECKING:
     from vllm import LLM

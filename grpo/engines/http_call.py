@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import socket
 import time
 from urllib.parse import urlsplit
@@ -29,6 +30,19 @@ def split_url(url: str) -> tuple[str, int]:
     if parts.scheme != "http" or not parts.hostname or not port or parts.path.strip("/"):
         raise wrong
     return parts.hostname, port
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address.
+
+    Examples:
+        >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+        (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def http_request(

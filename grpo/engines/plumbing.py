@@ -63,19 +63,6 @@ def bare_app(
     return app
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address.
-
-    Examples:
-        >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
-        (True, True, False)
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 async def _api_error(request: Request, error: ApiError) -> Response:
     return error.response()
 

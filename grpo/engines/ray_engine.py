@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo.engines.handle import EngineError, EngineHandle, PauseMode
-from grpo.weights.channel import in_background
+from grpo.threads import in_background
 
 # What a message may take beyond the time that the worker was given.
 _GRACE = 10.0

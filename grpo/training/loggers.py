@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from grpo.config_keys import ConfigError
 from grpo.training.line_file import LineFile
 
 Backend = Literal["wandb", "tensorboard"]
@@ -197,6 +198,7 @@ class WandbLogger(MetricLogger):
 
     Raises:
         ImportError: if wandb is not installed.
+        ConfigError: if nobody is logged in, or W&B cannot be reached.
         ValueError: if ``mode`` is none of the three.
     """
 
@@ -219,11 +221,17 @@ class WandbLogger(MetricLogger):
 
         Path(dir).mkdir(parents=True, exist_ok=True)
         self._wandb, self.logged_steps = wandb, logged_steps
-        self._run = wandb.init(
-            project=project, name=name, group=group, config=dict(config or {}), dir=str(dir),
-            mode=mode, id=run_id, resume="allow" if run_id and mode == "online" else None,
-            # W&B's capture of stdout would fight with the live progress display.
-            settings=wandb.Settings(console="off"))
+        try:
+            self._run = wandb.init(
+                project=project, name=name, group=group, config=dict(config or {}), dir=str(dir),
+                mode=mode, id=run_id, resume="allow" if run_id and mode == "online" else None,
+                # W&B's capture of stdout would fight with the live progress display.
+                settings=wandb.Settings(console="off"))
+        except wandb.errors.Error as error:  # not logged in, no network, no such project
+            raise ConfigError(
+                f"logging.backends contains 'wandb', but W&B does not start: {error}; run `wandb "
+                "login` or set WANDB_API_KEY, or set logging.wandb_mode=offline, or remove "
+                "'wandb'") from error
         # W&B's own step may only grow, so a resumed run would lose the steps it repeats.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

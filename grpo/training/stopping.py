@@ -93,6 +93,19 @@ class StopRequests:
                         "twice ends it at once, without saving\n".encode())
 
 
+def interrupts_end_at_once() -> None:
+    """Let Ctrl-C end this process with one line, until a run handles signals itself.
+
+    For the seconds in which libraries are imported: nothing has been started that would have to be
+    ended, and what is raised in the middle of an import may be taken for a fault of the library.
+    """
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"\nstopped by SIGINT\n")
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGINT, end)
+
+
 @contextmanager
 def handlers_kept() -> Iterator[None]:
     """Keep the handlers of SIGTERM and SIGINT from a library that installs its own, also below

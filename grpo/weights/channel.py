@@ -9,9 +9,8 @@ comes from the network is unpickled.
 from __future__ import annotations
 
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
@@ -19,6 +18,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from grpo.threads import in_background
 
 Transport: TypeAlias = Literal["nccl", "gloo"]
 
@@ -78,20 +79,6 @@ class Deadline:
         if error := future.exception():
             raise TransferError(f"{self.doing}: {waiting_for} failed: {error}") from error
         return future.result()
-
-
-def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
-    """Call ``function`` in a thread that cannot keep the process alive when it hangs."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001  handed to whoever waits for the future
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name=f"transfer-{function.__name__}").start()
-    return future
 
 
 def address_towards(host: str, port: int) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from grpo.threads import in_background
 from grpo.weights.channel import (
     SMALL_BYTES,
     Channel,
@@ -24,7 +25,6 @@ from grpo.weights.channel import (
     TransferError,
     as_words,
     buckets,
-    in_background,
 )
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.handover import (

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from grpo.model_files import write_model
-from grpo.weights.channel import Deadline, TransferError, in_background
+from grpo.threads import in_background
+from grpo.weights.channel import Deadline, TransferError
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.transfer import PauseMode, check_option, compare, describe_workers, make_plan

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from grpo.engines.first_import import import_vllm
-from grpo.weights.channel import Deadline, TransferError, in_background
+from grpo.threads import in_background
+from grpo.weights.channel import Deadline, TransferError
 
 if TYPE_CHECKING:
     from grpo.engines.handle import EngineHandle

@@ -29,6 +29,9 @@ from grpo.cores import share_cores  # noqa: E402
 share_cores()  # before PyTorch is imported
 
 if __name__ == "__main__":  # help and misspelt keys take no time
+    from grpo.training.stopping import interrupts_end_at_once
+
+    interrupts_end_at_once()
     from grpo.cli.script import look_ahead
 
     look_ahead(CONFIG, "grpo_async")

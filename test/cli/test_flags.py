@@ -44,7 +44,8 @@ NEEDS = {"--eval-task": ["--eval-task", "arithmetic"]}
 
 
 def config_of(*argv: str, command=atropos):
-    return to_config(command.parser().parse_intermixed_args(["--model-name", "m", *argv]))
+    model = [] if {"--model", "--model-name"} & set(argv) else ["--model-name", "m"]
+    return to_config(command.parser().parse_intermixed_args([*model, *argv]))
 
 
 def value_at(config, key: str):
@@ -140,6 +141,8 @@ def test_a_flag_is_refused_without_the_one_that_switches_it_on(flag):
 
 @pytest.mark.parametrize(("argv", "parts"), [
     (["--lr", "-1"], "optimizer.lr (--learning-rate)=-1.0"),
+    (["--lr", "1e-5", "optimizer.lr=1e-6"], "optimizer.lr=1e-06 and its flag (--learning-rate) "
+     "1e-05 are the same setting; give one"),
     (["--adafactor-scale-parameter"], "is not read by optimizer.name (--optimizer)=adamw"),
     (["--optimizer", "adafactor", "--adafactor-relative-step", "--lr", "1e-3"],
      "optimizer.lr (--learning-rate)=0.001 is not read by optimizer.relative_step "
@@ -181,6 +184,14 @@ def test_a_folder_for_logs_that_nobody_writes_is_refused(where, capsys):
     with pytest.raises(SystemExit) as end:
         atropos.main(["--model-name", "m", "--log-dir", "here", *where])
     assert "atropos.log_dir (--log-dir)=here is not read by atropos-grpo" in str(end.value)
+def test_one_setting_has_one_name(capsys):
+    with pytest.raises(SystemExit):
+        config_of("--lr", "1", "--learning-rate", "2")
+    assert "--lr 1.0 and --learning-rate 2.0 are the same setting; give one" in (
+        capsys.readouterr().err)
+    # What a Makefile gives can be given again, and equal values are no quarrel.
+    assert config_of("--lr", "1e-5", "--lr", "2e-5").optimizer.lr == 2e-5
+    assert config_of("--lr", "1e-5", "--learning-rate", "1e-5", "optimizer.lr=1e-5")
 
 
 def test_the_model_must_be_named():

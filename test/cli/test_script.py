@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -10,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[2]
-GRPO = [str(REPO / "sota-implementations" / "grpo" / "grpo.py")]
-ASYNC = [str(REPO / "sota-implementations" / "grpo" / "grpo-async.py")]
-ATROPOS = ["-m", "grpo.cli.atropos"]
+from .warm import COMMANDS, REPO, SCRIPTS
+
+GRPO = [str(SCRIPTS / "grpo.py")]
+ASYNC = [str(SCRIPTS / "grpo-async.py")]
+# Every command of the library, as it is typed.
+LINES = {name: [str(target)] if isinstance(target, Path) else ["-m", target]
+         for name, target in COMMANDS.items()}
+SERVERS = {module: ["-m", module] for module in ("grpo.engines.server", "grpo.atropos.hub_server")}
 
 
 @pytest.fixture
@@ -42,11 +47,39 @@ def test_help_shows_every_key_at_once(quick, script, key):
     assert f"{Path(script[0]).name} [" in done.stdout
 
 
-def test_help_of_atropos_grpo_shows_every_flag_at_once(quick):
-    done = quick(ATROPOS, "--help")
-    assert done.returncode == 0 and "--weight-bridge-mode" in done.stdout, done.stderr
-    unknown = quick(ATROPOS, "--model-name", "m", "--learning-rat", "1")
-    assert unknown.returncode == 2 and "--learning-rat" in unknown.stderr.splitlines()[-1]
+def test_the_commands_are_all_there_are():
+    installed = re.findall(r'"([\w-]+) = ([\w.]+):main"', (REPO / "setup.py").read_text())
+    scripts = [(path.name, path) for path in SCRIPTS.glob("*.py")]
+    assert dict([*installed, *scripts]) == COMMANDS
+
+
+@pytest.mark.parametrize("name", [*LINES, *SERVERS])
+def test_help_comes_at_once(quick, name):
+    done = quick((LINES | SERVERS)[name], "--help")
+    assert done.returncode == 0, done.stderr
+    assert ("train.seed=" if name.endswith(".py") else "--") in done.stdout
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_misspelt_key_is_explained_at_once_by_every_command(quick, name):
+    model = [] if name.endswith(".py") else ["--model-name", "m"]
+    done = quick(LINES[name], *model, "optimizer.warmup_step=1", "model.nam=m")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the configuration has 2 errors:")
+    assert "optimizer.warmup_step: unknown key (given 1); did you mean 'warmup_steps'?" in (
+        done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name, given, expected", [
+    *((name, "--see", "--see: unknown flag; did you mean --seed?")
+      for name in ("atropos-grpo", "atropos-grpo-run")),
+    *((name, "--config-fame", "--config-fame: unknown flag; did you mean --config-name?")
+      for name in ("grpo.py", "grpo-async.py"))])
+def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
+    done = quick(LINES[name], given, "1")
+    assert done.returncode == 2 and expected in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("script, given, expected", [
@@ -62,6 +95,8 @@ def test_help_of_atropos_grpo_shows_every_flag_at_once(quick):
     (GRPO, ["train.maxent_tau=1"], "train.maxent_tau: is now called maxent.tau"),
     (GRPO, ["train.objective_options.delta=3"], "write 'train.objective_options={delta: 3}'"),
     (GRPO, ["env.dataset=gsm8k"], "env=gsm8k chooses the task and its options"),
+    (GRPO, ["--config-name", "gsm8k"], "--config-name gsm8k: there is no such recipe; known: grpo, "
+     "grpo_async, grpo_async_gsm8k, grpo_gsm8k"),
     (GRPO, ["env=gsmk8"], "Available options in 'env':\n\tarithmetic\n\tgsm8k"),
     (GRPO, ["train.seed=1", "--config-name", "grpo_gsm8k", "env.task.max_operand=3"],
      "known keys of env.task: num_train, num_test"),

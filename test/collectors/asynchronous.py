@@ -14,7 +14,7 @@ from grpo.config import Config, load_config
 from grpo.config_async import AsyncConfig
 from grpo.engines.handle import EngineError
 from grpo.engines.ray_engine import Call, EngineDied, WorkerPool
-from grpo.weights.channel import in_background
+from grpo.threads import in_background
 
 REPO = Path(__file__).resolve().parents[2]
 #: Sections of runs that train adapters, compared with the model without them.

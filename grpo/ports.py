@@ -1,0 +1,38 @@
+"""Who listens at a port of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_LISTENING = "0A"
+
+
+def holder_of(port: int) -> str | None:
+    """The process that listens at a TCP port, in words; None if nobody does, or it is not ours to
+    see.
+
+    Examples:
+        >>> import os, socket
+        >>> with socket.create_server(("127.0.0.1", 0)) as server:
+        ...     f"process {os.getpid()} (" in holder_of(server.getsockname()[1])
+        True
+    """
+    inodes = {f"socket:[{fields[9]}]" for table in ("tcp", "tcp6")
+              for fields in _rows(Path("/proc/net") / table)
+              if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == _LISTENING}
+    for folder in Path("/proc").iterdir() if inodes else ():
+        if folder.name.isdigit() and _holds(folder, inodes):
+            words = (folder / "cmdline").read_text(errors="replace").split("\0")
+            return f"process {folder.name} ({' '.join(words).strip():.100})"
+    return None
+
+
+def _rows(table: Path) -> list[list[str]]:
+    return [line.split() for line in table.read_text().splitlines()[1:]] if table.exists() else []
+
+
+def _holds(process: Path, inodes: set[str]) -> bool:
+    try:
+        return any(str(link.readlink()) in inodes for link in (process / "fd").iterdir())
+    except OSError:  # another user's, or it has just ended
+        return False
