@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from grpo.engines.inprocess import vllm_available
 from grpo.envs import Prompt, VerifiableEnv, render_all
 from grpo.model_source import find_model, read_tokenizer
 from grpo.policies import Policy
-from grpo.rewards import RewardFn, compute_rewards, get_reward
+from grpo.rewards import RewardFn, RewardScorer, get_reward
 from grpo.tasks import Task, make_task
 from grpo.training.checkpoint import Checkpoint
 from grpo.weights.adapters import require_peft
@@ -209,11 +207,12 @@ def _widths(prompts: Prompts, policy: Policy) -> dict[str, Any]:
             "eos_token_ids": policy.eos_token_ids}
 
 
-def reward_function(config: Config, task: Task) -> Callable:
+def reward_function(config: Config, task: Task, *, try_first: bool = True) -> RewardScorer:
     """Texts and problems to rewards: ``env.reward``, or the task's own."""
     weighted = config.env.weighted_rewards(task.default_reward)
     functions = [(named_reward(name), weight) for name, weight in weighted.items()]
-    return functools.partial(compute_rewards, functions, timeout=config.env.reward_timeout)
+    return RewardScorer(functions, names=list(weighted), timeout=config.env.reward_timeout,
+                        workers=config.env.reward_workers, try_first=try_first)
 
 
 def named_reward(name: str) -> RewardFn:

@@ -237,7 +237,8 @@ def build_collector(
         actor.pool, schedule, actor.policy, heal=actor.weights.heal,
         groups_each=max(1, _rows(config) // config.env.repeats), timeout=train.rollout_timeout,
         reference=reference,
-        layout={"rows": config.env.repeats, "max_tokens": config.max_tokens,
+        layout={"rows": config.env.repeats, "rewards": config.env.reward,
+                "max_tokens": config.max_tokens,
                 "max_prompt_tokens": config.env.max_prompt_tokens,
                 "scored": reference is not None})
     actor.weights.on_publish = collector.published

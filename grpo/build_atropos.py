@@ -279,7 +279,8 @@ def _evaluator(start: Start, policy: Policy) -> Evaluator | None:
         num_prompts=min(len(prompts), ENGINE_ROWS), group_size=1, shuffle=False,
         max_prompt_tokens=max(len(prompt.tokens) for prompt in prompts),
         max_response_tokens=tokens, eos_token_ids=policy.eos_token_ids)
-    return Evaluator(env, policy.with_sampling(max_tokens=tokens))
+    return Evaluator(env, policy.with_sampling(max_tokens=tokens),
+                     max_reward_errors=config.env.max_reward_errors)
 
 
 def _describe(start: Start, actor: engine.Actor) -> dict[str, str]:

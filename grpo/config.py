@@ -48,7 +48,13 @@ class EnvConfig(Section):
     reward_weights: list[float] | None = None
     """Of a list of rewards, in its order; null: 1 each."""
     reward_timeout: float = Field(30.0, gt=0)
-    """Seconds a reward function may take on one completion; then the row has no reward."""
+    """Seconds that a call of a reward function may take, for one completion or for the list that
+    it takes; then the row, or all of the list, has no reward."""
+    reward_workers: int = Field(16, ge=1)
+    """Calls of reward functions at a time; 1: in order, each in the main thread."""
+    max_reward_errors: float = Field(0.5, ge=0, le=1)
+    """Greatest share of a batch for which reward functions may fail or be late; above it the run
+    ends and says why. Failed rows below it leave the advantage and the loss."""
     num_envs: int = Field(32, ge=1)
     """Different prompts a batch."""
     repeats: int = Field(16, ge=2)

@@ -18,6 +18,8 @@ key                                             dtype     shape       meaning
 ``("next", "reward")``                          float32   ``[B, 1]``
 ``("next", "truncated")``                       bool      ``[B, 1]``  cut by the length limit
 ``("next", "reward_error")``                    bool      ``[B, 1]``  no reward: the row is masked
+``("next", "reward_fault")``                    int64     ``[B, 1]``  why not (``FAULT_*``)
+``("next", "reward_parts", NAME)``              float32   ``[B, 1]``  one of several, unweighted
 ``("next", "success")``                         bool      ``[B, 1]``  the verifier's yes or no
 ``("next", "shaped_reward")``                   float32   ``[B, 1]``  reward behind the advantage
 ``("next", "ref_log_probs", "full")``           float32   ``[B, T]``  the reference policy's
@@ -62,6 +64,8 @@ DISTILL_LOG_PROBS = ("distill", "log_probs")
 REWARD = ("next", "reward")
 SHAPED_REWARD = ("next", "shaped_reward")
 REWARD_ERROR = ("next", "reward_error")
+REWARD_FAULT = ("next", "reward_fault")
+REWARD_PARTS = ("next", "reward_parts")
 SUCCESS = ("next", "success")
 TRUNCATED = ("next", "truncated")
 GROUP_ID = "group_id"
@@ -74,6 +78,10 @@ FINISH_REASON = "finish_reason"
 
 #: Codes of ``finish_reason``: the model ended its turn, or the length limit did.
 FINISH_STOP, FINISH_LENGTH = 0, 1
+
+#: Codes of ``reward_fault``: there is a reward; the function returned None to leave the sample out,
+#: failed, or took too long.
+FAULT_NONE, FAULT_SKIPPED, FAULT_FAILED, FAULT_LATE = range(4)
 
 #: Entries whose second dimension runs over the ``T`` tokens of a row.
 TOKEN_KEYS = (TOKENS, ATTENTION_MASK, ASSISTANT_MASK, HIGH_ENTROPY_MASK, LOG_PROBS,

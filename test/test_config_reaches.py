@@ -245,7 +245,9 @@ REACHES = {
     "env.dataset": (lambda b, c: b.task(c), lambda x: x.name, {"env": {"task": {}}},
                     "test_dataset", "test_dataset"),
     "env.reward_timeout": (lambda b, c: build.reward_function(c, b.task(c)),
-                           lambda x: x.keywords["timeout"], {}, 2.5, 2.5),
+                           lambda x: x.timeout, {}, 2.5, 2.5),
+    "env.reward_workers": (lambda b, c: build.reward_function(c, b.task(c)),
+                           lambda x: x.workers, {}, 3, 3),
     "env.reward_weights": (
         lambda b, c: build.reward_function(c, b.task(c)),
         lambda x: x(["47"], [Problem("", "47", "p")]).reward.tolist(),

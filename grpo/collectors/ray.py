@@ -16,6 +16,7 @@ from grpo.engines.handle import EngineError
 from grpo.engines.ray_engine import Call, WorkerPool, WorkersLost
 from grpo.objectives.shaping import informative_groups
 from grpo.policies.base import Policy
+from grpo.rewards.batch import first_failures
 
 # Seconds: of a worker's wait for a finished group; of a look for what nobody reports.
 _POLL, _LOOK = 0.5, 0.1
@@ -45,6 +46,8 @@ class RayCollector:
             another one are generated anew.
 
     Attributes:
+        failures: of rewards that arrived for the last batch, as of
+            :class:`~grpo.rewards.RewardBatch`.
         seconds: ``"wait"``: what the last batch was waited for.
         metrics: staleness, fill of the buffer, rates and idle shares of the workers, and under
             ``async/overtaken_wait`` the seconds of the wait in which a batch was finished, and only
@@ -76,6 +79,8 @@ class RayCollector:
         self._stopped = False
         self._error: str | None = None
         self._late: dict[int, int] = {}  # life -> groups it was late with, since its last good one
+        self.failures: dict[str, str] = {}
+        self._failures: dict[str, str] = {}  # since the last batch
         self._rewards: list[float] = []  # of all that was finished since the last batch
         self._latest: dict[int, Any] = {}  # worker -> its last report
         self._before: dict[Any, Any] = {}  # worker or "reference" -> that of the last batch
@@ -226,6 +231,7 @@ class RayCollector:
                 continue
             with self._changed:
                 self._latest[call.number] = report
+                self._failures = first_failures([self._failures, report.failures])
                 if report.groups:
                     self._late.pop(call.life, None)
                 for group in report.groups:
@@ -323,6 +329,7 @@ class RayCollector:
             metrics, latest = self.schedule.metrics(), dict(self._latest)
             version = self.schedule.version
             rewards, self._rewards = self._rewards, []
+            self.failures, self._failures = self._failures, {}
         if self.schedule.max_rounds is not None:
             generated, useful = self.schedule.generated, sum(not done.rank for done in batch)
             metrics["sampling/rounds"] = generated / self.schedule.batch_groups

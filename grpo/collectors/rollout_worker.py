@@ -13,7 +13,7 @@ import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,12 +27,13 @@ from grpo.engines.lora_worker import nested
 from grpo.envs import Prompt, VerifiableEnv
 from grpo.policies import Policy, Sampling, TransformersPolicy, VLLMPolicy
 from grpo.policies.base import Completions
+from grpo.rewards.batch import first_failures
 from grpo.weights.adapters import make_lora
 from grpo.weights.fingerprint import fingerprints
 from grpo.weights.lora_slot import AdapterSlot, lora_request
 from grpo.weights.packed import Packed
 
-# Groups whose rewards are computed at a time.
+# Groups that are scored at a time, at least, where rewards run side by side.
 _SCORING_THREADS = 4
 
 
@@ -73,6 +74,7 @@ class Report:
         tokens: sampled since then.
         seconds: since then.
         started: Unix time of that start, which tells a worker from the one that it replaces.
+        failures: of the rewards of those groups, as of :class:`~grpo.rewards.RewardBatch`.
     """
 
     groups: list[tuple[int, TensorDictBase | None, str | None]]
@@ -80,6 +82,7 @@ class Report:
     tokens: int
     seconds: float
     started: float
+    failures: dict[str, str] = field(default_factory=dict)
 
 
 class RolloutWorker:
@@ -106,9 +109,12 @@ class RolloutWorker:
                    "eos_token_ids": eos_token_ids(setup.path, tokenizer),
                    "ignore_eos": config.inference_model.ignore_eos}
         self.policy, self.engine, sampler = _start_engine(setup, config, sampling, options, number)
-        score = build.reward_function(config, build.build_task(config))
+        # The engine's thread draws random numbers, too, so nobody can tell who has drawn.
+        score = build.reward_function(config, build.build_task(config), try_first=False)
+        workers = config.env.reward_workers  # a group waits in its thread while its calls run there
+        threads = 1 if workers == 1 else _SCORING_THREADS + workers // config.env.repeats
         self._envs: queue.SimpleQueue[VerifiableEnv] = queue.SimpleQueue()
-        for _ in range(_SCORING_THREADS + 1):
+        for _ in range(threads + 1):
             self._envs.put(VerifiableEnv(
                 prompts, score, tokenizer, num_prompts=1, group_size=config.env.repeats,
                 max_prompt_tokens=setup.prompt_width, max_response_tokens=sampling.max_tokens,
@@ -118,7 +124,8 @@ class RolloutWorker:
         self._slot: AdapterSlot | None = None
         self._jobs: dict[int, Job] = {}
         self._finished: queue.SimpleQueue[tuple[int, Any, str | None]] = queue.SimpleQueue()
-        self._scoring = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix="rewards")
+        self._failures: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+        self._scoring = ThreadPoolExecutor(threads, thread_name_prefix="scoring")
         self._started, self._started_at = time.monotonic(), time.time()
 
     def describe(self) -> dict[str, Any]:
@@ -169,12 +176,12 @@ class RolloutWorker:
         groups = []
         try:
             groups.append(self._finished.get(timeout=timeout))
-            while True:
-                groups.append(self._finished.get_nowait())
         except queue.Empty:
             pass
+        groups += _all_of(self._finished)
         return Report(groups, self.driver.busy, self.driver.sampler.tokens,
-                      time.monotonic() - self._started, self._started_at)
+                      time.monotonic() - self._started, self._started_at,
+                      first_failures(_all_of(self._failures)))
 
     def _sampled(self, lease: int, number: int, future: Future) -> None:
         self._jobs.pop(lease, None)
@@ -184,12 +191,18 @@ class RolloutWorker:
     def _score(self, lease: int, number: int, future: Future) -> None:
         try:
             completions = future.result()
-            group = self._with_env(number, lambda env, batch: env.step(
-                self.policy.write(batch, completions)).exclude(*DROPPED).flatten())
+            group = self._with_env(number, lambda env, batch: self._step(env, batch, completions))
         except Exception as error:  # one group's; the trainer decides what becomes of it
             self._finished.put((lease, None, f"{type(error).__name__}: {error}"))
         else:
             self._finished.put((lease, group, None))
+
+    def _step(self, env: VerifiableEnv, batch: TensorDictBase, completions: Completions
+              ) -> TensorDictBase:
+        group = env.step(self.policy.write(batch, completions)).exclude(*DROPPED).flatten()
+        if env.failures:  # first, so that they are there when the group is
+            self._failures.put(env.failures)
+        return group
 
     def _with_env(self, number: int, use: Callable[[VerifiableEnv, TensorDictBase], Any]) -> Any:
         """Use an environment, which is set to a group; each is used by one thread at a time."""
@@ -324,6 +337,14 @@ class RolloutWorker:
         """End engine and threads."""
         self._scoring.shutdown(wait=False, cancel_futures=True)
         self.driver.close()
+
+
+def _all_of(waiting: queue.SimpleQueue) -> list[Any]:
+    """What is in a queue now."""
+    taken = []
+    while not waiting.empty():
+        taken.append(waiting.get_nowait())
+    return taken
 
 
 def _start_engine(setup: WorkerSetup, config: Any, sampling: Sampling, options: dict[str, Any],

@@ -11,11 +11,14 @@ from torch import Tensor
 from torchrl.envs import EnvBase
 
 from grpo import data
+from grpo.envs.verifiable import VerifiableEnv
 from grpo.objectives.shaping import informative_groups
+from grpo.policies.base import Policy
+from grpo.rewards.batch import first_failures
 
 # What the next observation repeats, and what TorchRL keeps for longer episodes.
 DROPPED = (("next", "tokens"), ("next", "masks"), ("next", "group_id"), "done", "terminated",
-            "truncated", "reward_error", "success")
+            "truncated", "reward_error", "reward_fault", "reward_parts", "success")
 
 
 class SyncCollector:
@@ -35,8 +38,12 @@ class SyncCollector:
         max_rounds: at most so many times the rows of a batch are generated for it; None: each
             group is used, whatever its rewards.
 
+    Groups are scored as they are finished, where policy and environment know how
+    (:meth:`~grpo.policies.base.Policy.stream`, :meth:`~grpo.envs.VerifiableEnv.row_finished`).
+
     Attributes:
-        seconds: what the last batch spent in ``"generate"`` and in ``"reward"``.
+        seconds: what the last batch spent in ``"generate"``, and then waited for ``"reward"``.
+        failures: of rewards of the last batch, as of :class:`~grpo.rewards.RewardBatch`.
         metrics: with ``max_rounds``, what the last batch took: ``sampling/rounds``, the share of
             generated rows in informative groups, and the mean reward of all that was generated
             (that of the batch alone is biased by the choice).
@@ -63,10 +70,11 @@ class SyncCollector:
         self.rollouts_per_batch = turns_per_batch // rows
         self.seconds = {"generate": 0.0, "reward": 0.0}
         self.metrics: dict[str, float] = {}
+        self.failures: dict[str, str] = {}
 
     def collect(self) -> TensorDictBase:
         """One batch of finished episodes."""
-        self.seconds = {"generate": 0.0, "reward": 0.0}
+        self.seconds, self.failures = {"generate": 0.0, "reward": 0.0}, {}
         if self.max_rounds is not None:
             return self._collect_informative()
         return _joined([self._rollout() for _ in range(self.rollouts_per_batch)])
@@ -98,9 +106,13 @@ class SyncCollector:
     def _rollout(self) -> TensorDictBase:
         batch = self.env.reset()
         start = time.perf_counter()
-        batch = self.policy(batch)
+        if isinstance(self.policy, Policy) and isinstance(self.env, VerifiableEnv):
+            batch = self.policy.stream(batch, self.env.row_finished)
+        else:
+            batch = self.policy(batch)
         generated = time.perf_counter()
         batch = self.env.step(batch)
+        self.failures = first_failures([self.failures, getattr(self.env, "failures", {})])
         self.seconds["generate"] += generated - start
         self.seconds["reward"] += time.perf_counter() - generated
         return batch.exclude(*DROPPED).flatten()

@@ -36,6 +36,7 @@ class Response(NamedTuple):
 def generate(
     engine: LLM, prompts: list[list[int]], params: SamplingParams, *,
     lora_request: LoRARequest | None = None,
+    on_row: Callable[[int, list[int]], None] | None = None,
 ) -> list[Response]:
     """Sample one response for each prompt.
 
@@ -46,6 +47,8 @@ def generate(
         prompts: token ids.
         params: for all rows, with ``logprobs=0`` and ``flat_logprobs=True``.
         lora_request: the adapter to generate with.
+        on_row: is told of each row as soon as it is finished: its number and its tokens. Where
+            nothing but responses is collected, see :func:`responses_alone`.
 
     Returns:
         In the order of the prompts.
@@ -62,7 +65,7 @@ def generate(
         if not responses_alone(engine, params):
             outputs = engine.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
             return [_response(output) for output in outputs]
-        with _collected(engine) as collected:
+        with _collected(engine, on_row) as collected:
             outputs = engine.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
         return [collected.response(output) for output in outputs]
 
@@ -109,10 +112,12 @@ def _request_ids(engine: LLM) -> set[str]:
 
 
 @contextmanager
-def _collected(engine: LLM) -> Iterator[_Collector]:
+def _collected(
+    engine: LLM, on_row: Callable[[int, list[int]], None] | None
+) -> Iterator[_Collector]:
     """Within the context the engine's front end sees requests only when they are finished."""
     front_end = engine.llm_engine.output_processor
-    collector = _Collector(front_end)
+    collector = _Collector(front_end, on_row)
     front_end.process_outputs = collector.process_outputs  # hides the method of its class
     # An engine in another process has no executor here, and its log-probs come as they are.
     executor = getattr(engine.llm_engine, "model_executor", None)
@@ -130,8 +135,11 @@ def _collected(engine: LLM) -> Iterator[_Collector]:
 class _Collector:
     """Keep tokens and log-probs of each request until it is finished."""
 
-    def __init__(self, front_end: Any) -> None:
-        self.front_end = front_end
+    def __init__(
+        self, front_end: Any, on_row: Callable[[int, list[int]], None] | None
+    ) -> None:
+        self.front_end, self.on_row = front_end, on_row
+        self.numbers: dict[str, int] = {}  # of the rows, by request
         self.process_finished = front_end.process_outputs
         self.running: dict[str, tuple[list[int], list[float]]] = {}
         self.finished: dict[str, tuple[list[int], list[float]]] = {}
@@ -139,6 +147,8 @@ class _Collector:
     def process_outputs(self, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of the front end's method, to which it gives whole responses."""
         running, finished = self.running, []
+        if not self.numbers:  # all requests are there before the first step, in their order
+            self.numbers = {id: row for row, id in enumerate(self.front_end.request_states)}
         for output in outputs:
             row = running.get(output.request_id)
             if row is None:
@@ -164,6 +174,8 @@ class _Collector:
         state = self.front_end.request_states[output.request_id]
         self.finished[state.external_req_id] = self.running.pop(output.request_id)
         output.new_token_ids, output.new_logprobs = tokens, None
+        if self.on_row is not None:
+            self.on_row(self.numbers[output.request_id], tokens)
 
     def response(self, output: Any) -> Response:
         """That of a finished request."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -13,12 +13,20 @@ from torchrl.envs import EnvBase
 
 from grpo import data
 from grpo.envs.prompts import Prompt, PromptStream
-from grpo.rewards.registry import RewardBatch
+from grpo.rewards.batch import RewardBatch, Row
+from grpo.rewards.scorer import RewardScorer
 from grpo.tasks.base import Problem
 
 logger = logging.getLogger(__name__)
 
 Scorer = Callable[[Sequence[str], Sequence[Problem]], RewardBatch]
+
+
+class _Begun(NamedTuple):
+    """A group whose rewards have been started: its tokens, and what waits for the scores."""
+
+    rows: list[list[int]]
+    wait: Callable[[], RewardBatch]
 
 
 class VerifiableEnv(EnvBase):
@@ -30,7 +38,8 @@ class VerifiableEnv(EnvBase):
 
     Args:
         prompts: what to draw from, see :func:`grpo.envs.prompts.render_all`.
-        score: texts and problems to rewards, see :func:`grpo.rewards.compute_rewards`.
+        score: texts and problems to rewards. A :class:`~grpo.rewards.RewardScorer` scores groups
+            as they are finished, see :meth:`row_finished`, and has its several rewards reported.
         tokenizer: turns response tokens into text for the reward.
         num_prompts: different prompts a batch.
         group_size: completions of each prompt.
@@ -78,15 +87,25 @@ class VerifiableEnv(EnvBase):
         self.num_prompts, self.group_size = num_prompts, group_size
         self.pad_token_id = int(tokenizer.pad_token_id)
         self.eos_token_ids = torch.tensor(eos_token_ids, dtype=torch.int64)
+        self._ends = eos_token_ids
         self.groups_started = 0
         self.reward_errors = 0
+        self.failures: dict[str, str] = {}  # of the last step, as of RewardBatch
+        self.reward_labels = score.labels if isinstance(score, RewardScorer) else ()
         self._current: list[Prompt] = []
+        self._finished: dict[int, list[int]] = {}  # row -> tokens
+        self._begun: dict[int, _Begun] = {}  # first row of a group -> its scores to come
         self._make_specs(max_prompt_tokens, max_response_tokens, len(tokenizer))
 
     @property
     def current_problems(self) -> list[Problem]:
         """The problem of each row of the current batch."""
         return [prompt.problem for prompt in self._current]
+
+    @property
+    def several_rewards(self) -> tuple[str, ...]:
+        """Names of the rewards that are summed, which are reported beside the sum; one is not."""
+        return self.reward_labels if len(self.reward_labels) > 1 else ()
 
     def _make_specs(self, prompt_width: int, response_width: int, vocabulary: int) -> None:
         rows = self.batch_size[0]
@@ -98,11 +117,16 @@ class VerifiableEnv(EnvBase):
             return Categorical(2, shape=(rows, *shape), dtype=torch.bool)
 
         batch = {"shape": self.batch_size}
-        self.observation_spec = Composite(
+        parts = {label: Unbounded(shape=(rows, 1)) for label in self.several_rewards}
+        observation = Composite(
             tokens=Composite(prompt=tokens(prompt_width), **batch),
             masks=Composite(prompt_attention_mask=flags(prompt_width), **batch),
             group_id=Unbounded(shape=(rows,), dtype=torch.int64),
-            reward_error=flags(1), success=flags(1), **batch)
+            reward_error=flags(1), success=flags(1),
+            reward_fault=Unbounded(shape=(rows, 1), dtype=torch.int64), **batch)
+        if parts:
+            observation["reward_parts"] = Composite(parts, **batch)
+        self.observation_spec = observation
         self.action_spec = Composite(
             tokens=Composite(response=tokens(response_width), **batch), **batch)
         self.reward_spec = Unbounded(shape=(rows, 1), dtype=torch.float32)
@@ -114,6 +138,7 @@ class VerifiableEnv(EnvBase):
                              "got a partial '_reset' mask")
         prompts = self.stream.take(self.num_prompts)
         self._current = [prompt for prompt in prompts for _ in range(self.group_size)]
+        self._finished, self._begun = {}, {}
         rows, width = self.batch_size[0], self.observation_spec[data.PROMPT_TOKENS].shape[-1]
         out = TensorDict({}, batch_size=self.batch_size)
         sizes = torch.tensor([len(prompt.tokens) for prompt in self._current])
@@ -125,37 +150,85 @@ class VerifiableEnv(EnvBase):
         out[data.GROUP_ID] = (first + torch.arange(self.num_prompts)).repeat_interleave(
             self.group_size)
         self.groups_started += self.num_prompts
-        for name in ("reward_error", "success"):
-            out[name] = torch.zeros(rows, 1, dtype=torch.bool)
-        return out
+        nothing = RewardBatch.of_rows([Row()] * rows, self.reward_labels)
+        return out.update(self._entries(nothing))
+
+    def row_finished(self, row: int, tokens: list[int]) -> None:
+        """A policy has finished a row of the batch: the last of a group starts its rewards.
+
+        They run while other groups are generated; :meth:`step` waits for them.
+
+        Args:
+            row: its number in the batch of the last :meth:`reset`.
+            tokens: of its response, end token included.
+        """
+        width = self.action_spec[data.RESPONSE_TOKENS].shape[-1]
+        tokens = tokens + [self.pad_token_id] * (width - len(tokens))
+        ends = [tokens.index(end) for end in self._ends if end in tokens]
+        self._finished[row] = tokens[:min(ends, default=width)]
+        first = row - row % self.group_size
+        group = range(first, first + self.group_size)
+        if self._scores_ahead and all(row in self._finished for row in group):
+            self._begun[first] = self._begin(first, [self._finished[row] for row in group])
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         response_BR = tensordict[data.RESPONSE_TOKENS].cpu()
-        texts, ended_B = self._read(response_BR)
+        rows, ended_B = self._read(response_BR)
         finish_reason = tensordict.get(data.FINISH_REASON, None)
         if finish_reason is not None:  # the policy knows; an action without it is read for EOS
             ended_B = finish_reason.cpu() == data.FINISH_STOP
-        scores = self.score(texts, self.current_problems)
+        scores = self._score(rows)
         self._report(scores)
         out = TensorDict({}, batch_size=self.batch_size)
         for key in (data.PROMPT_TOKENS, data.PROMPT_MASK, data.GROUP_ID):
             out[key] = tensordict[key]
         out["reward"] = scores.reward[:, None]
-        out["reward_error"] = scores.error[:, None]
-        out["success"] = scores.success[:, None]
+        out.update(self._entries(scores))
         out["truncated"] = ~ended_B[:, None]
         out["terminated"] = ended_B[:, None]
         out["done"] = torch.ones_like(out["terminated"])
         return out
 
-    def _read(self, response_BR: torch.Tensor) -> tuple[list[str], torch.Tensor]:
-        """Text of each response up to its first end token, and whether it has one."""
+    def _entries(self, scores: RewardBatch) -> dict[str, Any]:
+        """What is observed of the scores, besides the reward."""
+        entries = {"reward_error": scores.error[:, None], "success": scores.success[:, None],
+                   "reward_fault": scores.fault[:, None]}
+        if self.several_rewards:
+            entries["reward_parts"] = TensorDict(
+                {label: part[:, None] for label, part in scores.parts.items()}, self.batch_size)
+        return entries
+
+    @property
+    def _scores_ahead(self) -> bool:
+        return self.group_size > 1 and isinstance(self.score, RewardScorer)
+
+    def _score(self, rows: list[list[int]]) -> RewardBatch:
+        """Scores of all rows, group by group; single completions are no groups and come at once."""
+        if not isinstance(self.score, RewardScorer):
+            return self.score(self._texts(rows), self.current_problems)
+        each = self.group_size if self.group_size > 1 else len(rows)
+        begun = []
+        for first in range(0, len(rows), each):
+            part, ahead = rows[first:first + each], self._begun.get(first)
+            begun.append(ahead if ahead and ahead.rows == part else self._begin(first, part))
+        return RewardBatch.joined([group.wait() for group in begun])
+
+    def _begin(self, first: int, rows: list[list[int]]) -> _Begun:
+        problems = [prompt.problem for prompt in self._current[first:first + len(rows)]]
+        return _Begun(rows, self.score.start(self._texts(rows), problems))
+
+    def _texts(self, rows: list[list[int]]) -> list[str]:
+        return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+    def _read(self, response_BR: torch.Tensor) -> tuple[list[list[int]], torch.Tensor]:
+        """Tokens of each response before its first end token, and whether it has one."""
         is_eos = torch.isin(response_BR, self.eos_token_ids)
         before_eos = is_eos.int().cumsum(-1) == 0
         rows = [row[keep].tolist() for row, keep in zip(response_BR, before_eos, strict=True)]
-        return self.tokenizer.batch_decode(rows, skip_special_tokens=True), is_eos.any(-1)
+        return rows, is_eos.any(-1)
 
     def _report(self, scores: RewardBatch) -> None:
+        self.failures = scores.failures
         if not scores.messages:
             return
         self.reward_errors += len(scores.messages)

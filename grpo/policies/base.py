@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -40,6 +41,10 @@ class Sampling:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
         if self.temperature < 0:
             raise ValueError(f"temperature={self.temperature} must not be negative; 0 is greedy")
+
+
+#: Is told of each row as soon as it is finished: its number in the call, and its tokens.
+RowListener: TypeAlias = Callable[[int, list[int]], None]
 
 
 @dataclass
@@ -110,18 +115,34 @@ class Policy(TensorDictModuleBase):
         other.calls = 0
         return other
 
-    @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Generate one response a row and write it into ``tensordict``.
 
         Raises:
             ValueError: if a prompt leaves no room for a response.
         """
+        return self.stream(tensordict)
+
+    @torch.no_grad()
+    def stream(
+        self, tensordict: TensorDictBase, on_row: RowListener | None = None
+    ) -> TensorDictBase:
+        """Call the policy, and be told of each row while others are generated.
+
+        Engines in this process do tell; others give all rows at the end, and nobody is told.
+
+        Args:
+            tensordict: as for a call.
+            on_row: called between two steps of the engine, in this thread.
+
+        Returns:
+            What a call would.
+        """
         prompts = self._prompts(tensordict)
         # Own random numbers for each call: a resumed run draws what an uninterrupted one did, and
         # evaluation does not shift the numbers of training.
         with own_random_numbers(self.sampling.seed * 1_000_003 + self.calls):
-            completions = self._generate(prompts)
+            completions = self._generate(prompts, on_row)
         self.calls += 1
         return self.write(tensordict, completions)
 
@@ -148,7 +169,9 @@ class Policy(TensorDictModuleBase):
         return prompts
 
     @abstractmethod
-    def _generate(self, prompts: list[list[int]]) -> Completions:
+    def _generate(
+        self, prompts: list[list[int]], on_row: RowListener | None = None
+    ) -> Completions:
         """Sample one completion for each prompt, under ``self.sampling``."""
 
     def write(self, tensordict: TensorDictBase, completions: Completions) -> TensorDictBase:

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from grpo.engines.driver import Job
 from grpo.engines.handle import EngineError
 from grpo.engines.ray_engine import WorkerPool
-from grpo.policies.base import Completions, Policy, Sampling
+from grpo.policies.base import Completions, Policy, RowListener, Sampling
 
 
 class FleetPolicy(Policy):
@@ -47,7 +47,9 @@ class FleetPolicy(Policy):
         calls = self._send(prompts, number)
         return lambda: self.write(tensordict, self._result(calls, prompts, number))
 
-    def _generate(self, prompts: list[list[int]]) -> Completions:
+    def _generate(
+        self, prompts: list[list[int]], on_row: RowListener | None = None
+    ) -> Completions:
         self.heal()
         return self._result(self._send(prompts, self.calls), prompts, self.calls)
 

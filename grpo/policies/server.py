@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from grpo.engines.client import EngineClient, Generated
-from grpo.policies.base import Completions, Policy, Sampling
+from grpo.policies.base import Completions, Policy, RowListener, Sampling
 
 
 class ServerPolicy(Policy):
@@ -69,7 +69,9 @@ class ServerPolicy(Policy):
         if self.stop is not None:
             self.stop()
 
-    def _generate(self, prompts: list[list[int]]) -> Completions:
+    def _generate(
+        self, prompts: list[list[int]], on_row: RowListener | None = None
+    ) -> Completions:
         answers = self.client.generate(
             prompts, timeout=self.timeout, max_tokens=self.sampling.max_tokens,
             temperature=float(self.sampling.temperature), ignore_eos=self.ignore_eos,

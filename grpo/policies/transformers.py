@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.objectives.head import log_probs_from_logits
-from grpo.policies.base import Completions, Policy, Sampling
+from grpo.policies.base import Completions, Policy, RowListener, Sampling
 
 
 class TransformersPolicy(Policy):
@@ -60,15 +60,19 @@ class TransformersPolicy(Policy):
     def model(self) -> nn.Module:
         return self._model[0]
 
-    def _generate(self, prompts: list[list[int]]) -> Completions:
+    def _generate(
+        self, prompts: list[list[int]], on_row: RowListener | None = None
+    ) -> Completions:
         was_training = self.model.training
         self.model.eval()
         try:
-            return self._sample(prompts)
+            return self._sample(prompts, on_row)
         finally:
             self.model.train(was_training)
 
-    def _sample(self, prompts: list[list[int]]) -> Completions:
+    def _sample(
+        self, prompts: list[list[int]], on_row: RowListener | None
+    ) -> Completions:
         from transformers import DynamicCache
 
         device = next(self.model.parameters()).device
@@ -94,6 +98,10 @@ class TransformersPolicy(Policy):
             log_probs.append(log_probs_B)
             running.append(running_B)
             stopped_B = stopped_B | (running_B & torch.isin(tokens_B, eos))
+            if on_row is not None:
+                ended_B = running_B & (stopped_B | (step + 1 == room_B))
+                for row in ended_B.nonzero().flatten().tolist():
+                    on_row(row, torch.stack([drawn_B[row] for drawn_B in sampled]).tolist())
             tokens = tokens_B[:, None]
             attention = torch.cat([attention, torch.ones_like(tokens)], dim=-1)
             position_ids = position_ids[:, -1:] + 1

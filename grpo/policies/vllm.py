@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from grpo.engines.collect import generate
 from grpo.engines.inprocess import stop_engine
-from grpo.policies.base import Completions, Policy, Sampling
+from grpo.policies.base import Completions, Policy, RowListener, Sampling
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -65,7 +65,9 @@ class VLLMPolicy(Policy):
     def close(self) -> None:
         stop_engine(self.engine)
 
-    def _generate(self, prompts: list[list[int]]) -> Completions:
+    def _generate(
+        self, prompts: list[list[int]], on_row: RowListener | None = None
+    ) -> Completions:
         if not self._settled:
             # All models are loaded by now. Python's collector would look through them again and
             # again while the engine's scheduler, in the same interpreter, makes its small objects.
@@ -73,7 +75,7 @@ class VLLMPolicy(Policy):
             gc.freeze()
             self._settled = True
         rows = generate(self.engine, prompts, self.sampling_params(self.sampling),
-                        lora_request=self.lora_request)
+                        lora_request=self.lora_request, on_row=on_row)
         return Completions([row.tokens for row in rows], [row.log_probs for row in rows],
                            [row.finish_reason == "length" for row in rows])
 

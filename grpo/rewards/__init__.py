@@ -1,21 +1,25 @@
 """Reward functions: from a completion and its problem to a number."""
 
 from grpo.rewards.answers import answer_tag, exact_match, gsm8k, negative_length, normalize_number
+from grpo.rewards.batch import RewardBatch, RewardsFailed
 from grpo.rewards.registry import (
-    RewardBatch,
     RewardFn,
     RewardResult,
-    compute_rewards,
+    batch_reward,
     get_reward,
     register_reward,
     reward_names,
 )
+from grpo.rewards.scorer import RewardScorer, compute_rewards
 
 __all__ = [
     "RewardBatch",
     "RewardFn",
     "RewardResult",
+    "RewardScorer",
+    "RewardsFailed",
     "answer_tag",
+    "batch_reward",
     "compute_rewards",
     "exact_match",
     "get_reward",

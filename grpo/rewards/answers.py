@@ -42,7 +42,7 @@ def normalize_number(text: str) -> str:
     return text
 
 
-@register_reward("gsm8k")
+@register_reward("gsm8k", quick=True)
 def gsm8k(completion: str, problem: Problem) -> RewardResult:
     """Reward of GSM8K: 1.0 for the right number, 0.1 for another answer, 0.0 for none.
 
@@ -63,7 +63,7 @@ def gsm8k(completion: str, problem: Problem) -> RewardResult:
     return RewardResult(1.0 if correct else 0.1, correct)
 
 
-@register_reward("exact_match")
+@register_reward("exact_match", quick=True)
 def exact_match(completion: str, problem: Problem) -> RewardResult:
     """1.0 if the completion, stripped of surrounding space, is the answer, else 0.0.
 
@@ -75,7 +75,7 @@ def exact_match(completion: str, problem: Problem) -> RewardResult:
     return RewardResult(float(correct), correct)
 
 
-@register_reward("negative_length")
+@register_reward("negative_length", quick=True)
 def negative_length(completion: str, problem: Problem) -> RewardResult:
     """Minus the number of characters: a reward whose optimum is known, for sanity runs.
 

@@ -11,8 +11,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class LateError(TimeoutError):
+    """A call took longer than its deadline allows."""
+
+
 def call_with_deadline(fn: Callable[..., T], *args: Any, seconds: float) -> T:
-    """``fn(*args)``, or ``TimeoutError`` once ``seconds`` have passed.
+    """``fn(*args)``, or :class:`LateError` once ``seconds`` have passed.
 
     In the main thread an alarm interrupts ``fn`` itself; code that holds the interpreter for long,
     such as one big regular expression, is interrupted when it returns. In other threads ``fn`` runs
@@ -24,7 +28,7 @@ def call_with_deadline(fn: Callable[..., T], *args: Any, seconds: float) -> T:
         seconds: positive.
 
     Raises:
-        TimeoutError: naming the limit. What ``fn`` raises surfaces unchanged.
+        LateError: naming the limit. What ``fn`` raises surfaces unchanged.
 
     Examples:
         >>> call_with_deadline(max, 1, 2, seconds=1.0)
@@ -32,7 +36,7 @@ def call_with_deadline(fn: Callable[..., T], *args: Any, seconds: float) -> T:
         >>> call_with_deadline(time.sleep, 10, seconds=0.01)
         Traceback (most recent call last):
         ...
-        TimeoutError: took longer than 0.01 s
+        grpo.rewards.deadline.LateError: took longer than 0.01 s
     """
     if threading.current_thread() is threading.main_thread():
         return _with_alarm(fn, args, seconds)
@@ -41,7 +45,7 @@ def call_with_deadline(fn: Callable[..., T], *args: Any, seconds: float) -> T:
 
 def _with_alarm(fn: Callable[..., T], args: tuple, seconds: float) -> T:
     def expire(signum: int, frame: object) -> None:
-        raise TimeoutError(f"took longer than {seconds:g} s")
+        raise LateError(f"took longer than {seconds:g} s")
 
     started = time.monotonic()
     previous = signal.signal(signal.SIGALRM, expire)
@@ -74,5 +78,5 @@ def _in_own_thread(fn: Callable[..., T], args: tuple, seconds: float) -> T:
     if errors:
         raise errors[0]
     if not results:
-        raise TimeoutError(f"took longer than {seconds:g} s")
+        raise LateError(f"took longer than {seconds:g} s")
     return results[0]

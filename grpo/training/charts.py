@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from grpo.training.console import reward_parts
 from grpo.training.history import History
 
 #: Colours by role: (on light, on dark). The light ones are distinct strings, because an SVG drawn
@@ -93,7 +94,20 @@ class Chart:
         return bool(history.series(*names)[0])
 
 
-#: In the order of the page.
+def charts_of(history: History) -> tuple[Chart, ...]:
+    """The charts of a run: :data:`CHARTS`, and one of its rewards where it has several."""
+    colors = [role for role in PALETTE if role not in ("ink", "muted", "line")]
+    lines = tuple(Line((f"reward/{name}/mean",), name, colors[i % len(colors)], smooth=True)
+                  for i, name in enumerate(reward_parts(history.names)))
+    if not lines:
+        return CHARTS
+    parts = Chart("rewards", "Each reward", "Mean of each reward function, before its weight.",
+                  lines)
+    first_small = next(i for i, chart in enumerate(CHARTS) if not chart.wide)
+    return (*CHARTS[:first_small], parts, *CHARTS[first_small:])
+
+
+#: Of every run, in the order of the page.
 CHARTS = (
     Chart(
         "accuracy",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,17 @@ def phase_times(metrics: Mapping[str, float]) -> dict[str, float]:
     """
     times = {k: v for k, v in metrics.items() if k.startswith("time/") and k != STEP_TIME}
     return {k.removeprefix("time/"): v for k, v in times.items() if math.isfinite(v)}
+
+
+def reward_parts(names: Iterable[str]) -> list[str]:
+    """Names of the rewards that are summed, from those of metrics.
+
+    Examples:
+        >>> reward_parts(["reward/mean", "reward/brevity/mean", "reward/std"])
+        ['brevity']
+    """
+    return [name.removeprefix("reward/").removesuffix("/mean") for name in names
+            if name.startswith("reward/") and name.endswith("/mean") and name != REWARD]
 
 
 @dataclass(frozen=True)
@@ -323,6 +334,9 @@ class Console:
             reward.append(self._arrow(_trend(progress.rewards), "{:.3f}"))
             bars = _sparkline(progress.rewards, self._glyphs.bars) if live else ""
             reward.append(f" {bars}" if bars else "", style="cyan")
+            if parts_of := ", ".join(f"{name} {progress.metrics[f'reward/{name}/mean']:.3f}"
+                                     for name in reward_parts(progress.metrics)):
+                reward.append(f" ({parts_of})")
             parts.append(reward)
         if progress.accuracies and (live or ACCURACY in progress.metrics):
             first, last = progress.accuracies[0], progress.accuracies[-1]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo.training.charts import CHARTS, PALETTE, PHASES, Chart
+from grpo.training.charts import CHARTS, PALETTE, PHASES, Chart, charts_of
 from grpo.training.history import History, smooth, thin
 
 if TYPE_CHECKING:
@@ -168,7 +168,8 @@ def write_png_curves(history: History, folder: Path) -> list[Path]:
         _place(axes, 0.38 + 0.17 * _titled(axes, history, chart))
         paths.append(folder / f"{chart.name}.png")
         figure.savefig(paths[-1])
-    charts = [chart for chart in CHARTS if chart.has_data(history)] or list(CHARTS[:1])
+    charts = ([chart for chart in charts_of(history) if chart.has_data(history)]
+              or list(CHARTS[:1]))
     rows = -(-len(charts) // 3)
     figure = Figure(figsize=(13.5, 2.9 * rows), dpi=110, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)

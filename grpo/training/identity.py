@@ -11,9 +11,10 @@ KEPT = ("model.", "ref_model.name:", "env.dataset:", "env.task.", "train.seed:",
 #: What is shown and kept, and where and how fast it is computed, but not what comes out. Every key
 #: that is not here counts as changing the results, those that are yet to come included.
 _NEUTRAL = (
-    "resume:", "device:", "logging.", "ray.", "train.exp_name:", "train.eval_frequency:",
-    "train.checkpoint_frequency:", "train.keep_checkpoints:", "train.rollout_timeout:",
-    "train.max_tokens_per_micro_batch:", "train.packing:",
+    "resume:", "device:", "logging.", "ray.", "env.reward_workers:", "env.max_reward_errors:",
+    "train.exp_name:", "train.eval_frequency:", "train.checkpoint_frequency:",
+    "train.keep_checkpoints:", "train.rollout_timeout:", "train.max_tokens_per_micro_batch:",
+    "train.packing:",
     *(f"train_model.{key}:" for key in (
         "num_devices", "devices", "gradient_checkpointing", "compile", "attn_implementation",
         "head", "head_chunk_size")),

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from grpo.training.charts import CHARTS
+from grpo.training.charts import charts_of
 from grpo.training.console import format_duration
 from grpo.training.curves import svg, write_png_curves
 from grpo.training.history import History
@@ -179,7 +179,12 @@ def _notices(history: History) -> str:
         notices.append(f"{text[0].upper()}{text[1:]}.")
     errors = sum(history.series("reward/errors")[1])
     if errors:
-        notices.append(f"{errors:,.0f} completions got no reward because the reward failed.")
+        skipped = sum(history.series("reward/skipped")[1])
+        late = sum(history.series("reward/timeouts")[1])
+        why = [f"for {errors - skipped - late:,.0f} the reward failed",
+               *([f"for {late:,.0f} it took too long"] if late else []),
+               *([f"{skipped:,.0f} were left out by it"] if skipped else [])]
+        notices.append(f"{errors:,.0f} completions got no reward: {', '.join(why)}.")
     _, cut = history.series("tokens/truncated_fraction")
     if cut and cut[-1] > 0.2:
         notices.append(f"{cut[-1]:.0%} of the completions of the last step were cut by the limit.")
@@ -204,7 +209,7 @@ def _notices(history: History) -> str:
 
 def _charts(history: History) -> str:
     figures = {True: "", False: ""}
-    for chart in CHARTS:
+    for chart in charts_of(history):
         if chart.has_data(history):
             caption = f"<h3>{escape(chart.title)}</h3><p>{escape(chart.note)}</p>"
             drawing = svg(chart, history)

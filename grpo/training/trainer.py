@@ -18,6 +18,7 @@ from grpo.evaluation import Evaluator
 from grpo.objectives.maxent import weight_entropy
 from grpo.objectives.shaping import informative_groups
 from grpo.policies.scoring import evaluating
+from grpo.rewards.batch import RewardsFailed, check_failures
 from grpo.training.adaptation import Adaptation
 from grpo.training.checkpoint import (
     Checkpoint,
@@ -65,6 +66,7 @@ class Trainer:
             compared with it.
         teacher: writes a teacher's opinion into a rollout, for distillation.
         adaptations: coefficients that follow a metric.
+        max_reward_errors: greatest share of a batch for which reward functions may fail.
         proof_interval: updates within which all of the engine's tensors are compared with the
             trainer's, to the bit; see :class:`~grpo.weights.proof.WeightProof`.
     """
@@ -91,6 +93,7 @@ class Trainer:
         adaptations: Sequence[Adaptation] = (),
         overlap_canary: bool = False,
         proof_interval: int = 10,
+        max_reward_errors: float = 0.5,
     ) -> None:
         self.collector, self.advantage, self.learner = collector, advantage, learner
         self.weights, self.canary, self.evaluator = weights, canary, evaluator
@@ -102,6 +105,7 @@ class Trainer:
         self.iterations, self.eval_frequency = iterations, eval_frequency
         self.checkpoint_frequency = checkpoint_frequency
         self.keep_checkpoints = keep_checkpoints
+        self.max_reward_errors = max_reward_errors
         self.step = 0
         self.resumed_from: Path | None = None
         self.first_accuracy = self.last_accuracy = float("nan")
@@ -170,19 +174,19 @@ class Trainer:
 
     def _end_early(self, reason: BaseException) -> None:
         """Keep what was trained, and say how the run goes on."""
-        warn = self.reporter.console.warn
+        warn, summary = self.reporter.console.warn, str(reason).partition("\n")[0]
         if self._unlogged is not None:  # something failed when the step was trained
             self.reporter.loggers.log(self.step, self._unlogged)
         if self.step == 0 and not self._looked:
-            warn(f"{reason}; nothing has been trained yet")
+            warn(f"{summary}; nothing has been trained yet")
             return
         try:
             if self.saved is None or self.saved.step < self.step:
                 self.save()
         except (OSError, RuntimeError) as error:  # the disk is full, or a rank has died
-            warn(f"{reason}; the present state could not be saved: {error}")
+            warn(f"{summary}; the present state could not be saved: {error}")
         if self.saved is not None:
-            self._write_report(f"{reason} after {self.step} of {self.iterations} iterations",
+            self._write_report(f"{summary} after {self.step} of {self.iterations} iterations",
                                self.saved.folder)
             self.reporter.console.info(
                 f"the run can go on: resume=auto, or resume={self.saved.folder}")
@@ -208,10 +212,7 @@ class Trainer:
         self._before_batch = self._position()
         with self.requests.at_once():
             rollout = self.collector.collect()
-        if rollout[data.REWARD_ERROR].all():
-            raise RuntimeError(f"iteration {self.step + 1}: not one of {len(rollout)} completions "
-                               "got a reward; the log above names the reward function and the "
-                               "reason. Nothing has been updated")
+        self._check_rewards(rollout)
         metrics = rollout_metrics(rollout) | self.collector.metrics
         metrics |= data.staleness(rollout, self.weights.version)
         for name, scorer in self.frozen.items():
@@ -253,6 +254,13 @@ class Trainer:
             except NotSavedError as error:  # the next one may find room
                 self.reporter.console.warn(f"no checkpoint of step {self.step}: {error}")
         return metrics
+
+    def _check_rewards(self, rollout: TensorDictBase) -> None:
+        when, failures = f"iteration {self.step + 1}", getattr(self.collector, "failures", {})
+        fault_B = rollout.get(data.REWARD_FAULT, rollout[data.REWARD_ERROR].long()).flatten()
+        check_failures(fault_B, failures, limit=self.max_reward_errors, when=when)
+        if rollout[data.REWARD_ERROR].all():
+            raise RewardsFailed(when, fault_B, failures)
 
     def _prove_start(self) -> None:
         """Before any step: do updates arrive, and do engine and trainer agree?"""
@@ -358,7 +366,12 @@ class Trainer:
 
 
 def rollout_metrics(rollout: TensorDictBase) -> dict[str, float]:
-    """Rewards and lengths of a rollout; rows without a reward are counted, not averaged in."""
+    """Rewards and lengths of a rollout; rows without a reward are counted, not averaged in.
+
+    ``reward/errors`` counts all of them, those that a function left out by None (``skipped``) and
+    for which it took too long (``timeouts``) included. Of several rewards each has its mean, before
+    its weight.
+    """
     valid = ~rollout[data.REWARD_ERROR].flatten()
     sizes = rollout[data.ASSISTANT_MASK].sum(-1).float()
     metrics = {
@@ -368,7 +381,12 @@ def rollout_metrics(rollout: TensorDictBase) -> dict[str, float]:
         "tokens/total": rollout[data.ATTENTION_MASK].sum().item(),
         "tokens/truncated_fraction": rollout[data.TRUNCATED].float().mean().item(),
     }
+    if (fault := rollout.get(data.REWARD_FAULT, None)) is not None:
+        metrics["reward/skipped"] = (fault == data.FAULT_SKIPPED).sum().item()
+        metrics["reward/timeouts"] = (fault == data.FAULT_LATE).sum().item()
     if valid.any():
+        for name, part in rollout.get(data.REWARD_PARTS, {}).items():
+            metrics[f"reward/{name}/mean"] = part.flatten()[valid].mean().item()
         rewards = rollout[data.REWARD].flatten()[valid]
         metrics["reward/mean"] = rewards.mean().item()
         metrics["reward/std"] = rewards.std(correction=0).item()

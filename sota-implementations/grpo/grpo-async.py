@@ -53,6 +53,7 @@ from grpo.engines.handle import EngineError  # noqa: E402
 from grpo.engines.ray_engine import WorkersLost  # noqa: E402
 from grpo.evaluation import Evaluator  # noqa: E402
 from grpo.memory import ModelShape  # noqa: E402
+from grpo.rewards import RewardsFailed  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
 from grpo.training.bottleneck import bottleneck_table  # noqa: E402
 from grpo.training.checkpoint import Checkpoint  # noqa: E402
@@ -69,7 +70,7 @@ from grpo.weights.channel import TransferError  # noqa: E402
 
 #: What may end a run that is not a mistake in the code.
 ENDINGS = (RolloutsFailed, WorkersLost, EngineError, TransferError, StaleWeightsError,
-           FloatingPointError, NotSavedError)
+           FloatingPointError, NotSavedError, RewardsFailed)
 
 
 def build_trainer(
@@ -152,7 +153,8 @@ def build_trainer(
         canary=canary,
         overlap_canary=config.train.staleness > 0,
         evaluator=Evaluator(
-            build.build_eval_env(config, task, prompts, tokenizer, actor.policy), actor.policy),
+            build.build_eval_env(config, task, prompts, tokenizer, actor.policy), actor.policy,
+            max_reward_errors=config.env.max_reward_errors),
         reporter=Reporter(console, loggers, tokenizer, run_dir=run_dir,
                           num_samples=config.logging.num_samples),
         tokenizer=tokenizer,
@@ -163,6 +165,7 @@ def build_trainer(
         checkpoint_frequency=config.train.checkpoint_frequency,
         keep_checkpoints=config.train.keep_checkpoints or 3,
         proof_interval=config.train.proof_interval,
+        max_reward_errors=config.env.max_reward_errors,
     )
     if checkpoint:
         trainer.restore(checkpoint)

@@ -53,6 +53,7 @@ from grpo.evaluation import Evaluator  # noqa: E402
 from grpo.ledger import check_fits  # noqa: E402
 from grpo.memory import ModelShape  # noqa: E402
 from grpo.presets import describe_preset  # noqa: E402
+from grpo.rewards import RewardsFailed  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
 from grpo.training.checkpoint import Checkpoint  # noqa: E402
 from grpo.training.checkpoint_files import NotSavedError  # noqa: E402
@@ -138,7 +139,8 @@ def build_trainer(
         learner=actor.learner,
         weights=actor.weights,
         canary=canary,
-        evaluator=Evaluator(eval_env, actor.policy),
+        evaluator=Evaluator(eval_env, actor.policy,
+                            max_reward_errors=config.env.max_reward_errors),
         reporter=Reporter(console, loggers, tokenizer, run_dir=run_dir,
                           num_samples=config.logging.num_samples),
         tokenizer=tokenizer,
@@ -149,6 +151,7 @@ def build_trainer(
         checkpoint_frequency=config.train.checkpoint_frequency,
         keep_checkpoints=config.train.keep_checkpoints or 3,
         proof_interval=config.train.proof_interval,
+        max_reward_errors=config.env.max_reward_errors,
     )
     if checkpoint:
         trainer.restore(checkpoint)
@@ -163,7 +166,8 @@ def main(cfg: DictConfig) -> None:
             run(cfg, at_end)  # a sweep starts the next run in this process
     except RankDied as error:
         sys.exit(f"error: {error}\nthe run can go on from its newest checkpoint: resume=auto")
-    except (EngineError, StaleWeightsError, FloatingPointError, NotSavedError) as error:
+    except (EngineError, StaleWeightsError, FloatingPointError, NotSavedError,
+            RewardsFailed) as error:
         sys.exit(f"error: {error}")  # the trainer has said how the run can go on
 
 

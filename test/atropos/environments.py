@@ -31,7 +31,7 @@ class DicePolicy(Policy):
         self.asked: list[tuple[float, int]] = []
         self.numbers: list[int] = []
 
-    def _generate(self, prompts):
+    def _generate(self, prompts, on_row=None):
         out = Completions([], [], [])
         self.asked.append((self.sampling.temperature, self.sampling.max_tokens))
         self.numbers.append(self.calls)

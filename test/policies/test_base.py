@@ -26,7 +26,7 @@ class Scripted(Policy):
         self.seen: list[list[int]] = []
         self.drawn: list[float] = []
 
-    def _generate(self, prompts):
+    def _generate(self, prompts, on_row=None):
         self.seen = prompts
         self.drawn.append(torch.rand(()).item())
         return Completions(self.answers, [[-float(t) for t in row] for row in self.answers],

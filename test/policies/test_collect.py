@@ -67,6 +67,17 @@ def test_tokens_and_log_probs_are_the_same_to_the_bit(make_policy, front_end, mo
     assert_same(two_calls(policy), collected)
 
 
+def test_rows_are_told_as_they_finish_with_the_tokens_of_the_end(make_policy, front_end):
+    policy = make_policy(eos=tuple(range(2, 60)))
+    told = []
+    prompts = policy.pad_prompts(PROMPTS)
+    batch = policy.stream(prompts, lambda row, tokens: told.append((row, list(tokens))))
+    rows = [row[mask].tolist() for row, mask in
+            zip(batch["tokens", "full"], batch["masks", "all_assistant_mask"], strict=True)]
+    assert sorted(told) == list(enumerate(rows))
+    assert told != sorted(told)  # short rows before long ones
+
+
 @pytest.mark.parametrize("ordinary", [False, True], ids=["collected", "ordinary"])
 def test_an_interrupted_call_leaves_nothing_behind(make_policy, engine, front_end, monkeypatch,
                                                    ordinary):

@@ -101,6 +101,7 @@ def make_trainer(config, run_dir, checkpoint=None, **options) -> Trainer:
         eval_frequency=config.train.eval_frequency,
         checkpoint_frequency=config.train.checkpoint_frequency,
         keep_checkpoints=config.train.keep_checkpoints or 3,
+        max_reward_errors=config.env.max_reward_errors,
         reference=build_objective.build_reference(config, actor.model, lambda: base, load),
         teacher=build_objective.build_teacher(config, actor.model, load),
         adaptations=build_objective.build_adaptations(config, loss, advantage), **options)
