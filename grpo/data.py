@@ -1,4 +1,4 @@
-"""The one batch layout: key names, shapes, and how rows are padded, packed and split.
+"""The one batch layout: key names, shapes, and how rows are padded and split.
 
 A rollout is a dense :class:`~tensordict.TensorDict` with ``batch_size [B]``. ``P`` is the padded
 prompt length, ``R`` the padded response length, ``T = P + R``:
@@ -40,7 +40,6 @@ data. :mod:`grpo.data_torchrl` converts TorchRL's ragged chat batches to and fro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -299,6 +298,7 @@ def split_rows(
     max_tokens: int | None = None,
     multiple_of: int = 1,
     whole_groups: bool = False,
+    packed: bool = False,
 ) -> list[TensorDict]:
     """Split an optimizer batch into micro-batches, each trimmed to its own longest row.
 
@@ -313,6 +313,8 @@ def split_rows(
         multiple_of: pad pieces to a multiple of this many tokens, so that compiled graphs meet few
             shapes; see :func:`trim`.
         whole_groups: keep the rows of a ``group_id`` together, for objectives that compare them.
+        packed: ``max_tokens`` counts the tokens that packed rows have, those of a group's prompt
+            once, and rows of a group follow each other; see :mod:`grpo.objectives.packing`.
 
     Raises:
         ValueError: if both or none of the options are given, or one is below 1; for rows that are
@@ -334,6 +336,8 @@ def split_rows(
     if num_micro_batches is not None:
         cuts = torch.arange(len(units)).tensor_split(min(num_micro_batches, len(units)))
         pieces = [[units[i] for i in cut.tolist()] for cut in cuts]
+    elif packed:
+        pieces = _packed_within_budget(batch, units, max_tokens)
     else:
         pieces = _within_budget(units, lengths(batch).tolist(), max_tokens, multiple_of)
     return [trim(batch[torch.cat(piece)], multiple_of=multiple_of) for piece in pieces]
@@ -389,6 +393,30 @@ def _filled(by_width: list[tuple[int, Tensor]], max_tokens: int) -> list[list[Te
     return pieces
 
 
+def _packed_within_budget(
+    batch: TensorDictBase, units: list[Tensor], max_tokens: int
+) -> list[list[Tensor]]:
+    """Neighbours in order of their groups, in pieces that are filled one after the other."""
+    scored_BT = batch[ASSISTANT_MASK]
+    real_B, group_B = lengths(batch), batch[GROUP_ID].flatten()
+    first_B = torch.where(scored_BT.any(-1), scored_BT.int().argmax(-1), real_B)
+    real, first, group = real_B.tolist(), first_B.tolist(), group_B.tolist()
+    pieces: list[list[Tensor]] = []
+    used, prompts = 0, set()
+    for unit in sorted(units, key=lambda unit: group[unit[0]]):
+        rows = unit.tolist()
+        new = {(group[row], first[row]) for row in rows}
+        tokens = sum(real[row] - first[row] for row in rows)
+        added = tokens + sum(length for _, length in new - prompts)
+        if pieces and used + added <= max_tokens:
+            pieces[-1].append(unit)
+            used, prompts = used + added, prompts | new
+        else:
+            pieces.append([unit])
+            used, prompts = tokens + sum(length for _, length in new), new
+    return pieces
+
+
 def scatter_tokens(values_N: Tensor, index_N: Tensor, shape: tuple[int, int]) -> Tensor:
     """Lay per-token values out as ``[B, T]``, zeros elsewhere (differentiable).
 
@@ -403,52 +431,3 @@ def scatter_tokens(values_N: Tensor, index_N: Tensor, shape: tuple[int, int]) ->
     """
     flat = values_N.new_zeros(shape[0] * shape[1])
     return flat.index_put((index_N,), values_N).view(shape)
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """Rows laid end to end in one sequence, as attention kernels with variable lengths read them.
-
-    Attributes:
-        tokens: int64 ``[1, N]``, all real tokens of all rows.
-        position_ids: int64 ``[1, N]``, restarting at 0 with each row.
-        cu_seqlens: int32 ``[B + 1]``, where each row starts; the last entry is ``N``.
-        max_seqlen: length of the longest row.
-        index: int64 ``[N]``, position of each packed token in the flattened ``[B * T]`` batch.
-    """
-
-    tokens: Tensor
-    position_ids: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    index: Tensor
-
-    def unpack(self, values_N: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Scatter per-token values back to ``[B, T]``, zeros on padding (differentiable)."""
-        return scatter_tokens(values_N, self.index, shape)
-
-
-def pack(tokens_BT: Tensor, attention_mask_BT: Tensor) -> PackedRows:
-    """Lay the real tokens of right-padded rows end to end.
-
-    Args:
-        tokens_BT: int64 ``[B, T]``.
-        attention_mask_BT: bool ``[B, T]``, True on real tokens, which start each row.
-
-    Examples:
-        >>> p = pack(torch.tensor([[5, 6, 0], [7, 8, 9]]),
-        ...          torch.tensor([[True, True, False], [True, True, True]]))
-        >>> p.tokens.tolist(), p.position_ids.tolist(), p.cu_seqlens.tolist()
-        ([[5, 6, 7, 8, 9]], [[0, 1, 0, 1, 2]], [0, 2, 5])
-    """
-    lengths_B = attention_mask_BT.sum(-1)
-    cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
-    index = attention_mask_BT.flatten().nonzero()[:, 0]
-    positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
-    return PackedRows(
-        tokens=tokens_BT.flatten()[index][None],
-        position_ids=positions_BT.flatten()[index][None],
-        cu_seqlens=cu_seqlens,
-        max_seqlen=int(lengths_B.max()),
-        index=index,
-    )

@@ -243,38 +243,24 @@ class TestSplit:
         pieces = data.split_rows(batch, max_tokens=7, whole_groups=True)
         assert [len(piece) for piece in pieces] == [2, 2, 2]
 
+    def test_packed_rows_count_a_prompt_once(self):
+        batch = dense([([1] * 5, [2]), ([3], [2]), ([1] * 5, [2] * 2), ([3], [2]),
+                       ([1] * 5, [2] * 3)])
+        batch["group_id"] = torch.tensor([8, 2, 8, 2, 8])
+        sizes = {1: [[1], [3], [0], [2], [4]], 3: [[1, 3], [0], [2], [4]],
+                 8: [[1, 3], [0, 2], [4]], 13: [[1, 3, 0, 2], [4]], 10: [[1, 3, 0], [2, 4]]}
+        for most, rows in sizes.items():
+            pieces = data.split_rows(batch, max_tokens=most, packed=True)
+            assert [piece["row"].tolist() for piece in pieces] == rows, most
+        (piece,) = data.split_rows(batch, max_tokens=8, packed=True, whole_groups=True)[1:]
+        assert piece["row"].tolist() == [0, 2, 4]
+
     @pytest.mark.parametrize("options", [
         {}, {"num_micro_batches": 1, "max_tokens": 9}, {"num_micro_batches": 0}, {"max_tokens": 0},
         {"max_tokens": -1}])
     def test_wrong_options_are_errors(self, options):
         with pytest.raises(ValueError, match="num_micro_batches.*max_tokens"):
             data.split_rows(dense([([1], [2])]), **options)
-
-
-class TestPack:
-    @given(rows=ROWS, extra=st.integers(0, 3))
-    def test_round_trip(self, rows, extra):
-        batch = dense(rows, extra=extra)
-        tokens, attention = batch[data.TOKENS], batch[data.ATTENTION_MASK]
-        packed = data.pack(tokens, attention)
-        contents = [prompt + response for prompt, response in rows]
-        assert packed.tokens[0].tolist() == sum(contents, [])
-        assert packed.position_ids[0].tolist() == sum((list(range(len(c))) for c in contents), [])
-        assert packed.cu_seqlens.dtype == torch.int32
-        starts = packed.cu_seqlens.tolist()
-        for i, content in enumerate(contents):
-            assert packed.tokens[0, starts[i] : starts[i + 1]].tolist() == content
-        assert starts[0] == 0 and starts[-1] == packed.tokens.numel()
-        assert packed.max_seqlen == max(map(len, contents))
-        assert torch.equal(packed.unpack(packed.tokens[0], tokens.shape), tokens * attention)
-
-    def test_unpack_passes_gradients_on(self):
-        packed = data.pack(torch.tensor([[5, 0], [6, 7]]),
-                           torch.tensor([[True, False], [True, True]]))
-        values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-        weights = torch.tensor([[10.0, 20.0], [30.0, 40.0]])
-        (packed.unpack(values, (2, 2)) * weights).sum().backward()
-        assert values.grad.tolist() == [10.0, 30.0, 40.0]
 
 
 def test_keys_of_a_batch_without_optional_entries():

@@ -38,6 +38,7 @@ CUDA_FLOAT32 = 1e-2
 #: small ones.
 _LOGIT_SIZES = (0.1, 1.0, 10.0, 50.0)
 _LONG, _SHORT = 9, 7  # tokens of the rows
+_START = 3  # of them that other rows may begin with, too
 
 # Attention to tokens that are cut off, or chosen, by where they lie in the whole sequence.
 _FROM_LENGTHS = ("attention_chunk_size", "index_topk", "indexer_budget")
@@ -167,24 +168,29 @@ class Trial:
                 "configuration)")
 
     def why_not_together(
-        self, logits: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+        self, logits: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> str | None:
         """Why a row that shares a batch does not have the logits it has alone; None: it has.
 
         Args:
-            logits: ``(tokens_BT, attention_mask_BT) -> (logits_NV, row_N)`` of the tokens of a
-                batch, the way it is to be computed.
+            logits: ``(tokens_BT, attention_mask_BT, mask_BT) -> logits_NV`` that the tokens of
+                ``mask_BT`` follow from, the way a batch is to be computed.
         """
         def in_batch() -> Tensor:
-            tokens_BT = torch.stack([self.random_row(_LONG), self.random_row(_LONG)])
+            tokens_BT = torch.stack([self.random_row(_LONG) for _ in range(4)])
             tokens_BT[1, :_SHORT] = self.row
-            mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
-            mask_BT[1, _SHORT:] = False
-            logits_NV, row_N = logits(tokens_BT, mask_BT)
-            return logits_NV[row_N == 1]
+            tokens_BT[2, :_START] = tokens_BT[0, :_START]  # rows may share what they begin with
+            tokens_BT[3, :_START] = self.row[:_START]
+            real_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+            real_BT[1, _SHORT:] = False
+            scored_BT = real_BT.clone()
+            scored_BT[:, :_START] = False
+            scored_BT[2, 1:] = True  # not all of it
+            logits_NV = logits(tokens_BT, real_BT, scored_BT)
+            return logits_NV[_LONG - _START :][: _SHORT - _START]
 
         first, second = in_batch(), in_batch()
-        name, own = type(self.model).__name__, self.own[:len(first)]
+        name, own = type(self.model).__name__, self.own[_START - 1 : -1]
         # The same operations on the same shapes: where rows are apart, nothing moves.
         if not (gap := Gap.between(second, first)).within(self.allowed(SAME_OPERATIONS)):
             return f"the logits of one row of {name} change with the tokens of another ({gap})"

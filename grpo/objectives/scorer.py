@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo.data import pack, scatter_tokens
+from grpo.data import scatter_tokens
+from grpo.objectives import packed_attention
 from grpo.objectives.agreement import Trial, can_try, product, say_once, trying
 from grpo.objectives.head import (
     PartLoss,
@@ -18,6 +19,7 @@ from grpo.objectives.head import (
     log_probs_from_logits,
     sum_dtype,
 )
+from grpo.objectives.packing import pack
 
 HeadKind = Literal["auto", "fused", "chunked", "logits"]
 
@@ -53,7 +55,9 @@ class TokenScorer(nn.Module):
         chunk_size: tokens a chunk; None: by device, see
             :func:`~grpo.objectives.head.default_chunk_size`.
         entropy_gradient: whether the entropy is differentiated or only reported.
-        packing: compute on rows laid end to end instead of padded rows.
+        packing: compute on rows laid end to end instead of padded rows. Rows that begin with the
+            same tokens, as those of a group do, share them where the model's attention allows it,
+            see :mod:`grpo.objectives.packing`.
         fp32_head: compute logits in float32 where the model has half precision; the weights stay
             as they are.
 
@@ -105,6 +109,7 @@ class TokenScorer(nn.Module):
         self.entropy_gradient = entropy_gradient
         self.packing = packing
         self._chunked, self._measured = head != "logits", False
+        self._sharing = False
         if obstacle := _why_not_chunked(model):
             self._without_tiles(obstacle)
 
@@ -113,6 +118,12 @@ class TokenScorer(nn.Module):
         """Whether the output matrix is applied in tiles here, rather than by the model."""
         self.measure()
         return self._chunked
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether rows of a batch that begin with the same tokens compute them once."""
+        self.measure()
+        return self._sharing
 
     def measure(self) -> None:
         """Try the model on a few tokens, once; without effect where that cannot be done yet.
@@ -137,6 +148,8 @@ class TokenScorer(nn.Module):
             if self._chunked and (reason := trial.why_not_tiles()):
                 self._without_tiles(reason)
             reason = trial.why_not_packed() if packing else None
+            if packing and not reason:
+                self._share_if_possible(trial)
             if reason := reason or trial.why_not_together(self._logits):
                 raise ValueError(
                     f"packing=True does not fit this model: {reason}; set packing=False "
@@ -146,6 +159,23 @@ class TokenScorer(nn.Module):
                 say_once(f"{reason}; load the model with attn_implementation='eager' if it was "
                          "trained with the cap")
         self._measured = True
+
+    def _share_if_possible(self, trial: Trial) -> None:
+        """Attend by segments, which may share keys, where the model computes the same with it."""
+        if (reason := packed_attention.why_not(self.model)) is None:
+            before = self.model.config._attn_implementation
+            packed_attention.install(self.model)
+            self._sharing = True
+            try:
+                reason = trial.why_not_together(self._logits)
+            except (TypeError, ValueError) as error:  # arguments or shapes that it cannot have
+                reason = str(error)
+            if reason:
+                self._sharing = False
+                self.model.set_attn_implementation(before)
+        if reason:
+            say_once(f"packed rows of {type(self.model).__name__} do not share their prompts: "
+                     f"{reason}")
 
     def _without_tiles(self, reason: str) -> None:
         """Take the model's own logits, where they were not ruled out."""
@@ -159,13 +189,10 @@ class TokenScorer(nn.Module):
             say_once(f"head='auto' takes all logits from {type(self.model).__name__}: {reason}")
         self._chunked = False
 
-    def _logits(self, tokens_BT: Tensor, attention_mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits that all tokens but the first of each row follow from, and the tokens' rows."""
-        mask_BT = attention_mask_BT.clone()
-        mask_BT[:, 0] = False
+    def _logits(self, tokens_BT: Tensor, attention_mask_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Logits ``[N, V]`` that the tokens of ``mask_BT`` follow from, row by row."""
         found = self._predict(tokens_BT, attention_mask_BT, mask_BT)
-        logits = product(found.states, self.head_weight) if self._chunked else found.states
-        return logits, found.index_N // tokens_BT.shape[1]
+        return product(found.states, self.head_weight) if self._chunked else found.states
 
     @property
     def head_weight(self) -> Tensor:
@@ -206,14 +233,13 @@ class TokenScorer(nn.Module):
         index_N = mask_BT.flatten().nonzero()[:, 0]
         targets_N = tokens_BT.flatten()[index_N]
         if self.packing:
-            packed = pack(tokens_BT, attention_mask_BT)
+            packed = pack(tokens_BT, attention_mask_BT, mask_BT if self._sharing else None)
             # With a cache, Transformers takes the packed rows for one row: each then attends to
             # those before it.
-            inputs = {"input_ids": packed.tokens, "position_ids": packed.position_ids,
-                      "use_cache": False}
-            slot_of = torch.zeros(tokens_BT.numel(), dtype=torch.int64, device=tokens_BT.device)
-            slot_of[packed.index] = torch.arange(len(packed.index), device=tokens_BT.device)
-            source_N = slot_of[index_N - 1]
+            inputs = (packed_attention.inputs(self.model, packed) if self._sharing else
+                      {"input_ids": packed.tokens, "position_ids": packed.position_ids,
+                       "use_cache": False})
+            source_N = packed.slots[index_N - 1]
         else:
             inputs = {"input_ids": tokens_BT, "attention_mask": _padding_mask(attention_mask_BT)}
             source_N = index_N - 1

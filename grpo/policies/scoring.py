@@ -43,7 +43,7 @@ def score_rollout(
     entropy_BT = torch.zeros_like(log_probs_BT)
     home = log_probs_BT.device
     with evaluating(scorer.model):
-        for rows, part in _scoring_parts(scorer, rollout, max_tokens):
+        for rows, part in scoring_parts(scorer, rollout, max_tokens):
             scores = scorer(part[data.TOKENS], part[data.ATTENTION_MASK],
                             part[data.ASSISTANT_MASK])
             for out_BT, values in zip((log_probs_BT, entropy_BT), scores, strict=True):
@@ -51,16 +51,17 @@ def score_rollout(
     return log_probs_BT, entropy_BT
 
 
-def _scoring_parts(
+def scoring_parts(
     scorer: TokenScorer, rollout: TensorDictBase, max_tokens: int
 ) -> Iterator[tuple[Tensor, TensorDictBase]]:
     """Micro-batches of a rollout on the scorer's device, each with the numbers of its rows."""
     device = next(scorer.model.parameters()).device
-    numbered = rollout.select(data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK)
+    numbered = rollout.select(data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK,
+                              data.GROUP_ID, strict=False)
     numbered["row"] = torch.arange(rollout.batch_size[0], device=rollout[data.TOKENS].device)
     # The first token of a row has no context to be predicted from.
     numbered[data.ASSISTANT_MASK] = loss_mask(numbered)
-    for part in data.split_rows(numbered, max_tokens=max_tokens):
+    for part in data.split_rows(numbered, max_tokens=max_tokens, packed=scorer.shares_prompts):
         yield part["row"], part.to(device)
 
 
@@ -130,7 +131,7 @@ class TeacherScorer:
         home = rollout[data.TOKENS].device
         ids_BTK = torch.zeros(shape, dtype=torch.int64, device=home)
         log_probs_BTK = torch.full(shape, -torch.inf, device=home)
-        for rows, part in _scoring_parts(self.scorer, rollout, self.max_tokens):
+        for rows, part in scoring_parts(self.scorer, rollout, self.max_tokens):
             predictions = self.scorer.predict(part[data.TOKENS], part[data.ATTENTION_MASK],
                                               part[data.ASSISTANT_MASK])
             log_probs_NK, ids_NK = self.scorer.most_likely(predictions, self.topk)

@@ -72,7 +72,7 @@ class Learner:
         self.whole_groups = loss.terms.scope == "group"
         self.split = {"num_micro_batches": num_micro_batches,
                       "max_tokens": max_tokens_per_micro_batch, "multiple_of": width_multiple,
-                      "whole_groups": self.whole_groups}
+                      "whole_groups": self.whole_groups, "packed": loss.scorer.shares_prompts}
         self.device = next(loss.actor_network.parameters()).device
         self.seconds = {"train": 0.0, "optimizer": 0.0}
         self.before_step: Callable[[], object] | None = None

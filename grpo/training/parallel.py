@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from grpo import data
 from grpo.objectives.grpo import GRPOLoss
 from grpo.objectives.scorer import TokenScorer
-from grpo.policies.scoring import ProximalScorer, score_rollout
+from grpo.policies.scoring import ProximalScorer, score_rollout, scoring_parts
 from grpo.training.learner import Learner
 from grpo.training.optim import MasterAdamW
 from grpo.training.ranks import Ranks, divide_rows
@@ -302,7 +302,7 @@ def score_divided(
     scores_2BT = torch.zeros(2, *rollout[data.LOG_PROBS].shape, dtype=rollout[data.LOG_PROBS].dtype,
                              device=rows.device)
     own = rollout[rows]
-    passes = len(data.split_rows(own, max_tokens=max_tokens)) if len(rows) else 0
+    passes = sum(1 for _ in scoring_parts(scorer, own, max_tokens)) if len(rows) else 0
     missing = ranks.greatest(passes) - passes  # before the first pass, in which ranks meet
     if passes:
         scores_2BT[:, rows] = torch.stack(score_rollout(scorer, own, max_tokens=max_tokens))
