@@ -77,6 +77,8 @@ class GroupDistillConfig(DistillConfig):
 
 # Keys of sections that others read in other runs, and what is in their place here.
 _UNREAD = {
+    ("train", "max_steps"): "atropos.steps",
+    ("train", "data_epochs"): "atropos.steps (environments choose their problems)",
     ("train", "total_dialog_turns"): "atropos.steps",
     ("train", "dialog_turns_per_batch"): "atropos.batch_size",
     ("train", "max_sampling_rounds"): "the environments' ensure_scores_are_not_same",
@@ -156,10 +158,6 @@ class AtroposConfig(Config):
     def turns_per_batch(self) -> int:
         """Sequences of a step."""
         return self.atropos.batch_size * (self.train.gradient_accumulation_steps or 1)
-
-    @property
-    def total_turns(self) -> int:
-        return self.iterations * self.turns_per_batch
 
     @property
     def iterations(self) -> int:
