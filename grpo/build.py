@@ -230,7 +230,7 @@ def named_reward(name: str) -> RewardFn:
                           f"{type(error).__name__}: {error}") from error
 
 
-def try_rewards(rewards: Callable, config: Config, task: Task) -> None:
+def try_rewards(rewards: RewardScorer, config: Config, task: Task) -> None:
     """Refuse rewards that fail for every completion, before a run trains on nothing.
 
     Raises:
@@ -258,21 +258,35 @@ def describe(
     if config.model.name == "embedded":
         model += (", made here and warm-started on additions of which a share is deliberately "
                   "wrong: there is something to learn")
-    steps, warmup = config.optimizer_steps, config.optimizer.warmup_steps
-    too_short = f" (all of them in the warm-up of {warmup})" if warmup >= steps else ""
     return {
         "model": model,
         "task": f"{task.name}: {len(prompts.train):,} training and {len(prompts.test):,} held-out "
                 "problems",
         "batch": f"{config.groups_per_batch} prompts x {config.env.repeats} "
                  f"completions of at most {config.max_tokens} tokens",
-        "run": f"{config.iterations} iterations, {steps} optimizer steps{too_short}, seed "
-               f"{config.train.seed}",
+        "run": describe_length(config, problems=len(prompts.train)),
         "loss": describe_loss(config),
         **describe_engine(config, device=device, backend=backend),
         "device": describe_device(config, device),
         "folder": str(run_dir),
     }
+
+
+def describe_length(config: Config, *, problems: int) -> str:
+    """The length of a run in all its units, with the keys that count in them.
+
+    Args:
+        config: of the run, for its number of problems.
+        problems: to train on.
+    """
+    steps, warmup = config.optimizer_steps, config.optimizer.warmup_steps
+    too_short = f" (all of them in the warm-up of {warmup})" if warmup >= steps else ""
+    epochs = config.total_turns / config.env.repeats / problems
+    drawn = "at least " if config.train.max_sampling_rounds else ""
+    return (f"{config.iterations:,} iterations (train.max_steps), {steps:,} optimizer steps"
+            f"{too_short}, {config.total_turns:,} completions (train.total_dialog_turns), {drawn}"
+            f"{epochs:.3g} passes over the training problems (train.data_epochs), seed "
+            f"{config.train.seed}")
 
 
 def describe_device(config: Config, device: torch.device) -> str:

@@ -7,13 +7,20 @@ An unknown key is an error, and so is a key that the chosen mode would not read.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field, ValidationError, model_validator
 
 from grpo.config_aliases import accept_aliases
-from grpo.config_keys import ConfigError, OptimizerName, errors_text, unknown_key
+from grpo.config_keys import ConfigError, errors_text, unknown_key
+from grpo.config_length import (
+    DEFAULT_TURNS,
+    DEMONSTRATION_BATCHES,
+    EMBEDDED_TURNS,
+    LengthConfig,
+    steps_of_epochs,
+)
 from grpo.config_model import (
     InferenceModelConfig,
     ModelConfig,
@@ -27,13 +34,11 @@ from grpo.config_objective import (
     EntropyControllerConfig,
     KLControllerConfig,
     MaxEntConfig,
-    ObjectiveConfig,
     Section,
 )
+from grpo.config_optimizer import OptimizerConfig
 from grpo.config_unread import SYNC, Unread, refuse_unread
 from grpo.objectives.registry import get_objective
-
-_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class EnvConfig(Section):
@@ -80,19 +85,18 @@ class EnvConfig(Section):
         return chosen if isinstance(chosen, dict) else {chosen: 1.0}
 
 
-class TrainConfig(ObjectiveConfig):
-    """The loop, and the objective of :class:`~grpo.config_objective.ObjectiveConfig`."""
+class TrainConfig(LengthConfig):
+    """The loop; its length, and the objective of :class:`~grpo.config_objective.ObjectiveConfig`.
+    """
 
     exp_name: str = "grpo"
     seed: int = Field(0, ge=0)
-    total_dialog_turns: int | None = Field(None, ge=1)
-    """Completions the whole run generates, rounded down to whole batches; null: 100,000, and 5
-    batches for the embedded model on problems it cannot solve."""
     dialog_turns_per_batch: int | None = Field(None, ge=1)
     """Completions generated between weight updates; null: ``env.num_envs * env.repeats``."""
     optim_batch_size: int | None = Field(None, ge=1)
     """Completions an optimizer step; null: all of a batch (strictly on-policy)."""
     epochs: int = Field(1, ge=1)
+    """Passes over each batch of completions; those over the problems are ``train.data_epochs``."""
     gradient_accumulation_steps: int | None = Field(None, ge=1)
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
     """Split by token budget; null together with the previous key: the largest of
@@ -125,25 +129,6 @@ class PolicyConfig(Section):
 
     kl_coef: float | None = Field(None, ge=0)
     """The same as ``train.kl_to_ref_coeff``."""
-
-
-class OptimizerConfig(Section):
-    """AdamW, or another optimizer, over float32 master weights."""
-
-    name: OptimizerName = "adamw"
-    lr: float = Field(1e-5, gt=0)
-    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    clip_grad_norm: float | None = Field(1.0, gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    final_lr_fraction: float | None = Field(None, ge=0, le=1)
-    """Share of ``lr`` that a decaying schedule runs towards; null: 0."""
-    scale_parameter: bool = False
-    """Adafactor: multiply the learning rate by the root mean square of each weight matrix."""
-    relative_step: bool = False
-    """Adafactor: the learning rate follows the number of steps, ``lr`` is not read."""
 
 
 class LoggingConfig(Section):
@@ -206,9 +191,10 @@ class Config(Section):
                              f"multiple of env.repeats={self.env.repeats}: "
                              "train.aggregation=prompt needs whole groups in an optimizer step, "
                              "or prompts would have different weights")
-        if self.total_turns < batch:
-            raise ValueError(f"train.total_dialog_turns={self.total_turns} is less "
-                             f"than one batch of {batch} completions")
+        if self.train.data_epochs is None and not self.iterations:
+            turns = self.train.total_dialog_turns or self._default_turns
+            raise ValueError(f"train.total_dialog_turns={turns} is less than one batch of {batch} "
+                             "completions; raise it, or give train.max_steps instead")
         return self
 
     @model_validator(mode="after")
@@ -286,11 +272,32 @@ class Config(Section):
         """The embedded model on problems it cannot solve: it only shows that the pipeline runs."""
         return self.model.name == "embedded" and self.env.dataset != "arithmetic"
 
+    def for_problems(self: AnyConfig, count: int) -> AnyConfig:
+        """The same run with ``train.data_epochs`` as ``train.max_steps``.
+
+        Args:
+            count: training problems.
+
+        Examples:
+            >>> Config(train={"data_epochs": 2}).for_problems(7473).iterations  # 32 a batch
+            468
+        """
+        if (epochs := self.train.data_epochs) is None:
+            return self
+        batch = self.turns_per_batch // self.env.repeats
+        return self.changed(train={"data_epochs": None, "max_steps": steps_of_epochs(
+            epochs, problems=count, batch=batch)})
+
     @property
     def total_turns(self) -> int:
-        """``train.total_dialog_turns``, resolved."""
-        default = 5 * self.turns_per_batch if self.is_demonstration else 100_000
-        return self.train.total_dialog_turns or default
+        """Completions of the whole run."""
+        return self.iterations * self.turns_per_batch
+
+    @property
+    def _default_turns(self) -> int:
+        if self.is_demonstration:
+            return DEMONSTRATION_BATCHES * self.turns_per_batch
+        return EMBEDDED_TURNS if self.model.name == "embedded" else DEFAULT_TURNS
 
     @property
     def max_tokens(self) -> int:
@@ -320,8 +327,8 @@ class Config(Section):
 
     @property
     def iterations(self) -> int:
-        """Rounds of generate and train."""
-        return self.total_turns // self.turns_per_batch
+        """Rounds of generate, train and publish."""
+        return self.train.iterations(batch=self.turns_per_batch, default_turns=self._default_turns)
 
     @property
     def optimizer_steps(self) -> int:

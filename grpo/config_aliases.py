@@ -10,6 +10,8 @@ from typing import Any
 
 #: Earlier name -> (section, key) of today.
 ALIASES = {
+    "iterations": ("train", "max_steps"),
+    "num_train_epochs": ("train", "data_epochs"),
     "init_kl_coeff": ("train", "kl_to_ref_coeff"),
     "kl_target": ("kl_controller", "target"),
     "kl_horizon": ("kl_controller", "horizon"),

@@ -54,10 +54,6 @@ class AtroposConfig(Config):
         return self.atropos.batch_size * (self.train.gradient_accumulation_steps or 1)
 
     @property
-    def total_turns(self) -> int:
-        return self.iterations * self.turns_per_batch
-
-    @property
     def iterations(self) -> int:
         return self.atropos.steps
 

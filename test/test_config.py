@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from grpo import build
 from grpo.config import Config, ConfigError, load_config
+from grpo.config_async import AsyncConfig
 from grpo.tasks import make_task
 
 from .configs import FOLDER, SECTIONS, composed, message, small
@@ -231,7 +232,13 @@ IGNORED = {
         {"train": {"optim_batch_size": 3}}, ["train.optim_batch_size=3", "must divide the 4"]),
     "less than one batch": (
         {"train": {"total_dialog_turns": 3}},
-        ["train.total_dialog_turns=3", "less than one batch of 4"]),
+        ["train.total_dialog_turns=3", "less than one batch of 4", "train.max_steps"]),
+    "two lengths": (
+        {"train": {"total_dialog_turns": 40, "max_steps": 9}},
+        ["train.max_steps=9 and train.total_dialog_turns=40", "give one", "to null"]),
+    "epochs of as many problems as it takes": (
+        {"train": {"total_dialog_turns": None, "data_epochs": 0.5, "max_sampling_rounds": 4}},
+        ["train.data_epochs=0.5", "train.max_sampling_rounds=4", "use train.max_steps"]),
 }
 
 
@@ -290,7 +297,32 @@ def test_derived_counts():
     config = load_config(small(train={"dialog_turns_per_batch": 8, "optim_batch_size": 4,
                                       "epochs": 3, "total_dialog_turns": 43}))
     assert (config.turns_per_batch, config.rows_per_optimizer_step) == (8, 4)
-    assert (config.iterations, config.optimizer_steps) == (5, 30)
+    assert (config.iterations, config.optimizer_steps, config.total_turns) == (5, 30, 40)
+
+
+def test_the_length_is_given_in_iterations_or_passes_over_the_problems_as_well():
+    parts = {"dialog_turns_per_batch": 8, "optim_batch_size": 4, "epochs": 3,
+             "total_dialog_turns": None}
+    steps = load_config(small(train={**parts, "max_steps": 5}))
+    assert (steps.iterations, steps.optimizer_steps, steps.total_turns) == (5, 30, 40)
+    assert steps.for_problems(11) is steps
+    passes = load_config(small(train={**parts, "data_epochs": 1.5}))
+    with pytest.raises(ValueError, match=r"data_epochs=1.5 .*call config\.for_problems"):
+        _ = passes.iterations
+    assert passes.for_problems(11) == load_config(  # 16.5 problems, 4 a batch
+        small(train={**parts, "max_steps": 5}))
+    assert "5 iterations (train.max_steps), 30 optimizer steps, 40 completions (train.total_" \
+        "dialog_turns), 1.82 passes over the training problems (train.data_epochs), seed 0" == (
+            build.describe_length(steps, problems=11))
+
+
+def test_a_recipe_leaves_the_unit_of_the_length_to_the_command_line():
+    for name in ("grpo", "grpo_gsm8k", "grpo_async", "grpo_async_gsm8k"):
+        schema = AsyncConfig if "async" in name else Config
+        assert load_config(composed(name, "train.max_steps=3"), schema).iterations == 3
+        passes = load_config(composed(name, "train.data_epochs=2"), schema)
+        assert passes.for_problems(48).iterations == -(-96 // passes.env.num_envs)
+    assert load_config(composed("grpo")).iterations == 360
 
 
 def test_a_model_folder_without_a_model_is_named(tmp_path):
@@ -301,7 +333,7 @@ def test_a_model_folder_without_a_model_is_named(tmp_path):
 
 @pytest.mark.parametrize(("model", "dataset", "turns", "tokens"), [
     ("embedded", "gsm8k", 5 * 4, 128), ("some/model", "gsm8k", 100_000, 1024),
-    ("embedded", "arithmetic", 100_000, 1024)])
+    ("embedded", "arithmetic", 92_160, 1024)])
 def test_sizes_left_at_null_suit_the_model(model, dataset, turns, tokens):
     config = load_config({"model": {"name": model},
                           "env": {"dataset": dataset, "num_envs": 2, "repeats": 2}})

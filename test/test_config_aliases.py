@@ -9,7 +9,8 @@ from grpo.config_aliases import ALIASES
 
 # For each earlier name a value, and what else its key needs to be read.
 MAXENT = {"train": {"objective": "maxent_listwise", "aggregation": "prompt"}}
-VALUES = {"init_kl_coeff": 0.1, "kl_target": 0.2, "kl_horizon": 50.0, "kl_ctl_step_size": 0.3,
+VALUES = {"iterations": 7, "num_train_epochs": 1.5,
+          "init_kl_coeff": 0.1, "kl_target": 0.2, "kl_horizon": 50.0, "kl_ctl_step_size": 0.3,
           "maxent_tau": 0.5, "maxent_q_temperature": 2.0, "maxent_q_epsilon": 0.1,
           "maxent_length_normalize_ref": False}
 CONTROLLED = {"init_kl_coeff": 0.1, "kl_target": 0.2, "kl_horizon": 50.0}
@@ -27,7 +28,7 @@ def needed(name: str) -> tuple[dict, dict]:
     if name.startswith("maxent"):
         beta = {"maxent": {"beta": 0.1}} if name == "maxent_length_normalize_ref" else {}
         return {}, MAXENT | beta
-    return ({} if name == "init_kl_coeff" else CONTROLLED), {}
+    return (CONTROLLED if name.startswith("kl_") else {}), {}
 
 
 def test_every_alias_is_tried_here():
@@ -64,7 +65,7 @@ def test_two_names_with_two_values_are_refused(name):
     others, sections = needed(name)
     section, key = ALIASES[name]
     values = config({**others, name: VALUES[name]}, where="top", **sections)
-    values[section] = {**values.get(section, {}), key: True if key.startswith("length") else 0.9}
+    values[section] = {**values.get(section, {}), key: True if key.startswith("length") else 9}
     with pytest.raises(ConfigError, match=rf"{name}=.* and {section}\.{key}=.*give one"):
         load_config(values)
 

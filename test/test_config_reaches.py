@@ -233,6 +233,12 @@ REACHES = {
     "optimizer.final_lr_fraction": (LEARNER, lambda x: x.optimizer._factor(10), LINEAR, 0.5, 0.5),
     "train.total_dialog_turns": (LEARNER, lambda x: x.optimizer._factor(4),
                                  {"optimizer": {"schedule": "linear"}}, 32, 0.5),
+    "train.max_steps": (LEARNER, lambda x: x.optimizer._factor(4),
+                        {"train": {"total_dialog_turns": None},
+                         "optimizer": {"schedule": "linear"}}, 8, 0.5),
+    "train.data_epochs": (  # of 20 problems, 2 a batch
+        lambda b, c: c.for_problems(len(b.task(c).train)), lambda x: x.iterations,
+        {"train": {"total_dialog_turns": None}}, 1.5, 15),
     "inference_model.max_tokens": (POLICY, lambda x: x.sampling.max_tokens, {}, 5, 5),
     "inference_model.max_model_len": (POLICY, lambda x: x.max_model_len, {}, 50, 50),
     "inference_model.ignore_eos": (POLICY, lambda x: x.ignore_eos, {}, True, True),

@@ -14,13 +14,14 @@ from grpo.cores import share_cores
 from grpo.engines.first_import import import_vllm
 from grpo.engines.lifecycle import remember, starting, stop_engine
 from grpo.engines.shared_loader import LOAD_FORMAT, check_handover, register_shared_loader
+from grpo.engines.unpacked import keep_weights_unpacked, plain_expert_options
 from grpo.memory import ModelShape
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-__all__ = ["engine_lora_rank", "engine_module", "keep_weights_unpacked", "kv_cache_bytes",
-           "start_engine", "stop_engine", "vllm_available"]
+__all__ = ["engine_lora_rank", "engine_module", "kv_cache_bytes", "start_engine", "stop_engine",
+           "vllm_available"]
 
 # vLLM hands out the KV cache in blocks of this many tokens.
 _BLOCK = {"cuda": 16, "cpu": 128}
@@ -129,7 +130,8 @@ def start_engine(
         raise ValueError(f"the installed vLLM is built for {current_platform.device_type} but this "
                          f"run is on {device.type}; install the other build, or set "
                          "inference_model.backend=transformers")
-    options: dict[str, Any] = {"worker_extension_cls": _WORKER}
+    options: dict[str, Any] = {"worker_extension_cls": _WORKER,
+                               **plain_expert_options(model_path, device_type=device.type)}
     if device.type == "cpu":
         keep_weights_unpacked()
     if separate_process:
@@ -286,17 +288,3 @@ def engine_lora_rank(rank: int) -> int:
 def _lora_options(rank: int, adapters: int) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": engine_lora_rank(rank), "max_loras": adapters,
             "max_cpu_loras": adapters}
-
-
-def keep_weights_unpacked() -> None:
-    """Stop vLLM's CPU build from repacking linear weights when it loads them.
-
-    Repacking moves the values into a private layout and empties ``layer.weight``, after which no
-    in-place update could reach the engine.
-    """
-    from vllm.model_executor.layers import utils
-
-    def plain_linear(layer: nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = plain_linear

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from grpo.cores import share_cores
 from grpo.engines.child import TOKEN_VARIABLE, bind, exit_with_parent
 from grpo.engines.http_call import is_loopback
+from grpo.engines.unpacked import plain_expert_options
 
 if TYPE_CHECKING:
     import uvicorn
@@ -173,7 +174,9 @@ def start_engine(args: argparse.Namespace) -> AsyncLLM:
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    fields = engine_arguments(args, device_type=current_platform.device_type)
+    device_type = current_platform.device_type
+    fields = (plain_expert_options(args.model, device_type=device_type)
+              | engine_arguments(args, device_type=device_type))
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**fields))
 
 

@@ -15,10 +15,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from grpo.engines.inprocess import keep_weights_unpacked
 from grpo.engines.layer_outputs import LayerMethods
 from grpo.engines.lora_worker import LoRAMethods
 from grpo.engines.shared_loader import LOAD_FORMAT, register_shared_loader
+from grpo.engines.unpacked import keep_weights_unpacked
 from grpo.weights.fingerprint import fingerprints
 from grpo.weights.handover import Kind, export_tensors
 from grpo.weights.layout import base_parameters, without_adapters

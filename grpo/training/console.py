@@ -28,6 +28,8 @@ REWARD = "reward/mean"
 ACCURACY = "eval/accuracy"
 TOKENS_PER_SECOND = "tokens/per_second"
 STEP_TIME = "time/step"
+#: Iterations at both ends of a run whose mean rewards are compared.
+TREND_STEPS = 5
 
 
 def format_duration(seconds: float) -> str:
@@ -139,8 +141,9 @@ class _Progress:
 
 
 def _trend(history: Sequence[float]) -> float | None:
-    """Mean of the last values minus mean of the first ones, at most five each."""
-    k = min(5, len(history) // 2)
+    """Mean of the last :data:`TREND_STEPS` values minus that of the first ones; of fewer, as long
+    as both would overlap."""
+    k = min(TREND_STEPS, len(history) // 2)
     return (sum(history[-k:]) - sum(history[:k])) / k if k else None
 
 
@@ -229,7 +232,7 @@ class Console:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="cyan", no_wrap=True)
         grid.add_column(overflow="fold")
-        for name, value in rows.items():
+        for name, value in {**rows, "changes": self._legend()}.items():
             grid.add_row(Text(name), Text(self._clean(str(value), limit=2_000)))
         panel = Panel(grid, title=Text(title, style="bold"), title_align="left", expand=False)
         self._out.print(panel)
@@ -290,6 +293,12 @@ class Console:
         for name, path in paths.items():
             place = self._encodable(str(path))
             self._print(Text.assemble("  ", (f"{name:<{width}}", "cyan"), "  ", place))
+
+    def _legend(self) -> str:
+        """What the arrows of the lines to come compare."""
+        return (f"{self._glyphs.up} {self._glyphs.down} beside the reward: mean of the last "
+                f"{TREND_STEPS} iterations less that of the first {TREND_STEPS}; beside held-out: "
+                "points since the first evaluation; both since this start")
 
     def _clean(self, text: str, *, limit: int) -> str:
         glyphs = self._glyphs

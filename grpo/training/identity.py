@@ -26,7 +26,8 @@ _NEUTRAL = (
         "url", "timeout", "vllm_port", "vllm_gpu", "bridge_config", "save_path", "log_dir",
         "dump_batch", "debug_loading", "benchmark")))
 #: How long a run is only matters to a learning rate that falls towards its end.
-_LENGTH = ("train.total_dialog_turns:", "atropos.steps:")
+_LENGTH = ("train.max_steps:", "train.data_epochs:", "train.total_dialog_turns:",
+           "atropos.steps:")
 #: A way to split a batch, but with Atropos environments also the size of one.
 _SPLIT = ("train.gradient_accumulation_steps:",)
 #: Sections that only one of the scripts has, whose runs the others cannot go on with.

@@ -124,7 +124,7 @@ def _headline(history: History) -> str:
     steps, accuracy = history.series("eval/accuracy")
     if len(accuracy) > 1:
         points = 100 * (accuracy[-1] - accuracy[0])
-        detail = f"{points:+.1f} points · best {max(accuracy):.1%}"
+        detail = f"{points:+.1f} points · best {max(accuracy):.1%} · since step {steps[0]}"
         value = _change(f"{accuracy[0]:.1%}", f"{accuracy[-1]:.1%}")
         tiles.append(_tile("Held-out accuracy", value, detail, tone=_tone(points)))
     elif accuracy:
@@ -134,7 +134,8 @@ def _headline(history: History) -> str:
     if len(reward) > 1:
         k = min(10, len(reward) // 2)
         first, last = sum(reward[:k]) / k, sum(reward[-k:]) / k
-        detail = f"{last - first:+.3f} · " + (f"means of {k} steps" if k > 1 else "per step")
+        detail = f"{last - first:+.3f} · " + (
+            f"the last {k} steps beside the first {k}" if k > 1 else "the last step, the first")
         value = _change(f"{first:.3f}", f"{last:.3f}")
         tiles.append(_tile("Train reward", value, detail, tone=_tone(last - first)))
     elif reward:

@@ -21,10 +21,11 @@ from grpo import data
 from grpo.objectives.scorer import TokenScorer
 from grpo.policies.scoring import score_rollout
 from grpo.weights.gather import TrainerRanks
-from grpo.weights.layout import PEFT_PREFIX
+from grpo.weights.layout import PEFT_PREFIX, is_experts
 
 #: The linear modules of a decoder layer.
-DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+DECODER_LINEARS = (*ATTENTION_LINEARS, "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def make_lora(
     r: int = 16,
     alpha: float = 32,
     dropout: float = 0.0,
-    target_modules: Sequence[str] = DECODER_LINEARS,
+    target_modules: Sequence[str] | None = None,
     layer_indices: Sequence[int] | None = None,
 ) -> nn.Module:
     """Put adapters into a model and freeze everything else.
@@ -74,7 +75,8 @@ def make_lora(
         alpha: the adapters' output is scaled by ``alpha / r``.
         dropout: on the adapters' input while the model trains. The engine has none, so any value
             above 0 makes trainer and engine disagree about the policy.
-        target_modules: last parts of the names of linear modules.
+        target_modules: last parts of the names of linear modules; None: those of attention and
+            feed-forward, of a mixture of experts those of attention.
         layer_indices: decoder layers that get adapters; None: all of them.
 
     Returns:
@@ -104,6 +106,8 @@ def make_lora(
         raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
     if has_adapters(model):
         raise ValueError("the model already has LoRA adapters; load it without them")
+    if target_modules is None:
+        target_modules = ATTENTION_LINEARS if _has_experts(model) else DECODER_LINEARS
     _check_targets(model, target_modules, layer_indices)
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -132,6 +136,12 @@ def _check_targets(
                          f"{list(DECODER_LINEARS[:2])}")
     linear = {name.rpartition(".")[2] for name, module in model.named_modules()
               if isinstance(module, nn.Linear) and ".layers." in f".{name}"}
+    refused = sorted(set(target_modules) - set(ATTENTION_LINEARS))
+    if refused and _has_experts(model):
+        raise ValueError(f"train_model.lora.target_modules={refused} is not supported for "
+                         "mixture-of-experts models: all experts of a layer are one tensor, on "
+                         "which no adapter sits, and engines keep what is beside them apart; use "
+                         f"{list(ATTENTION_LINEARS)}, which null means here")
     if unknown := sorted(set(target_modules) - linear):
         raise ValueError(f"target_modules: no decoder layer has a linear module called {unknown}; "
                          f"there are {sorted(linear)}")
@@ -143,6 +153,10 @@ def _check_targets(
     if wrong := [i for i in layer_indices if not 0 <= i < layers]:
         raise ValueError(f"layer_indices: {wrong} are not among the model's layers 0 to "
                          f"{layers - 1}")
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any(is_experts(name, param) for name, param in model.named_parameters())
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -5,7 +5,9 @@ it pads the vocabulary. Every Hugging Face parameter is therefore a row range of
 and a view of that range is the same memory.
 
 The rules hold for dense decoders whose modules have the names below: Llama, Mistral, Qwen2, Qwen3,
-Gemma 1 to 3 (text) and Phi-3, whose projections are fused on both sides. They follow
+Gemma 1 to 3 (text) and Phi-3, whose projections are fused on both sides; and for mixtures of
+experts: Qwen2-MoE, Qwen3-MoE, OLMoE and Mixtral, of which both sides keep all experts of a layer in
+two tensors of one shape (:mod:`grpo.engines.unpacked` sees to that). They follow
 ``packed_modules_mapping`` of vLLM's model classes but need only names and shapes, so they also work
 where vLLM is not installed. A module with any other name is an error: equal names do not mean equal
 storage (vLLM transposes GPT-2's matrices and reorders the rows of Bloom's fused attention).
@@ -32,7 +34,15 @@ _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 _SAME = frozenset({
     "embed_tokens", "lm_head", "qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj",
     "q_norm", "k_norm", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
-    "post_feedforward_layernorm", "norm"})
+    "post_feedforward_layernorm", "norm", "gate", "shared_expert_gate"})
+# Hugging Face's tensors ``[experts, out, in]`` of all experts of a layer, and vLLM's, which are
+# parameters of the module itself or of one within.
+EXPERTS = {".gate_up_proj": "w13_weight", ".down_proj": "w2_weight"}
+_EXPERT_HOLDERS = ("experts.routed_experts.", "experts.")
+PADDED_EXPERTS = ("the engine pads experts for its kernel, which is not supported for "
+                  "mixture-of-experts models; start it with vLLM's moe_backend=triton")
+# What Hugging Face calls a layer's feed-forward part, and what vLLM's Mixtral does.
+_FEED_FORWARD = (".mlp.", ".block_sparse_moe.")
 _HEAD = "lm_head.weight"
 # Matrices whose rows are vocabulary entries; vLLM pads them to a multiple of 64.
 VOCABULARY, VOCABULARY_BLOCK = ("embed_tokens.weight", _HEAD), 64
@@ -158,9 +168,26 @@ def _head_tied_on_one_side(ours: dict[str, str], theirs: dict[str, str]) -> list
             "both with the same tie_word_embeddings"]
 
 
+def is_experts(name: str, param: Tensor) -> bool:
+    """Whether a Hugging Face parameter is all experts of a layer in one tensor.
+
+    Examples:
+        >>> import torch
+        >>> is_experts("model.layers.0.mlp.experts.gate_up_proj", torch.zeros(8, 96, 64))
+        True
+    """
+    _, module, kind = _split(name)
+    return module == "experts" and kind in EXPERTS and param.dim() == 3
+
+
 def _place_of(name: str, trainer_params: Params, engine_params: Params) -> Place:
     prefix, module, kind = _split(name)
-    rows = _rows(trainer_params[name])
+    rows, experts = _rows(trainer_params[name]), is_experts(name, trainer_params[name])
+    if experts or module == "gate":
+        ends = ([holder + EXPERTS[kind] for holder in _EXPERT_HOLDERS] if experts
+                else [module + kind])
+        names = [path + end for path in (prefix, prefix.replace(*_FEED_FORWARD)) for end in ends]
+        return Place(next((n for n in names if n in engine_params), names[0]), 0, rows)
     fused = _FUSED_OF.get(module)
     # Feed-forward layers without a gate have an up projection of their own.
     if fused is None or name in engine_params:
@@ -182,7 +209,7 @@ def _split(name: str) -> tuple[str, str, str]:
 def _misfit(name: str, param: Tensor, place: Place, engine_params: Params) -> list[str]:
     module = _split(name)[1]
     target = engine_params.get(place.name)
-    if module not in _SAME and module not in _FUSED_OF:
+    if module not in _SAME and module not in _FUSED_OF and not is_experts(name, param):
         return [f"{name}: it is not known how the engine stores a module called {module!r}; this "
                 "architecture needs weights that are copied, not shared"]
     if target is None:
@@ -190,8 +217,9 @@ def _misfit(name: str, param: Tensor, place: Place, engine_params: Params) -> li
     if param.dtype != target.dtype:
         return [f"{name}: dtype {param.dtype} here, {target.dtype} in the engine"]
     if param.shape[1:] != target.shape[1:] or place.stop > _rows(target):
+        own_form = is_experts(name, param)
         return [f"{name}: shape {tuple(param.shape)} does not fit rows {place.start}:{place.stop} "
-                f"of {place.name} {tuple(target.shape)}"]
+                f"of {place.name} {tuple(target.shape)}" + own_form * f"; {PADDED_EXPERTS}"]
     return []
 
 

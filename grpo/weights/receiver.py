@@ -278,6 +278,8 @@ def _segments(module: nn.Module, param: Tensor) -> tuple[int, int, list[Segment]
         held = module.shard_indices
         begin, end = held.org_vocab_start_index, held.org_vocab_end_index
         return 0, module.org_vocab_size, [[0, begin, end - begin]]
+    if hasattr(module, "w13_weight"):
+        return _expert_segments(module, param)
     if hasattr(module, "total_num_kv_heads"):
         return 0, *_attention_segments(module, rank)
     if size > 1 and hasattr(module, "output_sizes"):
@@ -300,6 +302,23 @@ def _attention_segments(module: nn.Module, rank: int) -> tuple[int, list[Segment
     parts += [(heads * width, first * width, module.total_num_kv_heads * width)
               for width in (module.head_size, value_size)]
     return _fused_segments(parts)
+
+
+def _expert_segments(module: nn.Module, param: Tensor) -> tuple[int, int, list[Segment]]:
+    """A worker has all experts, and of each a share of the inner dimension."""
+    parallel = module.moe_config.moe_parallel_config
+    rank, size, rows = parallel.tp_rank, parallel.tp_size, param.shape[0]
+    if rows != module.moe_config.num_experts:
+        raise ValueError("inference_model.weight_sync is not supported for mixture-of-experts "
+                         "models whose experts are divided among workers (expert parallelism); "
+                         "start the engine without it")
+    if size == 1:
+        return 0, rows, [[0, 0, rows]]
+    if param is module.w2_weight:
+        columns = param.shape[2]
+        return 2, columns * size, [[0, rank * columns, columns]]
+    inner = param.shape[1] // 2  # of the gate, and as much of the up projection
+    return 1, *_fused_segments([(inner, rank * inner, inner * size)] * 2)
 
 
 def _fused_segments(parts: list[tuple[int, int, int]]) -> tuple[int, list[Segment]]:

@@ -84,6 +84,7 @@ def build_trainer(
     start_model, adapter = build.start_of(config, task, checkpoint)
     tokenizer = build.load_tokenizer(start_model)
     prompts = build.build_prompts(config, task, tokenizer, start_model)
+    config = config.for_problems(len(prompts.train))
 
     # What it will take, before anything is launched
     console = Console(config.iterations)

@@ -69,6 +69,20 @@ def test_without_a_terminal_each_step_is_one_plain_line():
     )
 
 
+@pytest.mark.parametrize(("encoding", "up", "down"), [("utf-8", "▲", "▼"), ("ascii", "+", "-")])
+def test_the_banner_explains_the_changes_beside_reward_and_accuracy(encoding, up, down):
+    out = plain(width=400, encoding=encoding)
+    rewards = [float(i % 7) for i in range(23)]
+    with Console(23, console=out) as console:
+        console.banner({"model": "tiny"})
+        for step, reward in enumerate(rewards, start=1):
+            console.update(step, {"reward/mean": reward})
+    assert (f"{up} {down} beside the reward: mean of the last 5 iterations less that of the first "
+            "5; beside held-out: points since the first evaluation") in written(out)
+    change = (sum(rewards[-5:]) - sum(rewards[:5])) / 5
+    assert f" {down if change < 0 else up}{abs(change):.3f}" in written(out).splitlines()[-1]
+
+
 def test_a_line_has_the_accuracy_of_its_own_step_only():
     out = plain()
     with Console(2, console=out) as console:

@@ -77,7 +77,8 @@ def test_auto_goes_on_with_the_same_settings_and_with_others_that_change_no_resu
     folder, make = first
     for changes in ({}, {"train": {"keep_checkpoints": 9, "eval_frequency": 3}},
                     {"train": {"max_tokens_per_micro_batch": 512}},
-                    {"train": {"total_dialog_turns": 64}}):  # longer, at a constant rate
+                    {"train": {"total_dialog_turns": 64}},  # longer, at a constant rate
+                    {"train": {"total_dialog_turns": None, "max_steps": 16}}):
         run_dir, checkpoint = open_run(make(resume="auto", **changes), tmp_path / "new")
         assert run_dir.resolve() == folder and checkpoint.step == 4
 
@@ -99,6 +100,9 @@ def test_a_longer_run_whose_rate_falls_towards_its_end_is_another(first, tmp_pat
     new = make(optimizer={"schedule": "linear"}, train={"total_dialog_turns": 64})
     assert result_changes(old, new.model_dump(mode="json")) == [
         "train.total_dialog_turns: 16 -> 64"]
+    new = make(optimizer={"schedule": "linear"},
+               train={"total_dialog_turns": None, "max_steps": 16})
+    assert "train.max_steps: None -> 16" in result_changes(old, new.model_dump(mode="json"))
 
 
 @pytest.mark.parametrize(("where", "changes", "reason"), [

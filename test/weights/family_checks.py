@@ -33,7 +33,7 @@ PROMPTS = [[5 + (7 * row + 3 * i) % 200 for i in range(size)]
            for row, size in enumerate((2, 9, 60))]
 UNSEEN = VOCABULARY - 1
 # The others differ from these in a detail.
-COMMON = ("llama", "qwen3-tied", "gemma3", "phi3")
+COMMON = ("llama", "qwen3-tied", "qwen3-moe", "gemma3", "phi3")
 # Engines run until the process ends: beside another one an engine starts in half a second, after
 # stop_engine() in five.
 RUNNING: list[Any] = []
