@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator, model_validator
 
+from grpo.atropos.forward import check_ports
 from grpo.config import Config, EnvConfig
 from grpo.config_objective import DistillConfig, Section, refuse_all
 from grpo.engines.http_call import split_url
@@ -32,6 +33,9 @@ class AtroposSection(Section):
     """Steps between two engines, where each update starts a new one; null: 1. An evaluation that
     is due in between starts one, too, so that it is of its step's model."""
     vllm_port: int = Field(9001, ge=1, le=65535)
+    forward_ports: list[int] = Field(default_factory=list)
+    """Further ports of this machine that lead to the engine, for environments that ask there
+    whatever they are told."""
     vllm_gpu: int | None = Field(None, ge=0)
     """GPU of the engine; null: the trainer's."""
     bridge_config: str | None = None
@@ -58,6 +62,16 @@ class AtroposSection(Section):
         except ValueError as error:
             raise ValueError(f"atropos.{error}, such as http://127.0.0.1:8000") from None
         return url
+
+
+    @field_validator("forward_ports")
+    @classmethod
+    def _are_ports(cls, ports: list[int]) -> list[int]:
+        for port in ports:
+            if not 1 <= port <= 65535:
+                raise ValueError(f"atropos.forward_ports has {port}, which is no port; give such "
+                                 "as 9004,9005,9006,9007")
+        return ports
 
 
 class GroupDistillConfig(DistillConfig):
@@ -146,11 +160,20 @@ class AtroposConfig(Config):
                 if (value := getattr(atropos, key)) is not None:
                     raise ValueError(f"atropos.{key}={value} is for an engine server; with "
                                      "atropos.bridge=true there is none, remove it")
+        try:
+            check_ports(atropos.forward_ports, self.engine_url)
+        except ValueError as error:
+            raise ValueError(f"atropos.forward_ports={atropos.forward_ports}: {error}") from None
         if inference.max_model_len is not None and atropos.seq_len > inference.max_model_len:
             raise ValueError(f"atropos.seq_len={atropos.seq_len} is more than "
                              f"inference_model.max_model_len={inference.max_model_len}, so no "
                              "sequence could be so long; lower the first or raise the second")
         return self
+
+    @property
+    def engine_url(self) -> str:
+        """Where environments ask."""
+        return self.inference_model.url or f"http://127.0.0.1:{self.atropos.vllm_port}"
 
     @property
     def turns_per_batch(self) -> int:

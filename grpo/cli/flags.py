@@ -49,6 +49,18 @@ def layer_indices(text: str) -> list[int]:
     return sorted(found)
 
 
+def ports(text: str) -> list[int]:
+    """Ports from a list.
+
+    Examples:
+        >>> ports("9004,9005")
+        [9004, 9005]
+    """
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of ports; write such as 9004,9005")
+    return [int(port) for port in text.split(",")]
+
+
 def device(text: str) -> str:
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
@@ -158,6 +170,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "engine": (
         Flag(("--vllm-port",), "atropos.vllm_port", "where environments ask", int, 9001),
+        Flag(("--forward-ports",), "atropos.forward_ports",
+             "further ports that lead to the engine, such as 9004,9005,9006,9007, for environments "
+             "that ignore --openai.base_url", ports),
         Flag(("--vllm-gpu",), "atropos.vllm_gpu", "GPU of the engine; default: the trainer's", int,
              modes=_SERVED),
         Flag(("--gpu-memory-utilization", "--vllm-gpu-memory-utilization"),

@@ -115,6 +115,7 @@ class VersionedEngine:
         self.adapters: dict[str, Adapter] = {}
         self.active: Adapter | None = None
         self.lora_loads = 0
+        self.requests = 0  # that have come so far
         self._tickets: dict[str, Ticket] = {}
         self._ids = itertools.count(_FIRST_ADAPTER_ID)
         self._control = asyncio.Lock()
@@ -138,6 +139,7 @@ class VersionedEngine:
         Raises:
             ApiError: if vLLM refuses the request or does not know the model.
         """
+        self.requests += 1
         await self._until_running()
         adapter = self.adapter_named(model)
         ticket = Ticket(uuid.uuid4().hex, params.n, adapter)
