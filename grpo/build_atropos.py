@@ -21,13 +21,16 @@ from grpo.atropos.advantages import GivenAdvantage
 from grpo.atropos.assemble import GroupAssembler, GroupSource, StreamSource
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.convert import GroupConverter
+from grpo.atropos.forward import PortForwarder
 from grpo.atropos.recompute import RecomputeLogProbs
 from grpo.atropos.records import Records
 from grpo.atropos.schemas import Registration, ScoredGroup
+from grpo.atropos.silence import SilenceCheck
 from grpo.atropos.stream import BatchStream
 from grpo.build_bridge import serve_policy
 from grpo.build_model import load_model
 from grpo.collectors.atropos import Driver
+from grpo.config import ConfigError
 from grpo.config_atropos import AtroposConfig
 from grpo.engine_attach import engine_environment
 from grpo.engines.child import TOKEN_VARIABLE
@@ -93,6 +96,8 @@ def _build(
     loggers = _loggers(start, console)
     cleanup.callback(loggers.close)
 
+    _forward(config, cleanup, console)  # at once, for a port that is taken costs no engine's start
+
     # Trainer and engine, and how the weights travel between them
     actor, server = _actor(start)
     cleanup.callback(actor.policy.close)
@@ -115,6 +120,10 @@ def _build(
             config, actor.policy, cleanup, tokenizer=start.tokenizer, backend=start.backend,
             model=actor.model, max_model_len=start.max_model_len)
         records = bridge.records
+    checks.append(SilenceCheck(
+        _api(config), (lambda: bridge.counts["calls"]) if config.atropos.bridge else
+        actor.policy.client.requests, url=config.engine_url,
+        forwarded=config.atropos.forward_ports, say=console.warn))
     on_serving(cleanup)
     collector = _collector(start, cleanup, checks, policy=actor.policy, driver=driver,
                            records=records, version=lambda: weights.version,
@@ -170,6 +179,26 @@ def _actor(start: Start) -> tuple[engine.Actor, engine.RunServer | None]:
             env=engine_environment(config, start.device))
     actor = engine.build_actor(setup, backend=start.backend, server=server)
     return replace(actor, policy=_with_length(actor.policy, start.max_model_len)), server
+
+
+def _api(config: AtroposConfig, **options: float) -> AtroposClient:
+    return AtroposClient(config.atropos.url, token=os.environ.get(TOKEN_VARIABLE) or None,
+                         **options)
+
+
+def _forward(config: AtroposConfig, cleanup: ExitStack, console: Console) -> None:
+    """Lead further ports to what answers the environments, until the run ends."""
+    ports = config.atropos.forward_ports
+    if not ports:
+        return
+    try:
+        cleanup.enter_context(PortForwarder(ports, config.engine_url))
+    except OSError as error:
+        raise ConfigError(f"atropos.forward_ports={ports}: {error.strerror}; end what listens "
+                          "there, or leave it out") from error
+    if os.environ.get(TOKEN_VARIABLE):
+        console.warn(f"the engine wants the token of {TOKEN_VARIABLE} at the ports {ports}, too; "
+                     "environments with an address of their own often have a key of their own")
 
 
 def _with_length(policy: Policy, max_model_len: int) -> Policy:
@@ -230,6 +259,12 @@ class _Watched:
     def trouble(self) -> str | None:
         return self.source.trouble
 
+    @property
+    def silence(self) -> str | None:
+        """Why nobody may have asked the engine."""
+        return next((check.message for check in self.checks if isinstance(check, SilenceCheck)),
+                    None)
+
     def __call__(self, timeout: float) -> Sequence[ScoredGroup]:
         for check in self.checks:
             check()
@@ -248,8 +283,7 @@ def _collector(
         checkpoint_dir=str(start.run_dir), num_steps=config.iterations,
         save_checkpoint_interval=config.train.checkpoint_frequency,
         starting_step=start.checkpoint.step if start.checkpoint else 0)
-    client = AtroposClient(atropos.url, token=os.environ.get(TOKEN_VARIABLE) or None)
-    stream = cleanup.enter_context(BatchStream(client, registration, poll_seconds=0.05))
+    stream = cleanup.enter_context(BatchStream(_api(config), registration, poll_seconds=0.05))
     source: GroupSource = _Watched(StreamSource(stream), checks)
     distill = config.distill
     converter = GroupConverter(
@@ -287,13 +321,12 @@ def _describe(start: Start, actor: engine.Actor) -> dict[str, str]:
     config, atropos = start.config, start.config.atropos
     count = sum(param.numel() for param in actor.model.parameters())
     trained = sum(param.numel() for param in actor.model.parameters() if param.requires_grad)
-    port = f"http://127.0.0.1:{atropos.vllm_port}"
     return {
         "model": f"{config.model.name}, {count / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M "
                  f"of them trained, {str(start.dtype)[6:]}",
         "groups": f"from {atropos.url}, {config.turns_per_batch} sequences a step",
-        "answers": f"the policy in this process, at {port}" if atropos.bridge else
-                   f"engine server at {config.inference_model.url or port}",
+        "answers": ("the policy in this process, at " if atropos.bridge else "engine server at ")
+                   + ", ".join([config.engine_url, *map(str, atropos.forward_ports)]),
         "run": f"{config.iterations} steps, {config.optimizer.name} at {config.optimizer.lr:g}",
         "loss": objective.describe_loss(config),
         **engine.describe_engine(config, device=start.device, backend=start.backend),

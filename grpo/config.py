@@ -284,9 +284,8 @@ class Config(Section):
         """
         if (epochs := self.train.data_epochs) is None:
             return self
-        batch = self.turns_per_batch // self.env.repeats
         return self.changed(train={"data_epochs": None, "max_steps": steps_of_epochs(
-            epochs, problems=count, batch=batch)})
+            epochs, problems=count, batch=self.groups_per_batch)})
 
     @property
     def total_turns(self) -> int:

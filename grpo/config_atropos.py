@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from grpo.atropos.forward import check_ports
 from grpo.config import Config, TrainConfig
 from grpo.config_atropos_section import AtroposSection
 from grpo.config_unread import ATROPOS
@@ -42,11 +43,20 @@ class AtroposConfig(Config):
             raise ValueError(f"inference_model.engine={inference.engine} does not go with "
                              f"atropos.bridge={str(atropos.bridge).lower()}: environments ask a "
                              "server, or, with the bridge, the policy of this process")
+        try:
+            check_ports(atropos.forward_ports, self.engine_url)
+        except ValueError as error:
+            raise ValueError(f"atropos.forward_ports={atropos.forward_ports}: {error}") from None
         if inference.max_model_len is not None and atropos.seq_len > inference.max_model_len:
             raise ValueError(f"atropos.seq_len={atropos.seq_len} is more than "
                              f"inference_model.max_model_len={inference.max_model_len}, so no "
                              "sequence could be so long; lower the first or raise the second")
         return self
+
+    @property
+    def engine_url(self) -> str:
+        """Where environments ask."""
+        return self.inference_model.url or f"http://127.0.0.1:{self.atropos.vllm_port}"
 
     @property
     def turns_per_batch(self) -> int:

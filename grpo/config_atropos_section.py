@@ -30,6 +30,9 @@ class AtroposSection(Section):
     """Steps between two engines, where each update starts a new one; null: 1. An evaluation that
     is due in between starts one, too, so that it is of its step's model."""
     vllm_port: int = Field(9001, ge=1, le=65535)
+    forward_ports: list[int] = Field(default_factory=list)
+    """Further ports of this machine that lead to the engine, for environments that ask there
+    whatever they are told."""
     vllm_gpu: int | None = Field(None, ge=0)
     """GPU of the engine; null: the trainer's."""
     bridge_config: str | None = None
@@ -56,3 +59,12 @@ class AtroposSection(Section):
         except ValueError as error:
             raise ValueError(f"atropos.{error}, such as http://127.0.0.1:8000") from None
         return url
+
+    @field_validator("forward_ports")
+    @classmethod
+    def _are_ports(cls, ports: list[int]) -> list[int]:
+        for port in ports:
+            if not 1 <= port <= 65535:
+                raise ValueError(f"atropos.forward_ports has {port}, which is no port; give such "
+                                 "as 9004,9005,9006,9007")
+        return ports

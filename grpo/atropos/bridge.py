@@ -23,7 +23,6 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
@@ -92,6 +91,7 @@ class Bridge:
         self.counts: Counter[str] = Counter()
         self.closed: str | None = None
         self._waiting: deque[Call] = deque()
+        self._open: set[Call] = set()  # somebody waits for these, whoever has taken them
         self._arrived = threading.Condition()
 
     # -- the driver's side ------------------------------------------------------------------------
@@ -172,9 +172,16 @@ class Bridge:
                              type="invalid_request_error" if status < 500 else "server_error"))
 
     def close(self, reason: str) -> None:
-        """Answer all that wait, and all that come, with 503."""
-        self.closed = reason
-        for call in self.take():
+        """Answer all that is not answered yet, taken or not, and all that comes, with 503.
+
+        Args:
+            reason: what the answers say.
+        """
+        with self._arrived:
+            self.closed = reason
+            self._waiting.clear()
+            left = [call for call in self._open if not call.future.done()]
+        for call in left:
             self.fail(call, reason, status=503)
 
     def _cut(self, call: Call, tokens: list[int], truncated: bool) -> tuple[int, bool]:
@@ -218,23 +225,25 @@ class Bridge:
         Raises:
             ApiError: 503 if too many wait, or the bridge is closed.
         """
-        if self.closed is not None:
-            raise ApiError(self.closed, status=503, type="closed")
         with self._arrived:
+            if self.closed is not None:
+                raise ApiError(self.closed, status=503, type="closed")
             if len(self._waiting) + len(calls) > self.max_waiting:
                 raise ApiError(f"{len(self._waiting)} calls wait for the policy already, of at "
                                f"most {self.max_waiting}; start fewer workers", status=503,
                                type="overloaded")
             self.counts["calls"] += len(calls)
             self._waiting.extend(calls)
+            self._open.update(calls)
             self._arrived.notify()
 
     def cancel(self, calls: Sequence[Call]) -> None:
         """Nobody waits for these any more."""
         left = [call for call in calls if not call.future.done()]
-        if not left:
-            return
         with self._arrived:
+            self._open.difference_update(calls)
+            if not left:
+                return
             self.counts["cancelled"] += len(left)
             for call in left:
                 call.cancelled = True
@@ -338,9 +347,9 @@ class _Served:
     def __init__(self, bridge: Bridge) -> None:
         self.bridge, self.model_names = bridge, bridge.model_names
 
-    @property
-    def engine(self) -> SimpleNamespace:
-        return SimpleNamespace(errored=self.bridge.closed is not None)
+    def require_alive(self) -> None:
+        if self.bridge.closed is not None:
+            raise ApiError(self.bridge.closed, status=503, type="closed")
 
     def adapter_named(self, model: str | None) -> None:
         if model is not None and model not in self.model_names:

@@ -15,6 +15,7 @@ from grpo.engines.serving import server_of
 
 _STARTED_WITHIN = 30.0  # seconds
 _STOPPED_WITHIN = 10.0
+_MOST_SAID = 300  # characters of the error that ended the trainer
 
 
 def one_port(hub_app: Any, bridge_app: Any) -> Any:
@@ -85,11 +86,11 @@ class BridgeServer:
                 raise RuntimeError(f"the bridge's server at {self.url} did not start; see its log")
             time.sleep(0.005)
 
-    def close(self) -> None:
-        """Refuse what still waits and stop."""
+    def close(self, reason: str = "the trainer has finished") -> None:
+        """Answer what still waits with 503 and the reason, and stop."""
         if not self._thread.is_alive():
             return
-        self.bridge.close("the trainer has finished")
+        self.bridge.close(reason)
         self._server.should_exit = True
         self._thread.join(_STOPPED_WITHIN)
         self._socket.close()
@@ -97,5 +98,10 @@ class BridgeServer:
     def __enter__(self) -> BridgeServer:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return self.close()
+        first = "".join(str(error).splitlines()[:1])[:_MOST_SAID]
+        what = type(error).__name__ + (first and f": {first}")
+        self.close(f"the trainer, whose policy answers here, ended with {what}; see its log and "
+                   "start it again")

@@ -18,6 +18,7 @@ from grpo.atropos.client import (
     AtroposTimeoutError,
     AtroposUnreachableError,
 )
+from grpo.atropos.environment_log import failed_import, import_fix, quoted, troubles
 from grpo.processes import GRACE, Child, last_lines, log_tail
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ State = Literal["new", "waiting for the API", "running", "restarting", "finished
 
 
 class EnvironmentProcessError(RuntimeError):
-    """An environment is not there; the message ends with the last lines of its log."""
+    """An environment is not there; the message ends with what it raised, or its last lines."""
 
 
 def environment_python(path: str | Path | None = None) -> Path:
@@ -98,8 +99,9 @@ class EnvironmentProcess:
     A thread watches it. It is started when the API answers, so the API may come up later or be
     away for a while; an environment that ends because the API went away costs no restart. One that
     fails is started again after ``backoff`` seconds, doubled each time up to 30; after
-    ``max_restarts`` failures in a row it is given up, and :meth:`check` raises with the last lines
-    of its log. Running for ``steady`` seconds ends the row. Exit code 0 means that it has finished.
+    ``max_restarts`` failures in a row it is given up, and :meth:`check` raises with what it raised.
+    Running for ``steady`` seconds ends the row. Exit code 0 means that it has finished. One that
+    lacks a module is given up at once: no restart installs it.
 
     A hub of this library tells which environments it knows. One that a trainer waits for and that
     has not registered after ``register_timeout`` seconds counts as failed. atroposlib's ``run-api``
@@ -170,6 +172,7 @@ class EnvironmentProcess:
         self.restarts = 0
         self._failures = 0  # in a row
         self._reason = ""
+        self._log_start = 0  # of the last start, in bytes
         self._error: Exception | None = None  # of the thread, raised by check()
         self._grace = GRACE
         self._stopping = threading.Event()
@@ -205,12 +208,17 @@ class EnvironmentProcess:
         """Raise if the environment has been given up.
 
         Raises:
-            EnvironmentProcessError: with the last lines of its log.
+            EnvironmentProcessError: with its last traceback, or the last lines of its log.
         """
         if self.state == "failed":
             raise EnvironmentProcessError(
-                f"environment {self.name!r} {self._reason} and is given up"
-                f"{log_tail(self.log_path)}") from self._error
+                f"environment {self.name!r} {self._reason}"
+                f"{quoted(self.log_path, since=self._log_start)}") from self._error
+
+    def troubles(self) -> str:
+        """What its log says of errors since its last start; empty if nothing."""
+        said = troubles(self.log_path, since=self._log_start)
+        return said and f"environment {self.name!r} ({self.state}){said}"
 
     def registered(self) -> bool | None:
         """Whether the hub knows it; None if the API does not tell or does not answer."""
@@ -262,7 +270,7 @@ class EnvironmentProcess:
         try:
             self.state = self._run()
         except Exception as error:  # for check(), which the caller's thread asks
-            self._reason, self._error = f"cannot be run ({error})", error
+            self._reason, self._error = f"cannot be run ({error}) and is given up", error
             self.state = "failed"
 
     def _run(self) -> State:
@@ -272,14 +280,17 @@ class EnvironmentProcess:
             outcome = self._run_once()
             if outcome != "failed":
                 return outcome
+            if raised := failed_import(self.log_path, since=self._log_start):
+                self._reason = import_fix(raised, python=self.command[0], script=self.script)
+                return "failed"
             if not self._api_answers():
                 logger.warning("environment %r ended because %s went away; it is started again "
                                "when that is back", self.name, self.api.url)
                 continue
             self._failures = 1 if time.monotonic() - started > self.steady else self._failures + 1
             if self._failures > self.max_restarts:
-                self._reason += f", {self._failures} times in a row,"
-                logger.error("environment %r %s and is given up", self.name, self._reason)
+                self._reason += f", {self._failures} times in a row, and is given up"
+                logger.error("environment %r %s", self.name, self._reason)
                 return "failed"
             self.state = "restarting"
             pause = restart_pause(self._failures, first=self.backoff)
@@ -311,6 +322,7 @@ class EnvironmentProcess:
 
     def _run_once(self) -> Literal["finished", "failed", "stopped"]:
         """Start it, watch it until it ends, and see that all of its group has."""
+        self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         child = self._child = Child(self.command, log_path=self.log_path, env=self.env)
         self.state = "running"
         asked = overdue_since = time.monotonic()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo.cli.parser import OneName, device, dtype, layer_indices
+from grpo.cli.parser import OneName, device, dtype, layer_indices, ports
 from grpo.config_keys import ConfigError, OptimizerName, errors_text
 
 if TYPE_CHECKING:
@@ -119,6 +119,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "engine": (
         Flag(("--vllm-port",), "atropos.vllm_port", "where environments ask", int, 9001),
+        Flag(("--forward-ports",), "atropos.forward_ports",
+             "further ports that lead to the engine, such as 9004,9005,9006,9007, for environments "
+             "that ignore --openai.base_url", ports),
         Flag(("--vllm-gpu",), "atropos.vllm_gpu", "GPU of the engine; default: the trainer's", int,
              modes=_SERVED),
         Flag(("--gpu-memory-utilization", "--vllm-gpu-memory-utilization"),

@@ -74,6 +74,18 @@ def layer_indices(text: str) -> list[int]:
     return sorted(found)
 
 
+def ports(text: str) -> list[int]:
+    """Ports from a list.
+
+    Examples:
+        >>> ports("9004,9005")
+        [9004, 9005]
+    """
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of ports; write such as 9004,9005")
+    return [int(port) for port in text.split(",")]
+
+
 def device(text: str) -> str:
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):

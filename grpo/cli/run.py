@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,17 +67,32 @@ def run(args: argparse.Namespace, config: AtroposConfig) -> None:
     python = environment_python(args.env_python) if args.env else None
     with ExitStack() as started:
         checks: list[Callable[[], None]] = []
+        processes: list[EnvironmentProcess] = []
         start_hub(args, config, started, checks)
 
         def start_environments(cleanup: ExitStack) -> None:
             tokenizer = (Path(config.atropos.save_path) / TOKENIZER).absolute()
             for script in args.env or ():
                 process = environment(script, python, config, tokenizer, flags)
-                checks.append(cleanup.enter_context(process).check)
+                processes.append(cleanup.enter_context(process))
+                checks.append(process.check)
 
         trainer = started.enter_context(
             atropos_trainer(config, checks=checks, on_serving=start_environments))
-        trainer.fit()
+        with troubles_quoted(processes):
+            trainer.fit()
+
+
+@contextmanager
+def troubles_quoted(processes: Sequence[EnvironmentProcess]) -> Iterator[None]:
+    """When groups do not come, the reason is mostly in the environments' logs."""
+    try:
+        yield
+    except TimeoutError as error:
+        said = [text for process in processes if (text := process.troubles())]
+        if not said:
+            raise
+        raise TimeoutError("\n".join([str(error), *said])) from error
 
 
 def start_hub(
@@ -157,9 +172,8 @@ def environment(
     script: Path, python: Path, config: AtroposConfig, tokenizer: Path, flags: dict[str, Any],
 ) -> EnvironmentProcess:
     """An environment that asks this run's engine and sends to its API."""
-    engine = config.inference_model.url or f"http://127.0.0.1:{config.atropos.vllm_port}"
-    for_engine = serve_flags(engine_url=engine, model=config.model.name, tokenizer=tokenizer,
-                             token=os.environ.get(TOKEN_VARIABLE))
+    for_engine = serve_flags(engine_url=config.engine_url, model=config.model.name,
+                             tokenizer=tokenizer, token=os.environ.get(TOKEN_VARIABLE))
     return EnvironmentProcess(
         script, python=python, api_url=config.atropos.url,
         flags={**for_engine, **flags}, log_path=Path(config.atropos.log_dir) / f"{script.stem}.log",

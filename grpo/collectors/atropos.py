@@ -118,8 +118,10 @@ class AtroposCollector:
                 raise TimeoutError(
                     f"no group finished within {self.timeout:g} s; {rows} of "
                     f"{self.assembler.rows} rows are here, and so far "
-                    f"{self.assembler.metrics() or 'nothing'} was counted. See the environments' "
-                    "logs: are they running, do all their groups have equal scores?")
+                    f"{self.assembler.metrics() or 'nothing'} was counted. "
+                    + (getattr(self.assembler.source, "silence", None) or
+                       "See the environments' logs: are they running, do all their groups have "
+                       "equal scores?"))
 
     def _timed(self, phase: str, function: Callable, *args: Any) -> Any:
         start = time.perf_counter()

@@ -89,6 +89,13 @@ class EngineClient:
         """What the server is: model, dtype, policy version, paused and so on."""
         return self.call("GET", "/bridge/info")
 
+    def requests(self) -> int | None:
+        """How many requests to sample have come to the server; None if that is not to be had."""
+        try:
+            return self.call("GET", "/bridge/info", timeout=min(5.0, self.timeout)).get("requests")
+        except EngineCallError:
+            return None
+
     def generate(
         self,
         prompts: list[list[int]],

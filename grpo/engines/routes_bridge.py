@@ -43,6 +43,7 @@ async def info(request: Request) -> Response:
         "paused": engine.paused,
         "sleeping": engine.sleeping,
         "open_requests": engine.open_requests,
+        "requests": engine.requests,
         "max_model_len": state.generation.max_model_len,
     })
 

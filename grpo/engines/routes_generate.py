@@ -28,9 +28,7 @@ router = APIRouter()
 @router.get("/health")
 async def health(request: Request) -> Response:
     """200 while the engine lives; does not wait for anything."""
-    if request.app.state.versioned.engine.errored:
-        raise ApiError("the engine died; see the server's log and start it again", status=503,
-                       type="engine_dead")
+    request.app.state.versioned.require_alive()
     return json_response({"status": "ok"})
 
 
@@ -130,10 +128,15 @@ def stream_json(
 
     Args:
         request: whose ``Accept`` header decides, unless ``events`` is given.
-        values: what to send. An error on the way is sent as the last object.
+        values: what to send. An error on the way, the engine's death too, is sent as an object
+            with the reason: the head of the answer has left by then, and its status with it.
         events: True for server-sent events.
-        last: sent after the values.
+        last: sent after the values, or the error.
+
+    Raises:
+        ApiError: 503 if the engine has died already.
     """
+    request.app.state.versioned.require_alive()
     if events is None:
         events = "text/event-stream" in request.headers.get("accept", "")
     prefix, suffix = (b"data: ", b"\n\n") if events else (b"", b"\n")
@@ -142,11 +145,14 @@ def stream_json(
         try:
             async for value in values:
                 yield prefix + orjson.dumps(value) + suffix
-            yield last
         except ApiError as error:
-            yield prefix + orjson.dumps(error.body()) + suffix
+            yield prefix + error.response().body + suffix
+        except Exception as error:  # whatever it is, the application says it of other answers too
+            response = await request.app.exception_handlers[Exception](request, error)
+            yield prefix + response.body + suffix
         finally:
             await values.aclose()
+        yield last
 
     return StreamingResponse(lines(), media_type="text/event-stream" if events
                              else "application/x-ndjson")

@@ -8,6 +8,7 @@ follows from its position, however late its output is delivered.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,7 @@ Spans = list[tuple[int, int]]
 _FINISHED = 2**62
 # Adapters from folders get ids from here on; smaller ones are for those made in memory.
 _FIRST_ADAPTER_ID = 1_000_000
+_LOOK_SECONDS = 1.0  # between looks at whether a paused engine still lives
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class VersionedEngine:
         self.adapters: dict[str, Adapter] = {}
         self.active: Adapter | None = None
         self.lora_loads = 0
+        self.requests = 0  # that have come so far
         self._tickets: dict[str, Ticket] = {}
         self._ids = itertools.count(_FIRST_ADAPTER_ID)
         self._control = asyncio.Lock()
@@ -136,8 +139,8 @@ class VersionedEngine:
         Raises:
             ApiError: if vLLM refuses the request or does not know the model.
         """
-        while not self._running.is_set():
-            await self._running.wait()
+        self.requests += 1
+        await self._until_running()
         adapter = self.adapter_named(model)
         ticket = Ticket(uuid.uuid4().hex, params.n, adapter)
         if adapter is not self.active:
@@ -156,6 +159,23 @@ class VersionedEngine:
             raise
         finally:
             del self._tickets[ticket.id]
+
+    async def _until_running(self) -> None:
+        """Wait for the end of a pause, which an engine that died in it will never see."""
+        while not self._running.is_set():
+            self.require_alive()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._running.wait(), _LOOK_SECONDS)
+
+    def require_alive(self) -> None:
+        """Refuse what only a living engine can do.
+
+        Raises:
+            ApiError: 503 once the engine has died.
+        """
+        if self.engine.errored:
+            raise ApiError("the engine died; see the server's log and start it again", status=503,
+                           type="engine_dead")
 
     async def _add(self, ticket: Ticket, token_ids: list[int], params: Any) -> Any:
         self._adding += 1

@@ -23,8 +23,8 @@ _NEUTRAL = (
         "num_devices", "devices", "tensor_parallel_size", "engine", "url", "weight_sync",
         "max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager")),
     *(f"atropos.{key}:" for key in (
-        "url", "timeout", "vllm_port", "vllm_gpu", "bridge_config", "save_path", "log_dir",
-        "dump_batch", "debug_loading", "benchmark")))
+        "url", "timeout", "vllm_port", "forward_ports", "vllm_gpu", "bridge_config", "save_path",
+        "log_dir", "dump_batch", "debug_loading", "benchmark")))
 #: How long a run is only matters to a learning rate that falls towards its end.
 _LENGTH = ("train.max_steps:", "train.data_epochs:", "train.total_dialog_turns:",
            "atropos.steps:")

@@ -45,7 +45,9 @@ def test_the_memory_table_is_exact():
 
 
 @pytest.mark.parametrize("message", [
-    "the interpreter of the environments, ", "masks the wrong tokens", "is not registered at",
+    "the interpreter of the environments, ", "; install it there: ", "cannot be forwarded: ",
+    "s ago or earlier, but no request has come to the engine", "the engine died",
+    "masks the wrong tokens", "is not registered at",
     "the hub's queue is full", "cannot be used: ", "--env.data_path must be a folder",
     "the chat template changed the first turn when the second was added"])
 def test_our_messages_in_the_guide_are_those_of_the_code(message):

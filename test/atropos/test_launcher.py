@@ -142,6 +142,73 @@ def test_one_that_keeps_failing_is_given_up_with_its_last_lines(environment):
     assert process.last_lines().count("no such data set") == 3
 
 
+def test_one_that_raises_is_quoted_whatever_it_says_after_that(environment):
+    code = ("import atexit\natexit.register(lambda: print(*map(str, range(50)), sep='\\n'))\n"
+            "def collect():\n    raise ValueError('the answer\\nhas no number')\ncollect()")
+    with api() as url:
+        process = environment(code, url, max_restarts=0)
+        wait_for(lambda: process.state == "failed")
+        with pytest.raises(EnvironmentProcessError) as info:
+            process.check()
+    message = str(info.value)
+    assert "ended with exit code 1, 1 times in a row, and is given up" in message
+    assert "  | Traceback (most recent call last)" in message and "in collect" in message
+    assert "  | ValueError: the answer\n  | has no number" in message and "| 49" not in message
+
+
+def test_one_that_lacks_a_module_is_not_tried_again(environment):
+    with api() as url:
+        process = environment("import no_such_module.part", url, backoff=60.0)
+        wait_for(lambda: process.state == "failed")
+        with pytest.raises(EnvironmentProcessError) as info:
+            process.check()
+    message = str(info.value)
+    assert process.restarts == 0 and process.last_lines().count("") == 0
+    assert (f"'some_env' needs the module 'no_such_module'; install it there: {sys.executable} -m "
+            "pip install no_such_module;") in message
+    assert "  | ModuleNotFoundError: No module named 'no_such_module'" in message
+
+
+def test_a_module_that_lies_near_is_not_to_be_installed(environment, tmp_path):
+    (tmp_path / "helpers").mkdir()
+    (tmp_path / "helpers" / "near.py").touch()
+    (tmp_path / "near").mkdir()
+    with api() as url:
+        process = environment("import sys; sys.path.clear(); import near", url)
+        wait_for(lambda: process.state == "failed")
+    with pytest.raises(EnvironmentProcessError, match=f"PYTHONPATH={tmp_path}"):
+        process.check()
+
+
+def test_a_name_that_a_module_has_not_is_no_reason_to_try_again_either(environment):
+    with api() as url:
+        process = environment("from json import no_such_name", url, backoff=60.0)
+        wait_for(lambda: process.state == "failed")
+    with pytest.raises(EnvironmentProcessError,
+                       match="cannot be imported .*no_such_name.*the version of that package"):
+        process.check()
+    assert process.restarts == 0
+
+
+def test_an_import_error_that_was_survived_does_not_end_it(environment):
+    code = ("import traceback\ntry:\n    import no_such_module\nexcept ImportError:\n"
+            "    traceback.print_exc()\n" + RUNS)
+    with api() as url:
+        process = environment(code, url)
+        wait_for(lambda: "up" in process.last_lines())
+        assert process.state == "running"
+
+
+def test_what_one_that_goes_on_says_of_errors_can_be_asked_for(environment):
+    code = "print('ERROR:root:Error in collect_trajectories: no key')\n" + RUNS
+    with api() as url:
+        process = environment(code, url)
+        wait_for(lambda: "up" in process.last_lines())
+        said = process.troubles()
+    assert "'some_env' (running); the last error in" in said and "no key" in said
+    assert "| up" not in said
+
+
 def test_a_steady_run_ends_a_row_of_failures(environment):
     with api() as url:
         process = environment(FAILS, url, max_restarts=1, steady=0.0)

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.hub_server import HubServer
+from grpo.atropos.silence import SilenceCheck
 from grpo.build_atropos import atropos_trainer
 from grpo.cli import atropos, run
 from grpo.cli.flags import to_config
@@ -25,6 +27,8 @@ from grpo.training.checkpoint import list_checkpoints
 from grpo.training.loggers import read_jsonl
 
 from ..atropos.environments import Environment, playing
+from ..atropos.groups import env_registration
+from .ports import free_ports
 
 WANTED = range(2, 100)  # of 258 tokens
 
@@ -74,9 +78,9 @@ def command(tmp_path, small_folder, monkeypatch):
     """Run the command with a hub and environments; returns what it wrote."""
     monkeypatch.setattr("grpo.training.reporter.write_report", lambda run_dir, **_: run_dir)
 
-    def call(*argv: str, teacher: int | None = None, name: str = "run"):
+    def call(*argv: str, teacher: int | None = None, name: str = "run", asked: int | None = None):
         port = free_port()
-        with HubServer() as hub, running(port, ToHub(hub.url, teacher=teacher)):
+        with HubServer() as hub, running(asked or port, ToHub(hub.url, teacher=teacher)):
             atropos.main([
                 "--model", str(small_folder), "--weight-bridge-mode", "bridge", "--atropos-url",
                 hub.url, "--vllm-port", str(port), "--save-path", str(tmp_path / name),
@@ -233,6 +237,66 @@ def test_without_an_api_the_run_waits_and_says_for_what(small_folder, tmp_path):
     with atropos_trainer(config) as trainer, pytest.raises(
             TimeoutError, match="the Atropos API did not answer"):
         trainer.fit()
+
+
+def registered_and_silent(url: str, ended: threading.Event) -> None:
+    """Registers as atroposlib does, and then asks somebody else."""
+    client = AtroposClient(url)
+    while not ended.wait(0.05):
+        if client.register_env(env_registration(desired_name="silent"))["status"] == "success":
+            return
+
+
+def test_environments_that_register_and_ask_nobody_are_told_of(command, monkeypatch, tmp_path):
+    monkeypatch.setitem(SilenceCheck.__init__.__kwdefaults__, "after", 0.2)
+    ended, (port,) = threading.Event(), free_ports(1)
+    with HubServer() as hub:
+        thread = threading.Thread(target=registered_and_silent, args=(hub.url, ended))
+        thread.start()
+        try:
+            with pytest.raises(SystemExit, match=r"silent_0 registered 0.2 s ago(.|\n)*"
+                                                 "--forward-ports 9004,9005,9006,9007"):
+                command("--atropos-url", hub.url, "--group-timeout", "3", "--training-steps", "1",
+                        "--vllm-port", str(port))
+        finally:
+            ended.set()
+            thread.join()
+
+
+def test_environments_that_ask_other_ports_are_led_to_the_policy(command):
+    ports = free_ports(2)
+    command("--training-steps", "1", "--forward-ports", ",".join(map(str, ports)),
+            asked=ports[1])
+    with socket.create_server(("127.0.0.1", ports[0])):
+        pass  # it has ended with the run
+
+
+def test_a_port_that_is_taken_is_named_before_anything_is_started(command, monkeypatch):
+    monkeypatch.setattr("grpo.build_atropos._actor", lambda start: pytest.fail("too late"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit, match=rf"\(--forward-ports\)=\[{port}\]: port {port} .*"
+                                             "Address already in use; end what listens there"):
+            command("--training-steps", "1", "--forward-ports", str(port))
+
+
+@pytest.mark.parametrize(("ports", "said"), [
+    ("9001", "port 9001 is that of the engine itself"),
+    ("70000", "has 70000, which is no port"), ("9004,9004", "port 9004 is named twice")])
+def test_ports_that_cannot_be_forwarded_are_refused_at_once(ports, said):
+    with pytest.raises(ConfigError, match=said):
+        to_config(atropos.parser().parse_intermixed_args(
+            ["--model", "m", "--forward-ports", ports]))
+
+
+def test_a_run_without_groups_quotes_its_environments(tmp_path):
+    quiet, loud = (SimpleNamespace(troubles=lambda text=text: text) for text in ("", "no key"))
+    with pytest.raises(TimeoutError, match="no group finished\nno key"):
+        with run.troubles_quoted([quiet, loud]):
+            raise TimeoutError("no group finished")
+    with pytest.raises(TimeoutError, match="^no group finished$"):
+        with run.troubles_quoted([quiet]):
+            raise TimeoutError("no group finished")
 
 
 def test_what_the_run_depends_on_is_looked_after(small_folder, tmp_path):

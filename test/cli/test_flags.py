@@ -28,7 +28,8 @@ GIVEN = {
     "adafactor_relative_step": (None, True), "clip_eps": ("0.3", 0.3), "kl_coef": ("0.1", 0.1),
     "temperature": ("0.7", 0.7), "seed": ("3", 3), "resume": ("auto", "auto"),
     "save_path": ("here", "here"), "checkpoint_interval": ("0", 0), "vllm_port": ("9005", 9005),
-    "vllm_gpu": ("1", 1), "gpu_memory_utilization": ("0.3", 0.3),
+    "forward_ports": ("9004,9005", [9004, 9005]), "vllm_gpu": ("1", 1),
+    "gpu_memory_utilization": ("0.3", 0.3),
     "kv_cache_memory_bytes": ("1000", 1000), "max_model_len": ("3000", 3000),
     "vllm_restart_interval": ("5", 5), "vllm_config_path": ("a.json", "a.json"),
     "lora_r": ("8", 8), "lora_alpha": ("4", 4.0), "lora_dropout": ("0.2", 0.2),
@@ -222,7 +223,7 @@ def test_every_command_of_the_guide_and_the_makefile_is_a_configuration():
                        re.MULTILINE)
     make = (REPO / "Makefile").read_text().replace("\\\n", " ")
     lines += re.findall(r"-m grpo\.cli\.run (.*) \$\(ARGS\)", make)
-    assert len(lines) == 4
+    assert len(lines) == 5
     for line in lines:
         to_config(run.parser().parse_intermixed_args(shlex.split(line)))
 

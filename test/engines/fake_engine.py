@@ -59,8 +59,11 @@ class _Request:
         self.sent = [0] * params.n
         self.ready = asyncio.Event()
         self.new = False
+        self.error = None
 
     def get_nowait(self):
+        if self.error is not None:
+            raise self.error
         if not self.new:
             return None
         self.new = False
@@ -95,6 +98,7 @@ class FakeEngine:
 
     def __init__(self, *, step=0.001, lag=0.0):
         self.step, self.lag = step, lag
+        self.loop = asyncio.get_running_loop()
         self.weights = 0
         self.errored = False
         self.stuck = False
@@ -110,6 +114,8 @@ class FakeEngine:
 
     async def add_request(self, id, prompt, params, *, lora_request=None):
         await asyncio.sleep(self.add_delay)
+        if self.errored:
+            raise RuntimeError("EngineCore is gone")
         if params.max_tokens == 666:
             raise ValueError("refused by the engine")
         if params.max_tokens == 667:
@@ -201,6 +207,14 @@ class FakeEngine:
 
     async def remove_lora(self, id):
         self.calls.append(("remove_lora", id))
+
+    def die(self):
+        """As when the process of vLLM's core is gone: what runs gets an error, nothing goes on."""
+        self.errored = True
+        self.stop()
+        for request in self.seen:
+            request.error = RuntimeError("EngineCore is gone")
+            request.ready.set()
 
     def stop(self):
         for task in self._tasks:

@@ -1,0 +1,97 @@
+"""Environments that have registered and ask nobody here: noticed, and told with the reason."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from grpo.atropos.client import AtroposClient, AtroposError
+from grpo.atropos.forward import ATROPOSLIB_PORTS
+
+#: Seconds that an environment may be registered before its first question is missed.
+SILENT_SECONDS = 60.0
+_LOOK_SECONDS = 5.0
+
+
+class SilenceCheck:
+    """Says, once, that environments are registered and no request has come to the engine.
+
+    It is called while a run waits for its first groups, when nobody else asks the engine. A hub of
+    this library tells who is registered; ``run-api`` does not, so there nothing is noticed.
+
+    Args:
+        api: where environments register.
+        asked: how many requests the engine has seen so far, or None if it does not say.
+        url: of the engine, for the message.
+        forwarded: ports that lead to it besides.
+        say: gets the message.
+        after: seconds.
+        clock: seconds, never going back.
+
+    Attributes:
+        message: what was said; None while there is nothing to say.
+    """
+
+    def __init__(
+        self,
+        api: AtroposClient,
+        asked: Callable[[], int | None],
+        *,
+        url: str,
+        forwarded: Sequence[int] = (),
+        say: Callable[[str], None],
+        after: float = SILENT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.api, self.asked, self.url, self.forwarded = api, asked, url, tuple(forwarded)
+        self.say, self.after, self.clock = say, after, clock
+        self.message: str | None = None
+        self._heard = False
+        self._count: int | None = None
+        self._since: float | None = None
+        self._next_look = 0.0
+
+    def __call__(self) -> None:
+        now = self.clock()
+        if self._heard or now < self._next_look:
+            return
+        self._next_look = now + min(_LOOK_SECONDS, self.after / 4)
+        count = self.asked()
+        if count is None:
+            return
+        if self._count is not None and count != self._count:
+            self._heard, self.message = True, None
+            return
+        self._count = count
+        names = self._registered()
+        if not names:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        elif self.message is None and now - self._since >= self.after:
+            self.message = self._explain(names)
+            self.say(self.message)
+
+    def _registered(self) -> list[str]:
+        try:
+            hub = self.api.status().get("hub") or {}
+        except AtroposError:  # the stream of groups waits for it, and says so
+            return []
+        return [env["name"] for env in hub.get("environments", ()) if env["connected"]]
+
+    def _explain(self, names: list[str]) -> str:
+        start = (f"environment {', '.join(names)} registered {self.after:g} s ago or earlier, but "
+                 f"no request has come to the engine at {self.url}")
+        if self.forwarded:
+            return (f"{start}, nor to the ports {_listed(self.forwarded)} that lead to it. See "
+                    "what address the environment's log names")
+        return (f"{start}. atroposlib asks localhost:{ATROPOSLIB_PORTS[0]} to "
+                f"{ATROPOSLIB_PORTS[-1]}, whatever --openai.base_url says, where config_init "
+                "returns one server configuration and not a list; others have an address written "
+                f"into them. Start with --forward-ports {_listed(ATROPOSLIB_PORTS)}, which lead "
+                "to the engine then, or let config_init return a list of one. An environment "
+                "that takes long before its first question is no such case")
+
+
+def _listed(ports: Sequence[int]) -> str:
+    return ",".join(map(str, ports))
