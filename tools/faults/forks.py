@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -56,15 +57,9 @@ class Fork:
 
     def end(self) -> None:
         """Kill it and its session, whatever of it is left."""
-        for pid in members(self.pid):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:  # it has just ended
-                continue
-        try:
+        kill(members(self.pid))
+        with suppress(ChildProcessError):  # it has been waited for
             os.waitpid(self.pid, 0)
-        except ChildProcessError:  # it has been waited for
-            return
 
 
 def command(path: Path | str) -> Callable[[], object]:
@@ -72,6 +67,13 @@ def command(path: Path | str) -> Callable[[], object]:
     if isinstance(path, Path):
         return lambda: runpy.run_path(str(path), run_name="__main__")
     return lambda: runpy.run_module(path, run_name="__main__", alter_sys=True)
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Kill processes, of which some may just have ended."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def members(session: int, mark: str = "") -> dict[int, str]:
@@ -90,9 +92,8 @@ def members(session: int, mark: str = "") -> dict[int, str]:
 
 def _become(log: Path, cwd: Path, env: Mapping[str, str], argv: Sequence[str]) -> None:
     os.setsid()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, {signal.SIGTERM: signal.SIG_DFL,
-                               signal.SIGINT: signal.default_int_handler}[number])
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("ab") as file, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)

@@ -16,7 +16,7 @@ from typing import Any
 
 from faults.atropos import start_hub_and_environment
 from faults.cells import EVERY, ITERATIONS, Cell
-from faults.forks import Fork, command, members
+from faults.forks import Fork, command, kill, members
 from faults.plant import FAULT, SITE, plant
 
 REPO = Path(__file__).resolve().parents[2]
@@ -197,8 +197,7 @@ def _left(fork: Fork, mark: str) -> list[str]:
     deadline = time.monotonic() + 30
     while found := members(fork.pid, mark):
         if time.monotonic() > deadline:
-            for pid in found:
-                subprocess.run(["kill", "-KILL", str(pid)], check=False)
+            kill(found)
             return sorted(found.values())
         time.sleep(0.1)
     return []
