@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import signal
 import socket
@@ -42,6 +43,17 @@ def bind(host: str, port: int) -> socket.socket:
                       f"{f' by {holder}' if holder else ''}; choose another, or 0 for any that is "
                       "free") from error
     return sock
+
+
+def leave_interrupts_to_parent() -> None:
+    """Go on at Ctrl-C, which a terminal sends to all processes of a command.
+
+    The parent decides what becomes of them: it may have a step to finish, and needs its engine for
+    that. Without effect where the main program is, and outside of the main thread.
+    """
+    if (multiprocessing.parent_process() is not None
+            and threading.current_thread() is threading.main_thread()):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def exit_with_parent(*, grace: float = GRACE) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ _distributed_is_theirs = False
 _shared_memory: weakref.WeakKeyDictionary[LLM, set[Path]] = weakref.WeakKeyDictionary()
 # What the front end uses to talk with them.
 _sockets: weakref.WeakKeyDictionary[LLM, list[Any]] = weakref.WeakKeyDictionary()
+_rings: weakref.WeakKeyDictionary[LLM, list[Any]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def remember(engine: LLM) -> None:
     if not workers:
         _in_process.add(engine)
     _shared_memory[engine] = set().union(*(shared_memory_of(worker.pid) for worker in workers))
-    _sockets[engine] = _sockets_to_workers(engine)
+    _sockets[engine], _rings[engine] = _sockets_to_workers(engine), _rings_of(engine)
 
 
 def stop_engine(engine: LLM) -> None:
@@ -74,6 +75,8 @@ def stop_engine(engine: LLM) -> None:
         worker.join(_REAP)
     for socket in _sockets.pop(engine, []):
         socket.close(linger=0)
+    for ring in _rings.pop(engine, []):
+        _remove_ring(ring)
     gc.collect()  # vLLM removes what this process made when the last reference goes
     for path in left:
         _unlink(path, tracked=workers[0]._start_method == "spawn")
@@ -126,11 +129,30 @@ def _workers(engine: LLM) -> list:
     return [worker.proc for worker in getattr(executor, "workers", ())]
 
 
-def _sockets_to_workers(engine: LLM) -> list[Any]:
-    """ZeroMQ sockets of the queues between the front end and its workers."""
+def _queues(engine: LLM) -> list[Any]:
+    """Between the front end and its workers."""
     executor = getattr(engine.llm_engine, "model_executor", None)
     queues = [getattr(executor, "rpc_broadcast_mq", None), *getattr(executor, "response_mqs", ())]
-    owners = [queue for queue in queues if queue is not None]
+    return [queue for queue in queues if queue is not None]
+
+
+def _rings_of(engine: LLM) -> list[Any]:
+    """Shared memory of the queues that the front end has made."""
+    rings = [getattr(queue, "buffer", None) for queue in _queues(engine)]
+    return [ring for ring in rings if ring is not None and ring.is_creator]
+
+
+def _remove_ring(ring: Any) -> None:
+    """Remove a queue's shared memory now, and not when the last reference goes: an exception that
+    is on its way holds one, and vLLM would complain of the missing file with a traceback."""
+    ring.is_creator = False
+    with suppress(FileNotFoundError):
+        ring.shared_memory.unlink()
+
+
+def _sockets_to_workers(engine: LLM) -> list[Any]:
+    """ZeroMQ sockets of the queues."""
+    owners = _queues(engine)
     owners += [queue._spin_condition for queue in owners if queue._spin_condition is not None]
     found = [getattr(owner, name, None) for owner in owners for name in (
         "local_socket", "remote_socket", "local_notify_socket", "read_cancel_socket",

@@ -15,6 +15,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from grpo.engines.child import leave_interrupts_to_parent
 from grpo.engines.layer_outputs import LayerMethods
 from grpo.engines.lora_worker import LoRAMethods
 from grpo.engines.shared_loader import LOAD_FORMAT, register_shared_loader
@@ -27,6 +28,7 @@ from grpo.weights.receiver import TransferMethods
 if "vllm" in sys.modules:  # a vLLM worker imports this module; others only look at it
     keep_weights_unpacked()
     register_shared_loader()
+    leave_interrupts_to_parent()
 
 
 class WeightMethods:

@@ -120,6 +120,7 @@ class Policy(TensorDictModuleBase):
 
         Raises:
             ValueError: if a prompt leaves no room for a response.
+            FloatingPointError: if a log-prob is not a number.
         """
         return self.stream(tensordict)
 
@@ -184,6 +185,7 @@ class Policy(TensorDictModuleBase):
                                "tokens; this version of it is not supported")
         response_mask_BR = torch.arange(width) < torch.tensor(sizes)[:, None]
         log_probs_BR = data.pad_rows(completions.log_probs, width, 0.0, dtype=torch.float32)
+        _refuse_nan(log_probs_BR, self.version)
         tensordict[data.RESPONSE_TOKENS] = response_BR.to(device)
         tensordict.update(data.join_prompt_response(
             prompt_BP, mask_BP, response_BR.to(device), response_mask_BR.to(device),
@@ -236,6 +238,17 @@ def own_random_numbers(seed: int) -> Iterator[None]:
             yield
         finally:
             np.random.set_state(state)
+
+
+def _refuse_nan(log_probs_BR: Tensor, version: Callable[[], int]) -> None:
+    """They would reach the gradient, and in a checkpoint with waiting rollouts every later one."""
+    broken_B = ~log_probs_BR.isfinite().all(-1)
+    if broken_B.any():
+        raise FloatingPointError(
+            f"{int(broken_B.sum())} of {len(broken_B)} rows have log-probs that are not numbers, "
+            f"sampled by version {version()} of the weights; nothing was trained on them. Go on "
+            "from an earlier checkpoint with a lower optimizer.lr; if it happens again at once, "
+            "the model overflows: see train_model.torch_dtype and train_model.fp32_head")
 
 
 def _ragged(tokens_BP: Tensor, mask_BP: Tensor) -> list[list[int]]:

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
+
+
+class LogFile(logging.FileHandler):
+    """A log file that waits where the disk is full: what a record says is on the screen, too.
+
+    Python's own handler prints a traceback of itself for each record that it cannot write.
+    """
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called by logging while the error is handled."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 class LineFile:

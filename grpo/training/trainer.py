@@ -142,6 +142,9 @@ class Trainer:
                 # What comes of numbers, engines, disks and data.
                 except (Stopped, ArithmeticError, OSError, RuntimeError, ValueError) as reason:
                     self._end_early(reason)
+                    # A signal to all processes of a job takes from the step what it needs.
+                    if self.requests.asked is not None and not isinstance(reason, Stopped):
+                        raise Stopped(self.requests.asked) from reason
                     raise
                 self._finish()
         finally:

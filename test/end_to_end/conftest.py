@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,21 @@ class Runner:
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder = folder
+        self._started: list[subprocess.Popen] = []
         self.environment = os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1",
                                          "COLUMNS": "100"}
 
     def start(self, *overrides: str, script: Path = SCRIPT) -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, str(script), *overrides], cwd=self.folder,
-                                env=self.environment, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, text=True)
+        self._started.append(subprocess.Popen(
+            [sys.executable, str(script), *overrides], cwd=self.folder, env=self.environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        return self._started[-1]
+
+    def close(self) -> None:
+        """Kill what a test that failed has left running."""
+        for process in self._started:
+            process.kill()
+            process.wait()
 
     def run(self, *overrides: str, expect: int = 0, script: Path = SCRIPT) -> str:
         """Output of a finished run."""
@@ -69,5 +78,7 @@ def cache(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def runner(tmp_path, cache) -> Runner:
-    return Runner(tmp_path, cache)
+def runner(tmp_path, cache) -> Iterator[Runner]:
+    runner = Runner(tmp_path, cache)
+    yield runner
+    runner.close()

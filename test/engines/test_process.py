@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import orjson
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from grpo.engines.client import EngineClient, EngineTimeoutError, EngineUnreachableError
 from grpo.engines.process import EngineProcess, EngineStartError, bind, server_command
 
+REPO = Path(__file__).resolve().parents[2]
 # A server that answers every GET, on the socket it inherited.
 SERVER = """
     import http.server, os, socket, subprocess, sys, time
@@ -331,3 +333,26 @@ def test_client_refuses_other_addresses(url):
 def test_server_command_leaves_out_what_is_not_set():
     command = server_command("m", dtype="float32", enforce_eager=False, max_loras=None)
     assert command[3:] == ["--model", "m", "--dtype", "float32"]
+
+
+def test_workers_go_on_when_a_terminal_interrupts_all_processes_of_a_command(tmp_path):
+    script = tmp_path / "command.py"
+    script.write_text(textwrap.dedent("""
+        import multiprocessing, os, signal
+        from grpo.engines.child import leave_interrupts_to_parent
+
+        def work():
+            leave_interrupts_to_parent()
+            os.kill(os.getpid(), signal.SIGINT)
+            print("went on", flush=True)
+
+        if __name__ == "__main__":
+            worker = multiprocessing.get_context("spawn").Process(target=work)
+            worker.start()
+            worker.join(60)
+            leave_interrupts_to_parent()  # the main program's are its own
+            os.kill(os.getpid(), signal.SIGINT)
+        """))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(REPO)}, timeout=120)
+    assert done.stdout == "went on\n" and done.stderr.endswith("KeyboardInterrupt\n")

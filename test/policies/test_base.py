@@ -96,6 +96,14 @@ def test_spans_that_do_not_fit_the_tokens_are_an_error():
         policy.generate_from_ids([[2], [3]])
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_log_probs_that_are_not_numbers_reach_no_rollout(value):
+    policy = Scripted([[5, 6], [7]], version=lambda: 3)
+    completions = Completions([[5, 6], [7]], [[-1.0, value], [-1.0]], [False, False])
+    with pytest.raises(FloatingPointError, match="1 of 2 rows .* version 3 of the weights"):
+        policy.write(policy.pad_prompts([[2], [3]]), completions)
+
+
 def test_everything_it_says_it_writes_is_written():
     batch = Scripted([[5]]).generate_from_ids([[2]])
     assert set(Policy.out_keys) <= set(batch.keys(True, True))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import signal
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from grpo.training.line_file import LineFile
+from grpo.training.line_file import LineFile, LogFile
 from grpo.training.loggers import JsonlLogger, read_jsonl
+
+REPO = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
@@ -59,3 +63,24 @@ def test_the_metrics_of_a_run_go_on_after_a_full_disk(tmp_path, reopened):
     logger.log(3, {"a": 3.0})
     logger.close()
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_log_on_a_full_disk_prints_no_traceback_of_its_own(tmp_path, capsys):
+    handler = LogFile(tmp_path / "log")
+    with full_at(0):
+        handler.emit(logging.makeLogRecord({"msg": "no room for this"}))
+        assert capsys.readouterr().err == ""
+    handler.emit(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
+    assert "Traceback" in capsys.readouterr().err  # mistakes are shown as ever
+    handler.close()
+    assert "no room for this" in (tmp_path / "log").read_text()
+
+
+def test_the_scripts_log_to_such_a_file():
+    from hydra import compose, initialize_config_dir
+
+    for name in ("grpo", "grpo_async"):
+        with initialize_config_dir(str(REPO / "config"), version_base=None):
+            config = compose(name, return_hydra_config=True)
+        handler = config.hydra.job_logging.handlers.file
+        assert handler["class"] == f"{LogFile.__module__}.{LogFile.__name__}"

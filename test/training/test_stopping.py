@@ -175,6 +175,21 @@ def test_a_dead_engine_and_a_failed_proof_leave_a_checkpoint(
     assert torch.equal(weights(resumed), weights(trainer))
 
 
+def test_a_step_that_fails_after_a_signal_ends_with_the_signals_code(make_config, tmp_path):
+    """As when all processes of a job get it, the engine's among them."""
+    trainer = make_trainer(make_config(train={"checkpoint_frequency": 0}), tmp_path)
+
+    def fail():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise EngineError("the engine is gone")
+
+    ends_in(trainer, trainer.weights, "publish", fail, call=3 + SELF_TEST)
+    with pytest.raises(Stopped) as raised:
+        trainer.fit()
+    assert raised.value.exit_code == 143
+    assert [found.step for found in list_checkpoints(tmp_path)] == [3]
+
+
 # -- A full disk ----------------------------------------------------------------------------------
 
 
