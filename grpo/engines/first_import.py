@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
+
+from grpo.threads import in_background
 
 
 def import_vllm() -> None:
@@ -18,8 +22,20 @@ def import_vllm() -> None:
     """
     if "vllm.engine.arg_utils" in sys.modules:
         return
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(_import).result()
+    importing = in_background(_import)
+    try:
+        importing.result()
+    except BaseException as error:
+        if not importing.done():  # a signal has come, which need not wait for the import
+            atexit.register(_leave, getattr(error, "exit_code", 1))
+        raise
+
+
+def _leave(code: int) -> NoReturn:
+    """End without taking the interpreter apart beneath a thread that still imports."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _import() -> None:

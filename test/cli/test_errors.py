@@ -19,8 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from .ports import free_ports
 from .warm import COMMANDS, REPO, Warm
 
+MARK = "GRPO_TEST_STARTED_IN"  # a variable that all that a command starts inherits
 HF = "inference_model.backend=transformers"
 GSM8K = ("--config-name", "grpo_gsm8k", "env.task.num_test=20", "inference_model.max_tokens=16",
          HF)
@@ -268,7 +270,7 @@ def started(command: str, *argv: str, folder: Path):
     process = subprocess.Popen(
         [sys.executable, *line, *argv], cwd=folder, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(REPO)})
+        env=os.environ | {"PYTHONPATH": str(REPO), MARK: str(folder)})
     try:
         yield process
     finally:
@@ -277,16 +279,15 @@ def started(command: str, *argv: str, folder: Path):
         process.communicate()
 
 
-def of_group(group: int) -> list[int]:
-    """Running processes of a group."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+def left_behind(folder: Path) -> list[str]:
+    """Command lines of processes that a command in this folder has started, wherever they are."""
+    found, mark = [], f"{MARK}={folder}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            state, _, owner, *_ = stat.read_text().rpartition(")")[2].split()
-        except OSError:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_text())
+        except OSError:  # another user's, or it has just ended
             continue
-        if int(owner) == group and state not in "ZX":
-            found.append(int(stat.parent.name))
     return found
 
 
@@ -304,7 +305,32 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path, command, argv
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert err.strip().startswith("stopped by SIGINT") and len(err.strip().splitlines()) == 1
-    assert out == "" and not of_group(process.pid)
+    assert out == "" and not left_behind(tmp_path)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("command, argv", [
+    ("grpo.py", ()), ("grpo.py", ("inference_model.engine=process",)),
+    ("grpo.py", ("inference_model.engine=server",)), ("grpo-async.py", ()),
+    ("atropos-grpo", ())])
+def test_ctrl_c_while_an_engine_starts_leaves_nothing_running(files, tmp_path, command, argv):
+    pytest.importorskip("vllm")
+    model = str(files / "model")
+    own = (f"model.name={model}",) if command.endswith(".py") else (
+        "--model-name", model, "--vllm-port", str(free_ports(1)[0]))
+    with started(command, *own, *argv, folder=tmp_path) as process:
+        while not process.stdout.readline().startswith("total"):  # of the memory that is needed
+            assert process.poll() is None, process.stderr.read()
+        time.sleep(5)  # into the start of the engine; it holds at any other moment, too
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130, err
+        assert err.splitlines()[-1].startswith("stopped by SIGINT") and "Traceback" not in err
+        deadline = time.monotonic() + 30
+        while left := left_behind(tmp_path):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
 
 
 @pytest.mark.parametrize("module, options", [
