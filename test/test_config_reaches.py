@@ -182,10 +182,12 @@ REACHES = {
     "train.optim_batch_size": (LEARNER, lambda x: x.rows_per_step, {}, 2, 2),
     "train.gradient_accumulation_steps": (
         LEARNER, lambda x: x.split, {}, 3,
-        {"num_micro_batches": 3, "max_tokens": None, "multiple_of": 1, "whole_groups": False}),
+        {"num_micro_batches": 3, "max_tokens": None, "multiple_of": 1, "whole_groups": False,
+         "packed": False}),
     "train.max_tokens_per_micro_batch": (
         LEARNER, lambda x: x.split, {}, 99,
-        {"num_micro_batches": None, "max_tokens": 99, "multiple_of": 1, "whole_groups": False}),
+        {"num_micro_batches": None, "max_tokens": 99, "multiple_of": 1, "whole_groups": False,
+         "packed": False}),
     "train_model.compile": (
         lambda b, c: b.model(c), lambda x: hasattr(
             x.model.layers[0].forward, "_torchdynamo_orig_callable"), {}, True, True),
