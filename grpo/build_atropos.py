@@ -18,12 +18,12 @@ from grpo import build
 from grpo import build_engine as engine
 from grpo import build_objective as objective
 from grpo.atropos.advantages import GivenAdvantage
-from grpo.atropos.assemble import GroupAssembler, GroupSource, StreamSource
+from grpo.atropos.assemble import GroupAssembler, StreamSource
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.convert import GroupConverter
 from grpo.atropos.recompute import RecomputeLogProbs
 from grpo.atropos.records import Records
-from grpo.atropos.schemas import Registration, ScoredGroup
+from grpo.atropos.schemas import Registration
 from grpo.atropos.stream import BatchStream
 from grpo.build_bridge import serve_policy
 from grpo.build_model import load_model
@@ -216,26 +216,6 @@ def _let_go(weights: PausedUpdates) -> None:
         weights.end()
 
 
-class _Watched:
-    """A source of groups that is asked only while everything it depends on is there."""
-
-    def __init__(self, source: StreamSource, checks: Sequence[Callable[[], None]]) -> None:
-        self.source, self.checks = source, checks
-
-    @property
-    def counts(self):
-        return self.source.counts
-
-    @property
-    def trouble(self) -> str | None:
-        return self.source.trouble
-
-    def __call__(self, timeout: float) -> Sequence[ScoredGroup]:
-        for check in self.checks:
-            check()
-        return self.source(timeout)
-
-
 def _collector(
     start: Start, cleanup: ExitStack, checks: Sequence[Callable[[], None]], *, policy: Policy,
     driver: Driver | None, records: Records | None, version: Callable[[], int],
@@ -249,8 +229,10 @@ def _collector(
         save_checkpoint_interval=config.train.checkpoint_frequency,
         starting_step=start.checkpoint.step if start.checkpoint else 0)
     client = AtroposClient(atropos.url, token=os.environ.get(TOKEN_VARIABLE) or None)
-    stream = cleanup.enter_context(BatchStream(client, registration, poll_seconds=0.05))
-    source: GroupSource = _Watched(StreamSource(stream), checks)
+    # Groups are the hub's until a checkpoint has what they taught: a run that is killed loses none.
+    stream = cleanup.enter_context(BatchStream(
+        client, registration, poll_seconds=0.05, hold=config.train.checkpoint_frequency > 0))
+    source = StreamSource(stream, checks)
     distill = config.distill
     converter = GroupConverter(
         pad_token_id=start.tokenizer.pad_token_id, vocab_size=vocab_size,

@@ -179,7 +179,9 @@ class History:
         for note, body in journal.replay():
             if note["kind"] == "acknowledge":
                 leases = state.leases | {lease.id: lease for lease in state.returned}
-                groups = leases[note["id"]].groups
+                unused = note.get("unused", ())
+                groups = [group for place, group in enumerate(leases[note["id"]].groups)
+                          if place not in unused]
                 self.batches += 1
                 self.acknowledged.update(map(name_of, groups))
                 self.senders.update(group.env for group in groups)
