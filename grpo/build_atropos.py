@@ -18,13 +18,13 @@ from grpo import build
 from grpo import build_engine as engine
 from grpo import build_objective as objective
 from grpo.atropos.advantages import GivenAdvantage
-from grpo.atropos.assemble import GroupAssembler, GroupSource, StreamSource
+from grpo.atropos.assemble import GroupAssembler, StreamSource
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.convert import GroupConverter
 from grpo.atropos.forward import PortForwarder
 from grpo.atropos.recompute import RecomputeLogProbs
 from grpo.atropos.records import Records
-from grpo.atropos.schemas import Registration, ScoredGroup
+from grpo.atropos.schemas import Registration
 from grpo.atropos.silence import SilenceCheck
 from grpo.atropos.stream import BatchStream
 from grpo.build_bridge import serve_policy
@@ -245,32 +245,6 @@ def _let_go(weights: PausedUpdates) -> None:
         weights.end()
 
 
-class _Watched:
-    """A source of groups that is asked only while everything it depends on is there."""
-
-    def __init__(self, source: StreamSource, checks: Sequence[Callable[[], None]]) -> None:
-        self.source, self.checks = source, checks
-
-    @property
-    def counts(self):
-        return self.source.counts
-
-    @property
-    def trouble(self) -> str | None:
-        return self.source.trouble
-
-    @property
-    def silence(self) -> str | None:
-        """Why nobody may have asked the engine."""
-        return next((check.message for check in self.checks if isinstance(check, SilenceCheck)),
-                    None)
-
-    def __call__(self, timeout: float) -> Sequence[ScoredGroup]:
-        for check in self.checks:
-            check()
-        return self.source(timeout)
-
-
 def _collector(
     start: Start, cleanup: ExitStack, checks: Sequence[Callable[[], None]], *, policy: Policy,
     driver: Driver | None, records: Records | None, version: Callable[[], int],
@@ -283,8 +257,10 @@ def _collector(
         checkpoint_dir=str(start.run_dir), num_steps=config.iterations,
         save_checkpoint_interval=config.train.checkpoint_frequency,
         starting_step=start.checkpoint.step if start.checkpoint else 0)
-    stream = cleanup.enter_context(BatchStream(_api(config), registration, poll_seconds=0.05))
-    source: GroupSource = _Watched(StreamSource(stream), checks)
+    # Groups are the hub's until a checkpoint has what they taught: a run that is killed loses none.
+    stream = cleanup.enter_context(BatchStream(
+        _api(config), registration, poll_seconds=0.05, hold=config.train.checkpoint_frequency > 0))
+    source = StreamSource(stream, checks)
     distill = config.distill
     converter = GroupConverter(
         pad_token_id=start.tokenizer.pad_token_id, vocab_size=vocab_size,

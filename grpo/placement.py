@@ -240,9 +240,11 @@ class Places:
 
     def _options(self, devices: tuple[int, ...], bundle: int) -> dict[str, Any]:
         threads = self._threads() if self.plan.kind == "cpu" else {}
+        # Ray would keep a record of every call, some 5 KB each, in its head process.
+        options = {"num_cpus": 1, "enable_task_events": False}
         if self._group is not None:
-            return {"num_cpus": 1, **self._bundle(bundle), **threads}
-        return {"num_cpus": 1, **(threads or _sees(devices))}
+            return {**options, **self._bundle(bundle), **threads}
+        return {**options, **(threads or _sees(devices))}
 
     def _threads(self) -> dict[str, Any]:
         """Ray's options for a share of this machine's cores, unless the user has given one."""

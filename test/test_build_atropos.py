@@ -84,7 +84,7 @@ def test_what_environments_and_hub_are_told(config_of, started, monkeypatch):
     with atropos_trainer(config) as trainer:
         collector = trainer.collector
         converter = collector.assembler.converter
-        stream = collector.assembler.source.source.stream
+        stream = collector.assembler.source.stream
         assert stream.client.token == started.server.token == "secret"
         registration = stream.registration
         assert (registration.batch_size, registration.max_token_len, registration.num_steps) == (

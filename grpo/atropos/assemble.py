@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tensordict import TensorDict
@@ -13,6 +13,7 @@ from grpo.atropos.client import AtroposTimeoutError
 from grpo.atropos.convert import GroupConverter, Sampled
 from grpo.atropos.records import Records
 from grpo.atropos.schemas import IGNORED, ScoredGroup
+from grpo.atropos.silence import SilenceCheck
 from grpo.atropos.stream import BatchStream
 from grpo.atropos.wire_json import GroupError
 from grpo.data import NO_VERSION
@@ -26,15 +27,18 @@ GroupSource = Callable[[float], Sequence[ScoredGroup]]
 class StreamSource:
     """A :class:`~grpo.atropos.stream.BatchStream` as a source of groups.
 
-    A batch of the API is acknowledged when more is asked for: after it was trained on, as long as
-    batches of the API are as large as the trainer's.
+    A batch of the API is acknowledged after all of its groups were trained on or left out, however
+    they were spread over the trainer's batches: when more is asked for, or where the stream holds
+    it, when a checkpoint was saved.
 
     Args:
         stream: that is being fetched; its ``timeout`` is set at each call.
+        checks: called before each question; each raises if something that the run depends on is
+            gone, such as an environment. May grow.
     """
 
-    def __init__(self, stream: BatchStream) -> None:
-        self.stream = stream
+    def __init__(self, stream: BatchStream, checks: Sequence[Callable[[], None]] = ()) -> None:
+        self.stream, self.checks = stream, checks
         self._said: set[str] = set()
         self._away = False
 
@@ -44,16 +48,39 @@ class StreamSource:
         return self.stream.unreachable
 
     @property
+    def silence(self) -> str | None:
+        """Why environments that are registered send nothing, where that was noticed."""
+        return next((check.message for check in self.checks if isinstance(check, SilenceCheck)),
+                    None)
+
+    @property
     def counts(self) -> Counter[str]:
         """Groups that the stream left out, by reason."""
         rejected = {f"groups_rejected_{reason}": count
                     for reason, count in self.stream.rejected.items()}
         return Counter(groups_repeated=self.stream.repeated, **rejected)
 
+    def used(self, groups: Sequence[ScoredGroup]) -> None:
+        """Groups that will be trained on before the next call, or are left out."""
+        self.stream.used(groups)
+
+    def saved(self) -> None:
+        """A checkpoint knows what was trained on."""
+        self.stream.acknowledge()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names of the groups that were trained on and may come again, for checkpoints."""
+        return {"used": self.stream.unacknowledged()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.client.leave_out(state["used"])
+
     def __call__(self, timeout: float) -> Sequence[ScoredGroup]:
+        for check in self.checks:
+            check()
         self.stream.timeout = timeout
         try:
-            return next(self.stream).groups
+            return self.stream.take().groups
         except AtroposTimeoutError:
             return []
         finally:
@@ -73,7 +100,8 @@ class GroupAssembler:
 
     Args:
         source: where groups come from; asked only while a batch is not full. What it counts as
-            ``counts`` is reported.
+            ``counts`` is reported. A method ``used`` is told which groups are in a batch or left
+            out; a ``state_dict`` goes into checkpoints, and ``saved`` is called after each.
         converter: makes the batch.
         rows: greatest number of rows of a batch.
         version: the policy's present version.
@@ -135,6 +163,7 @@ class GroupAssembler:
         while self._waiting and rows + len(self._waiting[0][0].tokens) <= self.rows:
             chosen.append(self._waiting.popleft())
             rows += len(chosen[-1][0].tokens)
+        self._used(group for group, _ in chosen)
         return self.converter([group for group, _ in chosen],
                               sampled=[known for _, known in chosen], version=self.version(),
                               width=width)
@@ -147,8 +176,13 @@ class GroupAssembler:
                                        for key, value in self.records.counts.items()})
         return {f"atropos/{name}": float(value) for name, value in counts.items()}
 
+    def _used(self, groups: Iterable[ScoredGroup]) -> None:
+        if (used := getattr(self.source, "used", None)) is not None:
+            used([*groups])
+
     def _receive(self, group: ScoredGroup) -> None:
         if len(group.tokens) > self.rows:
+            self._used([group])
             self.counts["groups_too_large"] += 1
             logger.warning("a group of %d rows is left out, because it does not fit a batch of %d; "
                            "raise the batch size, or lower the environment's group_size",
@@ -161,6 +195,7 @@ class GroupAssembler:
             if not self.counts[counted]:
                 _say_left_out(error.reason, str(error))
             self.counts[counted] += 1
+            self._used([group])
             return
         known = None if self.records is None else self.records.restore(group)
         self._waiting.append((group, known))
@@ -169,18 +204,30 @@ class GroupAssembler:
         if self.converter.max_staleness is None:
             return
         oldest = self.version() - self.converter.max_staleness
-        fresh = [one for one in self._waiting if not _all_older(*one, oldest)]
-        self.counts["groups_stale"] += len(self._waiting) - len(fresh)
-        self._waiting = deque(fresh)
+        fresh, stale = deque(), []
+        for one in self._waiting:
+            (stale if _all_older(*one, oldest) else fresh).append(one)
+        self._waiting = fresh
+        self.counts["groups_stale"] += len(stale)
+        self._used(group for group, _ in stale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, for checkpoints. Groups that wait are not saved: a hub gives out again what
-        was not trained on."""
-        return {"converter": self.converter.state_dict(), "counts": dict(self.counts)}
+        """Counters, for checkpoints, and what the source wants to know again. Groups that wait are
+        not saved: a hub gives out again what was not trained on."""
+        source = getattr(self.source, "state_dict", None)
+        return {"converter": self.converter.state_dict(), "counts": dict(self.counts),
+                "source": None if source is None else source()}
+
+    def saved(self) -> None:
+        """A checkpoint has the last :meth:`state_dict`, and what came of the batches until then."""
+        if (saved := getattr(self.source, "saved", None)) is not None:
+            saved()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.converter.load_state_dict(state["converter"])
         self.counts = Counter(state["counts"])
+        if state.get("source") is not None:
+            self.source.load_state_dict(state["source"])
 
 
 def _say_left_out(reason: str, message: str) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -55,6 +56,7 @@ class Batch:
         rejected: number of groups that cannot be trained on, by reason.
         messages: what was wrong with the first of each reason.
         repeated: number of groups that this client had been given before.
+        places: position of each of ``groups`` in what the API answered.
     """
 
     groups: list[ScoredGroup]
@@ -62,6 +64,7 @@ class Batch:
     rejected: Counter[str] = field(default_factory=Counter)
     messages: dict[str, str] = field(default_factory=dict)
     repeated: int = 0
+    places: list[int] = field(default_factory=list)
 
     @property
     def sequences(self) -> int:
@@ -138,7 +141,7 @@ class AtroposClient:
             return None
         batch = Batch([], answer.get("lease"))
         repeated = 0
-        for obj in answer["batch"]:
+        for place, obj in enumerate(answer["batch"]):
             try:
                 group = parse_group(obj)
             except GroupError as error:
@@ -149,10 +152,15 @@ class AtroposClient:
                 repeated += 1
             else:
                 batch.groups.append(group)
-        return Batch(batch.groups, batch.lease, batch.rejected, batch.messages, repeated)
+                batch.places.append(place)
+        return replace(batch, repeated=repeated)
 
-    def acknowledge(self, batch: Batch) -> bool:
+    def acknowledge(self, batch: Batch, *, unused: Sequence[ScoredGroup] = ()) -> bool:
         """Say that a batch was used. Does nothing for one without a lease.
+
+        Args:
+            batch: as it was handed out.
+            unused: those of its groups that were not used; the hub hands them out again.
 
         Returns:
             False if the lease is over and the hub has given the batch to somebody else, or has
@@ -160,11 +168,18 @@ class AtroposClient:
         """
         if batch.lease is None:
             return True
-        for group in batch.groups:
-            self._acknowledged[group.group_uid] = None
+        kept = {id(group) for group in unused}
+        self.leave_out(group.group_uid for group in batch.groups if id(group) not in kept)
+        places = [place for place, group in zip(batch.places, batch.groups, strict=True)
+                  if id(group) in kept]
+        return self._tell(batch.lease, "/ack", **({"unused": places} if places else {}))
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Take groups of these names (``group_uid``) for repeats when they come on a lease."""
+        for name in names:
+            self._acknowledged[name] = None
         while len(self._acknowledged) > _RECENT_GROUPS:
             self._acknowledged.popitem(last=False)
-        return self._tell(batch.lease, "/ack")
 
     def renew(self, batch: Batch, *, lease_seconds: float = 600.0) -> bool:
         """Let a batch's lease begin anew. False as in :meth:`acknowledge`."""
@@ -250,7 +265,7 @@ class AtroposClient:
             raise AtroposError(f"{what}: {_message(answer)} (status {status})", status=status)
         return answer
 
-    def _tell(self, lease: str, path: str, **more: float) -> bool:
+    def _tell(self, lease: str, path: str, **more: Any) -> bool:
         """Say something of a lease; whether the hub knows it."""
         try:
             self.call("POST", path, {"lease": lease, **more})

@@ -13,8 +13,8 @@ differences in what it promises:
 * ``min_batch_allocation`` of an environment that falls silent is waited for only so long.
 * With a journal, all of it survives the end of the process.
 
-In here is neither network nor threads. Every change is a record that is written to the journal, if
-there is one, and then applied to the :class:`~grpo.atropos.hub_state.HubState`.
+In here is neither network nor threads. Every change is a record that is written to the journal
+and then applied to the :class:`~grpo.atropos.hub_state.HubState`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -145,13 +145,15 @@ class Hub:
                                 owner=owner if lease_seconds is None else None))
         return self.state.leases[id]
 
-    def acknowledge(self, lease: str) -> None:
-        """A batch was used; forget it.
+    def acknowledge(self, lease: str, *, unused: Sequence[int] = ()) -> None:
+        """A batch was used; forget it, but for the groups at the places ``unused``, which are given
+        to the next who asks.
 
         Raises:
             UnknownLeaseError: if there is no such lease.
+            ValueError: for a place that no group of the batch has.
         """
-        self._end_lease("acknowledge", lease)
+        self._end_lease("acknowledge", lease, unused)
 
     def release(self, lease: str) -> None:
         """A batch was not used; give it to the next who asks.
@@ -176,10 +178,8 @@ class Hub:
     # Environments.
 
     def register_env(self, registration: EnvRegistration) -> Environment | None:
-        """Take in an environment; None until a trainer has asked for a batch.
-
-        It gets the id and the name of one of the same desired name that is gone, if there is one.
-        """
+        """Take in an environment; None until a trainer has asked for a batch. One of the same
+        desired name that is gone lends it its id and name."""
         environments = self.state.environments
         if not self.state.started:
             return None
@@ -346,12 +346,14 @@ class Hub:
     def _leases_of(self, owner: str) -> list[Lease]:
         return [lease for lease in self.state.leases.values() if lease.owner == owner]
 
-    def _end_lease(self, kind: str, lease: str) -> None:
+    def _end_lease(self, kind: str, lease: str, unused: Sequence[int] = ()) -> None:
         self._expire_leases()
-        known = (*self.state.leases, *(one.id for one in self.state.returned))
+        known = self.state.leases | {one.id: one for one in self.state.returned}
         if lease not in known:
             raise UnknownLeaseError(lease)
-        self._record({"kind": kind, "id": lease})
+        if max(unused, default=-1) >= (size := len(known[lease].groups)):
+            raise ValueError(f"unused={unused}: the batch has {size} groups, counted from 0")
+        self._record({"kind": kind, "id": lease, **({"unused": [*unused]} if unused else {})})
 
     def _expire_leases(self) -> None:
         now = self.clock()

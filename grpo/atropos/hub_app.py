@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from grpo.atropos.hub import Hub, NotRegisteredError, UnknownEnvironmentError, UnknownLeaseError
 from grpo.atropos.hub_body import read_model, unpacked_body, validate
@@ -34,11 +34,17 @@ _NO_EXAMPLE = {name: [] for name in (
 
 
 class LeaseName(BaseModel):
-    """``POST /ack`` and ``POST /release``."""
+    """``POST /release``."""
 
     model_config = ConfigDict(extra="forbid")
 
     lease: str
+
+
+class Acknowledgement(LeaseName):
+    """``POST /ack``; ``unused`` are places in the batch."""
+
+    unused: list[NonNegativeInt] = []
 
 
 class LeaseRenewal(LeaseName):
@@ -231,8 +237,11 @@ async def batch(request: Request) -> Response:
 
 
 async def ack(request: Request) -> Response:
-    name = await read_model(request, LeaseName)
-    return _of_lease(name.lease, _hub(request).acknowledge)
+    used = await read_model(request, Acknowledgement)
+    try:
+        return _of_lease(used.lease, _hub(request).acknowledge, unused=used.unused)
+    except ValueError as error:
+        raise ApiError(str(error), status=422, type="bad_place", param="unused") from None
 
 
 async def renew(request: Request) -> Response:
@@ -334,7 +343,7 @@ def _refuse_browsers(request: Request) -> None:
                        "page: use POST", status=403, type="forbidden")
 
 
-def _of_lease(lease: str, change: Callable[..., None], **options: float) -> Response:
+def _of_lease(lease: str, change: Callable[..., None], **options: Any) -> Response:
     try:
         change(lease, **options)
     except UnknownLeaseError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo.atropos.hub_journal import Record
@@ -189,9 +189,15 @@ class HubState:
             math.inf if seconds is None else now + seconds)
 
     def _on_acknowledge(self, note: dict[str, Any], body: bytes, now: float) -> None:
-        if self.leases.pop(note["id"], None) is None:
-            self.returned = deque(one for one in self.returned if one.id != note["id"])
+        lease = self.leases.pop(note["id"], None)
+        if lease is None:
+            lease = next(one for one in self.returned if one.id == note["id"])
+            self.returned.remove(lease)
         self.counts["acknowledged"] += 1
+        unused = set(note.get("unused", ()))
+        if rest := [group for place, group in enumerate(lease.groups) if place in unused]:
+            # By another name: who says the same again must not acknowledge the rest.
+            self.returned.append(replace(lease, id=f"rest of {lease.id}", groups=rest))
 
     def _on_release(self, note: dict[str, Any], body: bytes, now: float) -> None:
         if lease := self.leases.pop(note["id"], None):

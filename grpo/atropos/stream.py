@@ -6,7 +6,9 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from grpo.atropos.client import (
     AtroposClient,
@@ -16,9 +18,24 @@ from grpo.atropos.client import (
     Batch,
     NotRegisteredError,
 )
-from grpo.atropos.schemas import Registration
+from grpo.atropos.schemas import Registration, ScoredGroup
 
 _AGAIN = (408, 425, 429)  # statuses below 500 after which a request may be repeated
+
+
+@dataclass
+class _Taken:
+    """A batch that was taken.
+
+    Attributes:
+        batch: of which nothing but the lease is kept when all of it was used.
+        names: of its groups.
+        unused: those of its groups that have not been used.
+    """
+
+    batch: Batch
+    names: list[str]
+    unused: list[ScoredGroup]
 
 
 class BatchStream:
@@ -27,9 +44,11 @@ class BatchStream:
     It registers the trainer, and does so again when the API has forgotten it. An API that is not
     there yet, or goes away, is asked until it is back. The batch that was yielded last is
     acknowledged when the next one is asked for, or the context is left without an error, so that a
-    trainer that fails in between is given it again; an API that was away then is told later.
-    Batches that were fetched and not yielded are given back at the end. Leases are renewed
-    meanwhile, so they may be short: what a trainer held that was killed is soon given to the next.
+    trainer that fails in between is given it again; an API that was away then is told later. A
+    trainer whose batches are not the API's takes them by :meth:`take` and says what it uses. One
+    that goes on from checkpoints lets the API hold what was used until it is in one.
+    What was not used is given back at the end. Leases are renewed meanwhile, so they may be short:
+    what a trainer held that was killed is soon given to the next.
 
     Args:
         client: of the API.
@@ -38,6 +57,8 @@ class BatchStream:
         timeout: seconds that the iterator waits for a batch.
         lease_seconds: after which the API takes a batch back from a trainer that is silent.
         poll_seconds: between questions while there is no batch.
+        hold: acknowledge when told to by :meth:`acknowledge`, and at an end without an error, but
+            not when the next batch is taken.
 
     Attributes:
         rejected: number of groups left out, by reason.
@@ -64,20 +85,21 @@ class BatchStream:
         timeout: float = 1800.0,
         lease_seconds: float = 120.0,
         poll_seconds: float = 0.1,
+        hold: bool = False,
     ) -> None:
         for name, value in (("depth", depth), ("timeout", timeout), ("poll_seconds", poll_seconds),
                             ("lease_seconds", lease_seconds)):
             if not value > 0:
                 raise ValueError(f"{name}={value} must be above 0")
-        self.client, self.registration = client, registration
+        self.client, self.registration, self.hold = client, registration, hold
         self.timeout, self.lease_seconds, self.poll_seconds = timeout, lease_seconds, poll_seconds
         self.rejected: Counter[str] = Counter()
         self.messages: dict[str, str] = {}
         self.repeated = self.lost_leases = 0
-        self._used = 0
-        self._in_use: Batch | None = None
-        self._used_up: deque[Batch] = deque()  # and not acknowledged yet
-        self._held: dict[str, Batch] = {}  # by lease
+        self._taken = 0
+        self._open: dict[str, _Taken] = {}  # by lease
+        self._used_up: deque[_Taken] = deque()  # and not acknowledged yet
+        self._held: dict[str, Batch] = {}  # by lease, without groups
         self._renewed = time.monotonic()
         self._ready: queue.Queue[Batch | AtroposError] = queue.Queue()
         self._slots = threading.Semaphore(depth)
@@ -91,8 +113,12 @@ class BatchStream:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is None:  # else the batch in use may be half used
+        if error is None:  # else what is in use may be half used
             self.acknowledge()
+            for lease, taken in list(self._open.items()):
+                if len(taken.unused) < len(taken.names):
+                    self._settle(partial(self.client.acknowledge, unused=taken.unused),
+                                 self._open.pop(lease).batch)
         self.close()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -106,15 +132,54 @@ class BatchStream:
             AtroposError: if the API refuses, for example for a wrong token, or answers in a way
                 that is not the API's.
         """
-        while True:
+        while not (batch := self.take()).groups:
+            pass
+        self.used(batch.groups)
+        return batch
+
+    def take(self) -> Batch:
+        """The next batch, which may have no group; :meth:`used` says what becomes of them.
+
+        What was said to be used before is acknowledged first, unless it is held.
+
+        Raises:
+            AtroposError: as from iterating.
+        """
+        if self.hold:
+            self._acknowledge_used()
+        else:
             self.acknowledge()
-            batch = self._in_use = self._next()
-            self._used += 1
-            self.repeated += batch.repeated
-            self.rejected.update(batch.rejected)
-            self.messages = batch.messages | self.messages
-            if batch.groups:
-                return batch
+        batch = self._next()
+        self._taken += 1
+        self.repeated += batch.repeated
+        self.rejected.update(batch.rejected)
+        self.messages = batch.messages | self.messages
+        if batch.lease is not None:
+            self._open[batch.lease] = _Taken(
+                batch, [group.group_uid for group in batch.groups], list(batch.groups))
+        return batch
+
+    def used(self, groups: Sequence[ScoredGroup]) -> None:
+        """Say that these very groups will be used before the next batch is taken, or are left out.
+
+        A batch is acknowledged when all of its groups were; until then, all of it is handed out
+        again if this trainer is killed.
+        """
+        self.client.leave_out(group.group_uid for group in groups)
+        done = {id(group) for group in groups}
+        for taken in self._open.values():
+            taken.unused = [group for group in taken.unused if id(group) not in done]
+            if not taken.unused:
+                taken.batch = Batch([], taken.batch.lease)
+
+    def unacknowledged(self) -> list[str]:
+        """Names of the groups that were used, and that may be handed out again if this trainer is
+        killed."""
+        names = []
+        for taken in (*self._used_up, *self._open.values()):
+            unused = {group.group_uid for group in taken.unused}
+            names += [name for name in taken.names if name not in unused]
+        return names
 
     def _next(self) -> Batch:
         try:
@@ -130,14 +195,13 @@ class BatchStream:
         return found
 
     def acknowledge(self) -> None:
-        """Acknowledge the batch in use now, as after a checkpoint, and not with the next one."""
-        if self._in_use is not None:
-            self._used_up.append(self._in_use)
-            self._in_use = None
+        """Acknowledge what was used now, as after a checkpoint that knows of it."""
+        for lease in [lease for lease, taken in self._open.items() if not taken.unused]:
+            self._used_up.append(self._open.pop(lease))
         self._acknowledge_used()
 
     def close(self, *, timeout: float = 10.0) -> None:
-        """Stop fetching and give back what was not used; the batch in use stays on its lease."""
+        """Stop fetching and give back what was not used; what is in use stays on its lease."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -146,10 +210,13 @@ class BatchStream:
             found = self._ready.get()
             if isinstance(found, Batch):
                 self._settle(self.client.release, found)
+        for taken in self._open.values():
+            if taken.unused and len(taken.unused) == len(taken.names):
+                self._settle(self.client.release, taken.batch)
 
     def _acknowledge_used(self) -> None:
         while self._used_up:
-            known = self._settle(self.client.acknowledge, self._used_up[0])
+            known = self._settle(self.client.acknowledge, self._used_up[0].batch)
             if known is None:  # later
                 return
             self.lost_leases += not known
@@ -198,7 +265,7 @@ class BatchStream:
                 return
             if batch is not None:
                 if batch.lease is not None:
-                    self._held[batch.lease] = batch
+                    self._held[batch.lease] = Batch([], batch.lease)
                 self._ready.put(batch)
                 slot = False
             elif slot:
@@ -214,7 +281,7 @@ class BatchStream:
                 self._held.pop(lease, None)
 
     def _register(self) -> None:
-        step = self.registration.starting_step + self._used
+        step = self.registration.starting_step + self._taken
         self.client.register(self.registration.model_copy(update={"starting_step": step}))
 
 

@@ -44,6 +44,8 @@ class AtroposTrainer(Trainer):
         except OSError as error:  # where there are no hard links, it takes room of its own
             raise NotSavedError(f"step_{checkpoint.step} beside {checkpoint.folder} could not be "
                                 f"written: {error}") from error
+        if self._before_batch is None:  # else one is at work that the checkpoint does not have
+            self.collector.env.saved()
         return checkpoint
 
 

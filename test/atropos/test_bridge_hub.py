@@ -58,5 +58,6 @@ def test_groups_go_through_the_hub_and_come_back_with_what_was_sampled(tokenizer
     assert collector.metrics["atropos/groups_rejected_nothing_trained"] == 1
     numbers = [number for batch in batches for number in batch[data.GROUP_ID].tolist()]
     assert len(set(numbers)) * group_size == len(numbers)
-    assert sum(map(len, batches)) == bridge.records.counts["rows_matched"]
+    # A bad group may have come in a batch with others, whose rows then wait for the next one's.
+    assert sum(map(len, batches)) + assembler.waiting_rows == bridge.records.counts["rows_matched"]
     assert not any(batch[data.LOG_PROBS].isnan().any() for batch in batches)
