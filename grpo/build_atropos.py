@@ -121,7 +121,7 @@ def _build(
             model=actor.model, max_model_len=start.max_model_len)
         records = bridge.records
     checks.append(SilenceCheck(
-        _api(config), (lambda: bridge.counts["calls"]) if config.atropos.bridge else
+        _api(config, timeout=5.0), (lambda: bridge.counts["calls"]) if config.atropos.bridge else
         actor.policy.client.requests, url=config.engine_url,
         forwarded=config.atropos.forward_ports, say=console.warn))
     on_serving(cleanup)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from grpo.engines.api import (
@@ -33,7 +33,9 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/health_generate")
-async def health_generate(request: Request, timeout: float = 30.0) -> Response:
+async def health_generate(
+    request: Request, timeout: float = Query(30.0, gt=0, le=3600, allow_inf_nan=False)
+) -> Response:
     """Sample one token, within ``timeout`` seconds."""
     generation: Generation = request.app.state.generation
     if request.app.state.versioned.paused:

@@ -19,6 +19,8 @@ FIRST = 10
 def sampling_params(*, streamed, **fields):
     if fields["temperature"] == 0 and fields["n"] > 1:
         raise ValueError("n must be 1 when using greedy sampling")
+    if max(fields.get("logprobs") or 0, fields.get("prompt_logprobs") or 0) > 20:
+        raise ValueError("more log-probs than the 20 that are allowed")  # as vLLM's default is
     return SimpleNamespace(streamed=streamed, **fields)
 
 

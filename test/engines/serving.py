@@ -74,8 +74,8 @@ def post(client, path, body):
     return client.call("POST", path, body)
 
 
-def raw(client, method, path, data=b"", headers=None):
-    connection = http.client.HTTPConnection(client.host, client.port, timeout=10)
+def raw(client, method, path, data=b"", headers=None, *, timeout=10):
+    connection = http.client.HTTPConnection(client.host, client.port, timeout=timeout)
     headers = headers or {}
     connection.request(method, path, data, headers, encode_chunked="Transfer-Encoding" in headers)
     response = connection.getresponse()

@@ -1,8 +1,7 @@
 """The hub as atroposlib sees it: its own API tests, its environments' and its trainer's calls.
 
-They run unmodified in a Python of their own, because atroposlib needs an older transformers. The
-variable ``GRPO_ATROPOS_PYTHON`` names it, or else it is that of ``.venv-atropos``; without either
-these tests are skipped.
+They run unmodified in a Python of their own, because atroposlib needs an older transformers; see
+``conftest.py``.
 """
 
 from __future__ import annotations
@@ -21,21 +20,12 @@ from grpo.atropos.hub_server import HubServer
 REPO = Path(__file__).parents[2]
 CHECKS = Path(__file__).parent / "atroposlib_checks"
 API_TESTS = ("test_api_compression", "test_api_legacy", "test_api_messages_handling")
-HOW = ("run `make atropos-env` and `.venv-atropos/bin/pip install pytest pytest-asyncio torch`, or "
-       "name such a Python by GRPO_ATROPOS_PYTHON")
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(python, tmp_path_factory):
     """Run atroposlib's pytest; returns what it printed."""
-    python = os.environ.get("GRPO_ATROPOS_PYTHON") or str(REPO / ".venv-atropos/bin/python")
-    if not Path(python).exists():
-        pytest.skip(f"{python} is not there; {HOW}")
-    probe = subprocess.run([python, "-c", "import atroposlib, pytest, pytest_asyncio, torch"],
-                           capture_output=True, text=True)
-    if probe.returncode:
-        pytest.skip(f"{python}: {probe.stderr.splitlines()[-1]}; {HOW}")
     folder = tmp_path_factory.mktemp("peer")
     (folder / "empty.ini").write_text("[pytest]\nasyncio_mode = auto\n")
 

@@ -1,7 +1,7 @@
 """Our server as atroposlib sees it: its own server tests and its client classes, unmodified.
 
-They run in a Python of their own, because atroposlib needs an older transformers. The variable
-``GRPO_ATROPOS_PYTHON`` names it; without it these tests are skipped.
+They run in a Python of their own, because atroposlib needs an older transformers; see
+``conftest.py``.
 """
 
 from __future__ import annotations
@@ -18,23 +18,7 @@ import torch
 from grpo.engines.process import EngineProcess, server_command
 
 CHECKS = Path(__file__).parent / "atroposlib_checks"
-PYTHON = os.environ.get("GRPO_ATROPOS_PYTHON")
-NEEDED = "atroposlib, torch, requests, pytest, pytest_asyncio"
-HOW = ("DIR/bin/pip install atroposlib==0.4.0 'transformers<5' torch requests pytest "
-       "pytest-asyncio, in a virtual environment of its own, then set GRPO_ATROPOS_PYTHON to "
-       "DIR/bin/python")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def python():
-    """The Python that has atroposlib."""
-    if not PYTHON:
-        pytest.skip(f"GRPO_ATROPOS_PYTHON is not set; {HOW}")
-    probe = subprocess.run([PYTHON, "-c", f"import {NEEDED}"], capture_output=True, text=True)
-    if probe.returncode:
-        pytest.skip(f"{PYTHON}: {probe.stderr.splitlines()[-1]}; {HOW}")
-    return PYTHON
 
 
 @pytest.fixture(scope="module")
