@@ -46,9 +46,10 @@ def start(folder, tmp_path, monkeypatch):
 
 def test_several_rewards_have_the_means_of_a_synchronous_run(start, folder, tmp_path):
     sections = {"env": {"reward": [f"{__name__}:vowels", "negative_length"],
-                        "reward_weights": [1.0, 0.5]}}
+                        "reward_weights": [1.0, 0.5]},
+                "train": {"total_dialog_turns": 2 * 16}}
     make_trainer(sync_config(folder, **sections), tmp_path / "sync").fit()
-    start(train={"staleness": 0}, **sections).fit()
+    start(**{**sections, "train": {**sections["train"], "staleness": 0}}).fit()
     names = ("reward/mean", "reward/vowels/mean", "reward/negative_length/mean",
              "eval/reward/vowels/mean", "reward/errors", "reward/timeouts")
     sync, ours = ([{name: row[name] for name in names if name in row}
