@@ -34,13 +34,10 @@ def find_model(name: str, *, key: str) -> str:
         ConfigError: naming key, value and fix: if there is neither such a folder nor such a model
             on the hub, if the hub is not there either, and for files that are missing or damaged.
     """
+    look_for(name, key=key)
     path = Path(name).expanduser()
     if path.is_dir():
         _check_folder(path, f"{key}={name}")
-    elif path.is_absolute() or name.startswith((".", "~")):
-        raise ConfigError(f"{key}={name}: there is no such folder; give {_what(key)}")
-    else:
-        _check_hub(name, key)
     from transformers import AutoConfig
 
     where = str(path) if path.is_dir() else name
@@ -50,6 +47,24 @@ def find_model(name: str, *, key: str) -> str:
         raise ConfigError(f"{key}={name}: its config.json cannot be used: {first_line(error)}; "
                           f"give {_what(key)}") from error
     return where
+
+
+def look_for(name: str, *, key: str) -> None:
+    """Refuse the name of a model that is not there; needs neither PyTorch nor Transformers.
+
+    Args:
+        name: a folder or hub id.
+        key: for messages.
+
+    Raises:
+        ConfigError: if it is in no folder, not in the cache, and not on the hub.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return
+    if path.is_absolute() or name.startswith((".", "~")):
+        raise ConfigError(f"{key}={name}: there is no such folder; give {_what(key)}")
+    _check_hub(name, key)
 
 
 def first_line(error: Exception) -> str:

@@ -24,7 +24,8 @@ try:
 
     from grpo.cli.names import key_error, plain
     from grpo.cli.parser import end_with
-    from grpo.config_keys import errors_text
+    from grpo.config_keys import ConfigError, errors_text
+    from grpo.model_source import look_for
     from grpo.tasks.base import check_options
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not installed for {sys.executable}; activate the environment "
@@ -57,6 +58,7 @@ def look_ahead(folder: Path, config_name: str) -> None:
         show.__module__ = Path(sys.argv[0]).stem  # which Hydra calls the application
         hydra.main(version_base=None, config_path=str(folder), config_name=config_name)(show)()
         sys.exit()
+    _check_model(args.overrides)
     _check_run_folder(args.overrides, "hydra.sweep.dir" if args.multirun else "hydra.run.dir")
 
 
@@ -71,6 +73,19 @@ def _check_names(folder: Path, config_name: str, overrides: list[str]) -> None:
         sys.exit(f"error: {error}")
     if errors:
         sys.exit(f"error: {errors_text(errors)}")
+
+
+def _check_model(overrides: list[str]) -> None:
+    """Refuse a model that is not there; which files it has is looked at later."""
+    given = {key: value.strip("'\"") for key, _, value in (
+        text.partition("=") for text in overrides)}
+    name = given.get("model.name", "embedded")
+    if name == "embedded" or "," in name or "resume" in given:
+        return
+    try:
+        look_for(name, key="model.name")
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
 
 
 def _check_run_folder(overrides: list[str], key: str) -> None:

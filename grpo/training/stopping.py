@@ -78,6 +78,10 @@ class StopRequests:
         try:
             self.check()
             yield
+        except SystemError as error:  # compiled code, such as Ray's, wraps what is raised in it
+            if isinstance(error.__cause__, Stopped):
+                raise error.__cause__ from None
+            raise
         finally:
             self._at_once = False
 

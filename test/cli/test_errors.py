@@ -167,7 +167,7 @@ ROWS = {
         ("env.reward=own_rewards:one_argument: it failed",)),
 }
 # These start Ray, or W&B's own process.
-SLOW = {"async: unknown model", "async: reward with another signature", "W&B without an account"}
+SLOW = {"async: reward with another signature", "W&B without an account"}
 
 
 @pytest.fixture(scope="module")

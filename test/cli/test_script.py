@@ -108,6 +108,14 @@ def test_a_wrong_name_is_explained_at_once(quick, script, given, expected):
     assert "Traceback" not in done.stderr and "+train" not in done.stderr
 
 
+@pytest.mark.parametrize("script", [GRPO, ASYNC])
+def test_a_model_that_is_not_there_is_named_at_once(quick, script):
+    done = quick(script, "model.name=no-such-org/no-such-model")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: model.name=no-such-org/no-such-model: there is no such")
+    assert "HF_HUB_OFFLINE=1" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("given", [
     ["train.seed=1", "--config-name", "grpo_gsm8k", "+env.task.system_prompt=hello"],
     ["--multirun", "preset=dapo,gspo", "train.clip_epsilon=[0.2,0.3]", "optimizer.lr=1e-5,1e-6"],

@@ -219,3 +219,16 @@ def test_a_result_without_room_ends_the_run_after_its_report(
         trainer.fit()
     assert reports == [tmp_path] and not (tmp_path / "final.partial").exists()
     assert not (tmp_path / "final_model").exists()
+
+
+def test_a_signal_that_compiled_code_wraps_is_still_that_signal(capsys):
+    with pytest.raises(SystemExit) as ended, signals_end_the_process():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        except Stopped as stopped:
+            raise SystemError("returned a result with an exception set") from stopped
+    assert ended.value.code == 130
+    assert "stopped by SIGINT" in capsys.readouterr().err
+    with pytest.raises(SystemError, match="a fault of its own"), signals_end_the_process():
+        raise SystemError("a fault of its own")
