@@ -34,7 +34,8 @@ from .modes import Mode, merged
 from .watching import Observation, watched
 
 REPO = Path(__file__).resolve().parents[2]
-ITERATIONS = 5
+#: Of which one is neither among the first, nor the last, nor evaluated or saved.
+ITERATIONS = 6
 
 
 class Runner:
@@ -97,6 +98,7 @@ class Runner:
             self._stand_in(patch.setattr, seen, mode)
             trainer = self._trainer(mode, config, folder, at_end)
             seen.did["model"] = _model(trainer.model)
+            seen.did["optimizer"] = _optimizer(trainer.learner.optimizer)
             watch.running = True
             trainer.fit()
             watch.running = False
@@ -106,10 +108,11 @@ class Runner:
         rows = [{key: value for key, value in row.items() if not key.startswith(
             ("time", "tokens/per_second"))} for row in loggers.read_jsonl(
                 trainer.run_dir / "metrics.jsonl")]
-        if mode.stable:
-            seen.did["metrics"] = rows
-            seen.did["samples"] = loggers.read_jsonl(trainer.run_dir / "samples.jsonl")
-        seen.did["steps"] = [(row["step"], sorted(row)) for row in rows]
+        samples = loggers.read_jsonl(trainer.run_dir / "samples.jsonl")
+        # Before the first update nothing depends on who was faster.
+        kept = len(rows) if mode.stable else 1
+        seen.did["metrics"], seen.did["samples"] = rows[:kept], samples[:kept]
+        seen.did["steps"] = [(row["step"], sorted(row), row.get("train/lr")) for row in rows]
         shutil.rmtree(folder)
         return seen
 
@@ -222,9 +225,18 @@ def _pool(seen: Observation) -> Any:
 
 def _model(model: Any) -> Any:
     """What a model is and what of it is trained."""
+    modules = [vars(module) for module in model.modules()]
     return (str(model.dtype), model.config._attn_implementation,
             getattr(model, "is_gradient_checkpointing", None),
-            [name for name, param in model.named_parameters() if param.requires_grad])
+            [(name, param.shape) for name, param in model.named_parameters()
+             if param.requires_grad],
+            [module[key] for module in modules for key in ("p", "scaling") if key in module])
+
+
+def _optimizer(optimizer: Any) -> Any:
+    """With what an optimizer steps."""
+    return [{key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.adamw.param_groups]
 
 
 class _Silent(str):
