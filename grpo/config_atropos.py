@@ -78,7 +78,7 @@ class GroupDistillConfig(DistillConfig):
 # Keys of sections that others read in other runs, and what is in their place here.
 _UNREAD = {
     ("train", "max_steps"): "atropos.steps",
-    ("train", "data_epochs"): "atropos.steps (environments choose their problems)",
+    ("train", "data_epochs"): "atropos.steps, because environments choose their problems",
     ("train", "total_dialog_turns"): "atropos.steps",
     ("train", "dialog_turns_per_batch"): "atropos.batch_size",
     ("train", "max_sampling_rounds"): "the environments' ensure_scores_are_not_same",
