@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+
+#: Where the repository is, such as "https://github.com/OWNER/NAME"; the one place to say so. The
+#: index then links to it, and the README's links to files become links into it. Without an address
+#: they are left as text: on an index they would lead nowhere.
+REPOSITORY = ""
 
 LOGGING = ["tensorboard>=2.15", "wandb>=0.17"]
 
@@ -19,19 +25,52 @@ EXTRAS = {
     "lora": LORA,
     "ray": RAY,
     "optim": ["torchao>=0.12", "bitsandbytes>=0.45"],  # either for optimizer.name=adamw_8bit
-    "atropos": ["atroposlib==0.4.0"],
     "datasets": ["datasets>=3"],
     "logging": LOGGING,
     "dev": ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6",
             "ruff>=0.6", *LOGGING, *LORA, *RAY],
 }
 
+
+
+def long_description(text: str, repository: str) -> str:
+    """A README as an index can show it, where nothing lies beside it.
+
+    Args:
+        text: Markdown.
+        repository: address that links to files are built on; "": they become their text, and
+            images are left out.
+    """
+    def absolute(match: re.Match) -> str:
+        image, label, target = match.groups()
+        if re.match(r"[a-z]+:", target):
+            return match[0]
+        if not repository or target.startswith("#"):
+            return "" if image else label
+        path = target.removeprefix("./")
+        kind = "raw" if image else "blob" if Path(path.partition("#")[0]).suffix else "tree"
+        if path.partition("#")[0] == "LICENSE":
+            kind = "blob"
+        return f"{image}[{label}]({repository}/{kind}/HEAD/{path})"
+
+    # What is between fences is code.
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", absolute, part) for part in parts[::2]]
+    return "".join(parts)
+
+
 setup(
     name="torchrl-grpo",
     version="0.1.0",
     description="GRPO for language models on TorchRL, with one copy of the weights",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=long_description(
+        Path(__file__).with_name("README.md").read_text(encoding="utf-8"), REPOSITORY),
     long_description_content_type="text/markdown",
+    keywords=["GRPO", "reinforcement learning", "RLHF", "RLVR", "LLM", "language model",
+              "post-training", "PyTorch", "TorchRL", "vLLM", "Atropos"],
+    project_urls={} if not REPOSITORY else {
+        "Repository": REPOSITORY, "Documentation": f"{REPOSITORY}/tree/HEAD/docs",
+        "Issues": f"{REPOSITORY}/issues"},
     license="MIT",
     license_files=["LICENSE"],
     python_requires=">=3.11",
@@ -64,9 +103,17 @@ setup(
         "atropos-grpo-run = grpo.cli.run:main",
     ]},
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
-        "Operating System :: POSIX",
+        "Natural Language :: English",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

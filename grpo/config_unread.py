@@ -159,7 +159,7 @@ ATROPOS = (
     *(Unread(key, lambda c: True, "with Atropos environments", f"use {instead}, and")
       for key, instead in {
           "train.max_steps": "atropos.steps",
-          "train.data_epochs": "atropos.steps (environments choose their problems)",
+          "train.data_epochs": "atropos.steps, because environments choose their problems",
           "train.total_dialog_turns": "atropos.steps",
           "train.dialog_turns_per_batch": "atropos.batch_size",
           "train.max_sampling_rounds": "the environments' ensure_scores_are_not_same",

@@ -283,6 +283,10 @@ def trim(batch: TensorDictBase, *, multiple_of: int = 1) -> TensorDict:
         ValueError: for rows that are not padded on the right.
     """
     check_right_padded(batch[ATTENTION_MASK], ATTENTION_MASK)
+    return _cut(batch, multiple_of)
+
+
+def _cut(batch: TensorDictBase, multiple_of: int) -> TensorDict:
     width = int(lengths(batch).max()) if batch.batch_size[0] else 0
     width = min(batch[TOKENS].shape[-1], -(-width // multiple_of) * multiple_of)
     out = batch.copy()
@@ -340,7 +344,8 @@ def split_rows(
         pieces = _packed_within_budget(batch, units, max_tokens)
     else:
         pieces = _within_budget(units, lengths(batch).tolist(), max_tokens, multiple_of)
-    return [trim(batch[torch.cat(piece)], multiple_of=multiple_of) for piece in pieces]
+    check_right_padded(batch[ATTENTION_MASK], ATTENTION_MASK)  # once: on a GPU it is waited for
+    return [_cut(batch[torch.cat(piece)], multiple_of) for piece in pieces]
 
 
 def row_units(batch: TensorDictBase, *, whole_groups: bool) -> list[Tensor]:

@@ -77,10 +77,22 @@ class ModelShape:
 
     @classmethod
     def of(cls, model: str | Any) -> ModelShape:
-        """Sizes of a folder or hub id (only its ``config.json`` is read), or of a configuration."""
-        from transformers import AutoConfig, AutoModelForCausalLM
+        """Sizes of a folder or hub id (only its ``config.json`` is read), or of a configuration.
+
+        A ledger asks for those of one model again and again; they are counted once.
+        """
+        from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model
+        key = type(config).__name__ + config.to_json_string()
+        if key not in _COUNTED:
+            _COUNTED[key] = cls._count(config)
+        return _COUNTED[key]
+
+    @classmethod
+    def _count(cls, config: Any) -> ModelShape:
+        from transformers import AutoModelForCausalLM
+
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)
         text, sizes = config.get_text_config(), [p.numel() for p in module.parameters()]
@@ -123,6 +135,10 @@ class ModelShape:
         layers = range(self.layers) if lora.layers is None else lora.layers
         return [lora.rank * width for layer, name, *sides in self.linears
                 if name in names and layer in layers for width in sides]
+
+
+# Shapes by the configuration that they are of.
+_COUNTED: dict[str, ModelShape] = {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,16 @@ def test_a_folder_gives_the_sizes_of_its_configuration(tmp_path):
     assert ModelShape.of(str(tmp_path)) == ModelShape.of(config)
 
 
+def test_a_model_is_counted_once_and_anew_when_its_folder_has_changed(tmp_path, monkeypatch):
+    family("Qwen2Config", vocab_size=71).save_pretrained(tmp_path)
+    first = ModelShape.of(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelShape, "_count", None)  # nothing is built again
+        assert ModelShape.of(str(tmp_path)) == first
+    family("Qwen2Config", vocab_size=72).save_pretrained(tmp_path)
+    assert ModelShape.of(str(tmp_path)).vocabulary == 72 == first.vocabulary + 1
+
+
 @HALF_AND_FULL
 @pytest.mark.parametrize("name", FAMILIES)
 def test_kv_cache_of_a_token_is_that_of_transformers(name, dtype):

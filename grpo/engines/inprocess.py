@@ -130,8 +130,8 @@ def start_engine(
         raise ValueError(f"the installed vLLM is built for {current_platform.device_type} but this "
                          f"run is on {device.type}; install the other build, or set "
                          "inference_model.backend=transformers")
-    options: dict[str, Any] = {"worker_extension_cls": _WORKER,
-                               **plain_expert_options(model_path, device_type=device.type)}
+    options: dict[str, Any] = {"worker_extension_cls": _WORKER, **plain_expert_options(
+        model_path, device_type=device.type, adapters=max_lora_rank is not None)}
     if device.type == "cpu":
         keep_weights_unpacked()
     if separate_process:

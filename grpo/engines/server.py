@@ -175,7 +175,7 @@ def start_engine(args: argparse.Namespace) -> AsyncLLM:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     device_type = current_platform.device_type
-    fields = (plain_expert_options(args.model, device_type=device_type)
+    fields = (plain_expert_options(args.model, device_type=device_type, adapters=args.enable_lora)
               | engine_arguments(args, device_type=device_type))
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**fields))
 

@@ -39,7 +39,7 @@ def own_weights(model: nn.Module, *, name: str) -> tuple[Handover, dict[str, Ten
         GPU), and the tensors for :class:`~grpo.weights.shared.SharedCopy`.
 
     Raises:
-        LayoutError: if the model's parameters have names without a rule.
+        LayoutError: if the model's parameters have names without a rule, or are experts.
         HandoverError: if its memory cannot be shared.
 
     Examples:
@@ -76,6 +76,11 @@ def engine_tensors(params: dict[str, Tensor]) -> dict[str, Tensor]:
         >>> {name: tuple(tensor.shape) for name, tensor in fused.items()}
         {'a.gate_up_proj.weight': (4, 3), 'embed_tokens.weight': (64, 3)}
     """
+    if any(layout.is_experts(name, param) for name, param in params.items()):
+        raise layout.LayoutError(
+            "weights that the trainer owns before the engine starts are not supported for "
+            "mixture-of-experts models, whose tensors vLLM's versions name differently; let the "
+            "engine own them, which inference_model.weight_sync=single_copy does")
     tensors: dict[str, Tensor] = {}
     for name, param in params.items():
         fused, parts = _fused_with(name, params)

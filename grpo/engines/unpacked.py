@@ -7,10 +7,16 @@ the trainer's nor can it be compared with it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from grpo.weights.layout import ATTENTION_LINEARS
+
+# Classes of vLLM whose kernels have been changed in this process.
+_CHANGED: list[type] = []
 
 
 def keep_weights_unpacked() -> None:
@@ -27,14 +33,21 @@ def keep_weights_unpacked() -> None:
 
     utils.dispatch_cpu_unquantized_gemm = plain_linear
     try:
+        from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     except ImportError:  # the GPU build of an earlier version
         return
     CPUUnquantizedExperts.process_weights_after_loading = _leave_experts
     CPUUnquantizedExperts.apply = _apply_experts
+    if CPUUnquantizedExperts not in _CHANGED:
+        _CHANGED.append(CPUUnquantizedExperts)
+        method.select_unquantized_moe_backend = _without_adapters(
+            method.select_unquantized_moe_backend)
 
 
-def plain_expert_options(model_path: str, *, device_type: str) -> dict[str, Any]:
+def plain_expert_options(
+    model_path: str, *, device_type: str, adapters: bool = False
+) -> dict[str, Any]:
     """Options of an engine that make it keep experts in the checkpoint's form.
 
     Of vLLM's kernels for unquantised experts on CUDA, Triton's reads them as they are. FlashInfer's
@@ -43,13 +56,17 @@ def plain_expert_options(model_path: str, *, device_type: str) -> dict[str, Any]
     Args:
         model_path: folder or hub id.
         device_type: ``cuda`` or ``cpu``, where :func:`keep_weights_unpacked` does the same.
+        adapters: whether the engine serves any, which then get no place on experts.
     """
-    if device_type != "cuda" or not has_experts(model_path):
+    if not has_experts(model_path):
         return {}
     from vllm.engine.arg_utils import EngineArgs
 
+    options: dict[str, Any] = {"moe_backend": "triton"} if device_type == "cuda" else {}
+    if adapters:
+        options["lora_target_modules"] = list(ATTENTION_LINEARS)
     known = {field.name for field in dataclasses.fields(EngineArgs)}
-    return {"moe_backend": "triton"} if "moe_backend" in known else {}
+    return {name: value for name, value in options.items() if name in known}
 
 
 def has_experts(model_path: str) -> bool:
@@ -58,6 +75,17 @@ def has_experts(model_path: str) -> bool:
 
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     return bool(getattr(config, "num_experts_per_tok", None))
+
+
+def _without_adapters(select: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's choice of a kernel for experts, as if there were no adapters in the engine.
+
+    With adapters vLLM takes Triton's, which no CPU has; here none sits on experts.
+    """
+    def choose(moe_config: Any) -> Any:
+        return select(dataclasses.replace(moe_config, is_lora_enabled=False))
+
+    return choose
 
 
 def _leave_experts(self: Any, layer: nn.Module) -> None:

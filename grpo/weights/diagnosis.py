@@ -133,8 +133,9 @@ def _cause_beside_tensors(canary: Canary, layer: str | None) -> tuple[str, str]:
                 "answer: False means that it was refused")
     if layer is not None:
         return (f"the engine computes {layer} differently from equal tensors: another attention "
-                "implementation, other rotary tables, an adapter on one side only, or memory that "
-                "is no longer that of the tensors compared",
+                "implementation, other rotary tables, another routing to experts or order of them "
+                "(docs/models.md), an adapter on one side only, or memory that is no longer that "
+                "of the tensors compared",
                 "compare the configurations of both models, and restart the engine")
     temperature = _fitting_temperature(canary)
     if temperature is not None:

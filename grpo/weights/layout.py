@@ -27,6 +27,9 @@ Params: TypeAlias = Mapping[str, Tensor]
 #: What peft puts before the names of a model that it wraps whole.
 PEFT_PREFIX = "base_model.model."
 
+#: The linear modules of attention, which alone get adapters in mixtures of experts.
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
 # Engine module -> the Hugging Face modules whose rows it holds, in order.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
@@ -41,6 +44,9 @@ EXPERTS = {".gate_up_proj": "w13_weight", ".down_proj": "w2_weight"}
 _EXPERT_HOLDERS = ("experts.routed_experts.", "experts.")
 PADDED_EXPERTS = ("the engine pads experts for its kernel, which is not supported for "
                   "mixture-of-experts models; start it with vLLM's moe_backend=triton")
+SHUFFLED_EXPERTS = ("the engine's kernel keeps experts in an order of its own, which is not "
+                    "supported for mixture-of-experts models; start it with vLLM's "
+                    "moe_backend=triton")
 # What Hugging Face calls a layer's feed-forward part, and what vLLM's Mixtral does.
 _FEED_FORWARD = (".mlp.", ".block_sparse_moe.")
 _HEAD = "lm_head.weight"

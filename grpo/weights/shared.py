@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from grpo.engines.inprocess import engine_module
 from grpo.weights.fingerprint import ALL, Part, fingerprints
 from grpo.weights.handover import Handover, Kind, map_tensors
-from grpo.weights.layout import Place, base_parameters, engine_layout, hf_names, view
+from grpo.weights.layout import (
+    SHUFFLED_EXPERTS,
+    Place,
+    base_parameters,
+    engine_layout,
+    hf_names,
+    is_experts,
+    view,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -132,7 +140,7 @@ class SingleCopy:
         different = self.differing()
         if different:
             raise ValueError("trainer and engine were loaded from different weights; they differ "
-                             f"in {some_names(different)}")
+                             f"in {some_names(different)}{_of_experts(different, trainer_params)}")
         for name, param in trainer_params.items():
             param.data = view(self.places[name], self.engine_params)
         self._addresses = {name: param.data_ptr() for name, param in trainer_params.items()}
@@ -222,7 +230,7 @@ class SharedCopy:
         if different := self.differing():
             raise ValueError(f"trainer and {engine} were loaded from different weights, or the "
                              f"engine does not use this memory; they differ in "
-                             f"{some_names(different)}")
+                             f"{some_names(different)}{_of_experts(different, params)}")
         for name, param in params.items():
             param.data = view(self.places[name], self.tensors)
         for module in model.modules():
@@ -299,6 +307,12 @@ class SharedCopy:
         """
         return [name for name, param in base_parameters(self.model).items()
                 if param.data_ptr() != view(self.places[name], self.tensors).data_ptr()]
+
+
+def _of_experts(names: list[str], params: dict[str, Tensor]) -> str:
+    """What it means that nothing but experts differs."""
+    only = all(is_experts(name, params[name]) for name in names)
+    return f". As these are experts alone: {SHUFFLED_EXPERTS}" if only else ""
 
 
 def some_names(names: list[str], count: int = 5) -> str:

@@ -153,8 +153,7 @@ def test_a_flag_is_refused_without_the_one_that_switches_it_on(flag):
     (["env.dataset=gsm8k"], "environments bring problems"),
     (["train.total_dialog_turns=9"], "use atropos.steps"),
     (["train.max_steps=9"], "use atropos.steps"),
-    (["train.data_epochs=2"], "use atropos.steps (--training-steps) (environments choose their "
-                              "problems)"),
+    (["train.data_epochs=2"], "(--training-steps), because environments choose"),
     (["inference_model.max_tokens=7"], "inference_model.max_tokens=7 is not read with Atropos "
      "environments; use the environments' own max_tokens"),
     (["train.objective=maxent_listwise", "train.aggregation=prompt"], "groups of one size"),

@@ -26,6 +26,7 @@ from grpo.weights.diagnosis import engine_outputs, trainer_outputs
 from grpo.weights.layout import engine_layout, hf_names, split_engine_tensor
 
 from .families import FAMILIES, VOCABULARY, load_family, save_family
+from .steps import gap, policy_of
 
 # The longest is longer than the sliding windows and than the context Llama's frequencies are
 # scaled from. No prompt contains UNSEEN.
@@ -207,3 +208,53 @@ def test_the_engines_tensors_split_into_all_of_the_trainers_parameters(shared):
     assert found.keys() == ours.keys()
     for name, part in found.items():
         assert part.data_ptr() == ours[name].data_ptr() and part.shape == ours[name].shape, name
+
+
+@pytest.mark.slow
+def test_a_routing_that_the_engine_does_not_have_is_found_before_anything_is_trained(tmp_path):
+    """vLLM's OLMoE never weighs the chosen experts anew."""
+    from transformers import AutoConfig
+
+    from grpo.engines.inprocess import start_engine
+
+    folder = save_family("olmoe", tmp_path)
+    config = AutoConfig.from_pretrained(folder)
+    config.norm_topk_prob = True
+    config.save_pretrained(folder)
+    skip_inspection(folder)
+    engine = start_engine(str(folder), device=torch.device("cpu"), dtype=torch.float32,
+                          max_model_len=128, max_num_seqs=8)
+    RUNNING.append(engine)
+    model = load_family(folder)
+    weights = SingleCopy(model, engine)
+    policy = VLLMPolicy(engine, Sampling(max_tokens=8), pad_token_id=0, eos_token_ids=(),
+                        version=lambda: weights.version)
+    with pytest.raises(StaleWeightsError, match="all synchronised parameters are equal.*another "
+                                                "routing to experts"):
+        Canary(policy, TokenScorer(model), weights, prompts=PROMPTS, tolerance=(1e-4, 1e-4)).check()
+
+
+@pytest.mark.slow
+def test_adapters_on_the_attention_of_experts_reach_the_engine(tmp_path):
+    pytest.importorskip("peft")
+    from grpo.engines.handle import InProcessEngine
+    from grpo.engines.inprocess import start_engine
+    from grpo.weights.adapters import make_lora
+    from grpo.weights.lora import LoRASync
+
+    folder = save_family("qwen3-moe", tmp_path)
+    skip_inspection(folder)
+    engine = start_engine(str(folder), device=torch.device("cpu"), dtype=torch.float32,
+                          max_model_len=256, max_num_seqs=8, max_lora_rank=8)
+    RUNNING.append(engine)
+    model = make_lora(load_family(folder), r=8, alpha=8)
+    weights = LoRASync(model, InProcessEngine(engine))
+    policy = policy_of(engine, weights, lora_request=weights.lora_request)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if ".lora_" in name:
+                param.add_(0.1 * torch.randn_like(param))
+    weights.publish()
+    assert gap(model, policy) < 1e-4
+    assert gap(load_family(folder), policy) > 1e-2, "the adapter changed nothing"
+    assert weights.differing() == []

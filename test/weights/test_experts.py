@@ -14,7 +14,7 @@ from grpo.weights.layout import LayoutError, engine_layout
 from grpo.weights.proof import WeightProof
 from grpo.weights.receiver import _segments, part_of, pieces_of
 from grpo.weights.reload import CheckpointReload
-from grpo.weights.shared import SharedCopy
+from grpo.weights.shared import SharedCopy, SingleCopy
 from grpo.weights.transfer import WeightTransfer
 
 from .families import load_family, make_family, save_family
@@ -53,6 +53,43 @@ def test_experts_that_the_engine_has_padded_are_refused_with_the_reason():
     assert all(part in str(error.value) for part in (
         "mlp.experts.gate_up_proj: shape (4, 6, 5) does not fit", "w13_weight (4, 8, 5)",
         "not supported for mixture-of-experts models", "moe_backend=triton"))
+
+
+def test_experts_that_the_engine_has_shuffled_are_told_from_other_weights():
+    class Engine:
+        def __init__(self, module):
+            runner = SimpleNamespace(get_model=lambda: module)
+            worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+            self.llm_engine = SimpleNamespace(
+                model_executor=SimpleNamespace(driver_worker=worker))
+
+    def module(params):
+        root = nn.Module()
+        for name, value in params.items():
+            *path, last = name.split(".")
+            place = root
+            for part in path:
+                if not hasattr(place, part):
+                    place.add_module(part, nn.Module())
+                place = getattr(place, part)
+            place.register_parameter(last, nn.Parameter(value.clone()))
+        return root
+
+    ours = {name: torch.randn_like(value) for name, value in trainer_params().items()}
+    theirs = dict(zip(engine_params("mlp.", "experts."), ours.values(), strict=True))
+    SingleCopy(module(ours), Engine(module(theirs)))
+    name = LAYER + "mlp.experts.w13_weight"
+    swapped = theirs | {name: torch.cat(theirs[name].chunk(2, dim=1)[::-1], dim=1)}
+    with pytest.raises(ValueError, match="differ in .*gate_up_proj. As these are experts alone: "
+                                         ".*not supported for mixture-of-experts .*triton"):
+        SingleCopy(module(ours), Engine(module(swapped)))
+
+
+def test_memory_that_the_trainer_owns_is_refused_in_one_line():
+    from grpo.engines.shared_loader import own_weights
+
+    with pytest.raises(LayoutError, match="not supported for mixture-of-experts .*single_copy"):
+        own_weights(make_family("mixtral"), name="tiny")
 
 
 def worker_layer(w13: torch.Tensor, w2: torch.Tensor, rank: int, size: int, experts: int = EXPERTS
@@ -101,6 +138,8 @@ def test_only_an_engine_with_experts_on_a_gpu_is_told_which_kernel_to_take(tmp_p
     make_family("llama").config.save_pretrained(dense)
     options = unpacked.plain_expert_options
     assert options(str(sparse), device_type="cuda") == {"moe_backend": "triton"}
+    assert options(str(sparse), device_type="cpu", adapters=True) == {
+        "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
     assert options(str(sparse), device_type="cpu") == options(str(dense), device_type="cuda") == {}
 
 
