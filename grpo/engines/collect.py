@@ -34,7 +34,7 @@ class Response(NamedTuple):
 
 
 def generate(
-    engine: LLM, prompts: list[list[int]], params: SamplingParams, *,
+    engine: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], *,
     lora_request: LoRARequest | None = None,
 ) -> list[Response]:
     """Sample one response for each prompt.
@@ -44,7 +44,8 @@ def generate(
     Args:
         engine: from :func:`grpo.engines.inprocess.start_engine`.
         prompts: token ids.
-        params: for all rows, with ``logprobs=0`` and ``flat_logprobs=True``.
+        params: for all rows, or those of each, which may differ in their seeds; with
+            ``logprobs=0`` and ``flat_logprobs=True``.
         lora_request: the adapter to generate with.
 
     Returns:
@@ -59,7 +60,7 @@ def generate(
     """
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     with _none_left_over(engine):
-        if not responses_alone(engine, params):
+        if not responses_alone(engine, params[0] if isinstance(params, list) else params):
             outputs = engine.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
             return [_response(output) for output in outputs]
         with _collected(engine) as collected:
