@@ -90,6 +90,14 @@ class Setup:
         return self.config.train_model.fp32_head and self.dtype != torch.float32
 
     @property
+    def seeds_rows(self) -> bool:
+        """Whether each row of an engine in another process needs a seed, as it draws there.
+
+        On a GPU a run does not repeat to the bit anyway, and seeds cost time.
+        """
+        return self.config.inference_model.engine != "in_process" and self.device.type == "cpu"
+
+    @property
     def sampling(self) -> Sampling:
         return Sampling(max_tokens=self.config.max_tokens, seed=self.config.train.seed,
                         temperature=self.config.inference_model.temperature)
@@ -165,7 +173,8 @@ def _with_engine(setup: Setup, on_failure: ExitStack) -> Actor:
         weights = shared or _copying(setup, model, engine)
     policy = VLLMPolicy(
         llm, setup.sampling, version=lambda: weights.version,
-        lora_request=weights.lora_request if sync == "lora" else None, **setup.policy_options())
+        lora_request=weights.lora_request if sync == "lora" else None,
+        seeded=setup.seeds_rows, **setup.policy_options())
     return Actor(model, policy, weights)
 
 
@@ -194,8 +203,7 @@ def _with_server(setup: Setup, on_failure: ExitStack, server: RunServer | None) 
         weights = shared or _copying(setup, model, client)
     policy = ServerPolicy(
         client, setup.sampling, stop=server and server.stop,
-        # Seeds make a run repeatable where its arithmetic is; on a GPU they only cost time.
-        seeded=setup.device.type == "cpu", **setup.policy_options())
+        seeded=setup.seeds_rows, **setup.policy_options())
     return Actor(model, policy, weights)
 
 

@@ -116,7 +116,8 @@ def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
     with _seeing(devices[:1]):
         llm = start_engine_of(setup)
     policy = VLLMPolicy(llm, setup.sampling, version=lambda: weights.version,
-                        lora_request=lora_request() if lora else None, **setup.policy_options())
+                        lora_request=lora_request() if lora else None, seeded=setup.seeds_rows,
+                        **setup.policy_options())
     at_end.callback(policy.close)
     # On its way to being sharded a model needs none of the GPU's own memory.
     model = load_model(setup.path, config, device=torch.device("cpu"), dtype=setup.dtype)

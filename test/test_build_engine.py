@@ -503,3 +503,12 @@ def test_the_run_folder_holds_what_is_on_its_way(parts, setup_of, tmp_path):
     assert parts.HTTPLoRASync.made[0].options["folder"] == tmp_path / "adapters"
     build_actor(setup_of(configured(weight_sync="reload")), backend="vllm")
     assert Path(parts.CheckpointReload.made[0].args[3]) == tmp_path / "weights"
+
+
+@pytest.mark.parametrize(("engine", "device", "seeded"), [
+    ("in_process", "cpu", False), ("process", "cpu", True), ("server", "cpu", True),
+    ("process", "cuda", False)])
+def test_rows_have_seeds_where_another_process_draws_them_and_can_repeat_itself(
+        setup_of, engine, device, seeded):
+    setup = setup_of(configured(engine=engine), device=torch.device(device))
+    assert setup.seeds_rows is seeded

@@ -82,6 +82,15 @@ def test_each_broken_promise_is_a_problem(found, wrong):
     assert "**broken**" in matrix.words(CELL, found | wrong | {"problems": problems})
 
 
+def test_metrics_are_compared_to_the_last_digit_but_those_of_a_server():
+    ours, theirs = [{"step": 1, "loss": 0.25}], [{"step": 1, "loss": 0.2501}]
+    server = matrix.Cell("server", "SIGTERM", "update")
+    assert matrix.same(CELL, ours, ours) and not matrix.same(CELL, ours, theirs)
+    assert matrix.same(server, ours, theirs)
+    assert not matrix.same(server, ours, [{"step": 1, "loss": 0.26}])
+    assert not matrix.same(server, ours, []) and not matrix.same(server, ours, [{"step": 1}])
+
+
 @pytest.mark.parametrize("wrong", [{"lost": 1}, {"twice": 1}])
 def test_a_group_that_is_lost_or_trained_twice_is_a_problem(found, wrong):
     cell = matrix.Cell("Atropos", "SIGTERM", "update")

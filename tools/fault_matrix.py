@@ -13,6 +13,7 @@ was measured before stays in the file; a cell that is run again is replaced.
 from __future__ import annotations
 
 import argparse
+import atexit
 import fcntl
 import json
 import os
@@ -76,6 +77,7 @@ def engine_server(model: Path, folder: Path) -> Iterator[str]:
     options = server_command(str(model), dtype="float32", max_model_len=64, max_num_seqs=64,
                              shared_weights=True, log_dir=str(folder / "server"))
     with EngineProcess(options, log_path=folder / "server.log") as server:
+        atexit.unregister(server.stop)  # runs are forks of this process, which must not end it
         yield server.url
 
 

@@ -34,7 +34,7 @@ class Response(NamedTuple):
 
 
 def generate(
-    engine: LLM, prompts: list[list[int]], params: SamplingParams, *,
+    engine: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], *,
     lora_request: LoRARequest | None = None,
     on_row: Callable[[int, list[int]], None] | None = None,
 ) -> list[Response]:
@@ -45,7 +45,8 @@ def generate(
     Args:
         engine: from :func:`grpo.engines.inprocess.start_engine`.
         prompts: token ids.
-        params: for all rows, with ``logprobs=0`` and ``flat_logprobs=True``.
+        params: for all rows, or those of each, which may differ in their seeds; with
+            ``logprobs=0`` and ``flat_logprobs=True``.
         lora_request: the adapter to generate with.
         on_row: is told of each row as soon as it is finished: its number and its tokens. Where
             nothing but responses is collected, see :func:`responses_alone`.
@@ -62,7 +63,7 @@ def generate(
     """
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     with _none_left_over(engine):
-        if not responses_alone(engine, params):
+        if not responses_alone(engine, params[0] if isinstance(params, list) else params):
             outputs = engine.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
             return [_response(output) for output in outputs]
         with _collected(engine, on_row) as collected:

@@ -175,6 +175,14 @@ class Policy(TensorDictModuleBase):
     ) -> Completions:
         """Sample one completion for each prompt, under ``self.sampling``."""
 
+    def _seed(self) -> int:
+        """A seed for the call's first row, where an engine elsewhere draws; each row adds its
+        number.
+
+        Calls lie 2**20 rows apart, so two of them do not share a row's seed.
+        """
+        return ((self.sampling.seed * 1_000_003 + self.calls) << 20) % 2**62
+
     def write(self, tensordict: TensorDictBase, completions: Completions) -> TensorDictBase:
         prompt_BP, mask_BP = tensordict[data.PROMPT_TOKENS], tensordict[data.PROMPT_MASK]
         width, device = self.sampling.max_tokens, prompt_BP.device

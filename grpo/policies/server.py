@@ -84,13 +84,6 @@ class ServerPolicy(Policy):
             truncated=[answer.finish_reasons[0] == "length" for answer in answers],
             versions=[answer.versions[0] for answer in answers])
 
-    def _seed(self) -> int:
-        """A seed for the call's first row; the server adds the row's number.
-
-        Calls lie 2**20 rows apart, so two of them do not share a row's seed.
-        """
-        return ((self.sampling.seed * 1_000_003 + self.calls) << 20) % 2**62
-
 
 def _refuse_aborted(answers: list[Generated]) -> None:
     aborted = [row for row, answer in enumerate(answers) if answer.finish_reasons[0] == "abort"]

@@ -27,6 +27,9 @@ class VLLMPolicy(Policy):
         ignore_eos: always generate ``max_tokens``; for benchmarks.
         lora_request: the adapter to generate with, from
             :attr:`grpo.weights.lora.LoRASync.lora_request`; None: the base model.
+        seeded: give each row a seed of its own. An engine whose model is in another process does
+            not draw from this one's random numbers; without, a run that goes on draws others than
+            one that was not interrupted. Costs time on a GPU.
 
     Raises:
         ValueError: for a ``lora_request`` that would be loaded again at every engine step.
@@ -49,6 +52,7 @@ class VLLMPolicy(Policy):
         version: Callable[[], int] = lambda: 0,
         ignore_eos: bool = False,
         lora_request: LoRARequest | None = None,
+        seeded: bool = False,
     ) -> None:
         super().__init__(
             sampling, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids,
@@ -59,7 +63,7 @@ class VLLMPolicy(Policy):
                              "request without it")
         self.engine = engine
         self.ignore_eos = ignore_eos
-        self.lora_request = lora_request
+        self.lora_request, self.seeded = lora_request, seeded
         self._settled = False
 
     def close(self) -> None:
@@ -74,7 +78,9 @@ class VLLMPolicy(Policy):
             gc.collect()
             gc.freeze()
             self._settled = True
-        rows = generate(self.engine, prompts, self.sampling_params(self.sampling),
+        seeds = [self._seed() + row for row in range(len(prompts))] if self.seeded else [None]
+        params = [self.sampling_params(self.sampling, seed=seed) for seed in seeds]
+        rows = generate(self.engine, prompts, params if self.seeded else params[0],
                         lora_request=self.lora_request, on_row=on_row)
         return Completions([row.tokens for row in rows], [row.log_probs for row in rows],
                            [row.finish_reason == "length" for row in rows])

@@ -22,12 +22,14 @@ def comparable(rows: list[dict], *, after: int) -> list[dict]:
             for row in rows if row["step"] > after]
 
 
-@pytest.mark.parametrize("backend", [
-    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]), "transformers"])
-def test_killed_run_resumes_with_the_metrics_of_an_uninterrupted_one(runner, backend):
-    if backend == "vllm":
+@pytest.mark.parametrize("options", [
+    pytest.param(("backend=vllm",), marks=[pytest.mark.vllm, pytest.mark.slow]),
+    pytest.param(("backend=vllm", "engine=process"), marks=[pytest.mark.vllm, pytest.mark.slow]),
+    ("backend=transformers",)], ids=" ".join)
+def test_killed_run_resumes_with_the_metrics_of_an_uninterrupted_one(runner, options):
+    if "backend=vllm" in options:
         pytest.importorskip("vllm")
-    chosen = (*SMALL, f"inference_model.backend={backend}")
+    chosen = (*SMALL, *(f"inference_model.{option}" for option in options))
     runner.run(*chosen, "train.exp_name=whole", "hydra.run.dir=outputs/whole")
     killed_dir = runner.folder / "outputs" / "killed"
     process = runner.start(*chosen, "train.exp_name=killed", "hydra.run.dir=outputs/killed")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo import data
 from grpo.training import MasterAdamW
 from grpo.weights import StaleWeightsError
 from grpo.weights.layout import LayoutError, view
@@ -66,6 +67,17 @@ def test_one_memory_in_two_processes_follows_every_update(handle, model_folder):
         assert weights.publish() == version == handle.version
         assert gap(model, policy) < 1e-4
         assert weights.differing() == weights.unshared() == []
+
+
+def test_a_run_that_goes_on_draws_what_an_uninterrupted_one_does(handle):
+    """The engine's own random numbers are those of a process that has just started."""
+    whole, resumed = (policy_of(handle.llm, seeded=True) for _ in range(2))
+    first, second = (whole.generate_from_ids(PROMPTS)[data.TOKENS] for _ in range(2))
+    resumed.calls = 1
+    assert torch.equal(resumed.generate_from_ids(PROMPTS)[data.TOKENS], second)
+    assert not torch.equal(first, second)
+    alike = resumed.generate_from_ids([PROMPTS[0]] * 8)[data.RESPONSE_TOKENS]
+    assert len(alike.unique(dim=0)) > 1  # rows have numbers of their own
 
 
 def test_a_reloaded_checkpoint_reaches_the_engine_at_every_update(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.atropos import start_hub_and_environment
-from faults.cells import EVERY, ITERATIONS, Cell
+from faults.cells import EVERY, ITERATIONS, Cell, same
 from faults.forks import Fork, command, kill, members
 from faults.plant import FAULT, SITE, plant
 
@@ -78,7 +78,8 @@ class Runs:
                 found |= self._resumed(cell, place, more)
             rows = _rows(place)
             found["steps"] = [row["step"] for row in rows if row["step"] > 0]
-            found["equal"] = _comparable(rows) == self.undisturbed if cell.equal else None
+            found["equal"] = same(cell, _comparable(rows), self.undisturbed) if (
+                cell.equal) else None
             found["checkpoints"] = _checkpoints(place)
             if groups is not None:
                 found["groups"] = groups.count()
