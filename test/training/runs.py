@@ -94,7 +94,7 @@ def make_trainer(config, run_dir, checkpoint=None, **options) -> Trainer:
         canary=Canary(actor.policy, loss.scorer, actor.weights,
                       prompts=[prompt.tokens for prompt in prompts.test[:4]]),
         evaluator=Evaluator(build.build_eval_env(config, task, prompts, tokenizer, actor.policy),
-                            actor.policy),
+                            actor.policy, max_reward_errors=config.env.max_reward_errors),
         reporter=Reporter(Console(config.iterations), loggers, tokenizer, run_dir=run_dir,
                           num_samples=2),
         tokenizer=tokenizer, run_dir=run_dir, config=settings, iterations=config.iterations,
