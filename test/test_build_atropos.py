@@ -119,8 +119,10 @@ def test_longer_problems_are_not_evaluated_with(config_of, started):
                "env.task={num_train: 9, num_test: 30, max_operand: 20}"]
     with atropos_trainer(config_of(*options)) as trainer:
         assert len(trainer.evaluator.env.stream.prompts) == 30
-    with atropos_trainer(config_of(*options, "env.max_prompt_tokens=5")) as trainer:
-        assert 0 < len(trainer.evaluator.env.stream.prompts) < 30
+    # All have six tokens, because operands are filled up with zeros.
+    with pytest.raises(ValueError, match=r"30 of 30 prompts .* env\.max_prompt_tokens=5 "):
+        with atropos_trainer(config_of(*options, "env.max_prompt_tokens=5")):
+            pass
 
 
 def test_an_engine_that_runs_does_not_take_options_of_starting_one(config_of, started, monkeypatch):
