@@ -299,7 +299,16 @@ class _Stream:
             self.seen.note("wait for groups", value)
         super().__setattr__(name, value)
 
-    def __next__(self) -> Any:
+    def used(self, groups: Any) -> None:
+        pass
+
+    def acknowledge(self) -> None:
+        pass
+
+    def unacknowledged(self) -> list:
+        return []
+
+    def take(self) -> Any:
         self._served += 1
         rows = [[40 + self._served, 50, 60, 70 + row, 80, 90 + row, 33 + row, 44, 55 + row, 66, 77,
                  88, 99 + row] for row in range(2)]
