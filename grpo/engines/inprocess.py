@@ -14,7 +14,11 @@ from grpo.cores import share_cores
 from grpo.engines.first_import import import_vllm
 from grpo.engines.lifecycle import remember, starting, stop_engine
 from grpo.engines.shared_loader import LOAD_FORMAT, check_handover, register_shared_loader
-from grpo.engines.unpacked import keep_weights_unpacked, plain_expert_options
+from grpo.engines.unpacked import (
+    keep_weights_unpacked,
+    plain_expert_options,
+    refuse_experts_after_dense,
+)
 from grpo.memory import ModelShape
 
 if TYPE_CHECKING:
@@ -136,6 +140,8 @@ def start_engine(
         keep_weights_unpacked()
     if separate_process:
         options |= _separate_process_options(handover)
+    else:
+        refuse_experts_after_dense(model_path)
     if fp32_head:
         options |= fp32_head_options()
     if max_lora_rank is not None:

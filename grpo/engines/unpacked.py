@@ -88,6 +88,21 @@ def _without_adapters(select: Callable[..., Any]) -> Callable[..., Any]:
     return choose
 
 
+def refuse_experts_after_dense(model_path: str) -> None:
+    """Say in a sentence what vLLM fails with: its groups of workers are those of the first model.
+
+    Raises:
+        ValueError: for a mixture of experts in a process whose first engine had a dense model.
+    """
+    from vllm.distributed import parallel_state
+
+    if (parallel_state.model_parallel_is_initialized()
+            and getattr(parallel_state, "_EP", "") is None and has_experts(model_path)):
+        raise ValueError(f"model.name={model_path} is a mixture of experts, and this process has "
+                         "had an engine with a dense model, after which vLLM starts none with "
+                         "experts; use inference_model.engine=process, or a run of its own")
+
+
 def _leave_experts(self: Any, layer: nn.Module) -> None:
     """In the place of vLLM's ``process_weights_after_loading``, which pads and repacks."""
 

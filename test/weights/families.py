@@ -28,7 +28,13 @@ _MOE = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2,
         "tie_word_embeddings": False}
 
 #: Name -> what Transformers calls the architecture, and the options that set the model apart.
+#: Those with experts come first: a process that has had a dense engine cannot start one of them.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": ("qwen3_moe", {**_MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen2-moe": ("qwen2_moe", {**_MOE, "shared_expert_intermediate_size": 32}),
+    "olmoe": ("olmoe", {**_MOE, "intermediate_size": 48}),
+    "mixtral": ("mixtral", {**_MOE, "intermediate_size": 48, "num_local_experts": 8,
+                            "sliding_window": None}),
     "llama": ("llama", {"tie_word_embeddings": False, "rope_parameters": _LLAMA3_ROPE}),
     "llama-biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True,
                                "mlp_bias": True}),
@@ -37,11 +43,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {**_WIDE, "tie_word_embeddings": False}),
     "qwen3-tied": ("qwen3", {**_WIDE, "tie_word_embeddings": True}),
-    "qwen3-moe": ("qwen3_moe", {**_MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
-    "qwen2-moe": ("qwen2_moe", {**_MOE, "shared_expert_intermediate_size": 32}),
-    "olmoe": ("olmoe", {**_MOE, "intermediate_size": 48}),
-    "mixtral": ("mixtral", {**_MOE, "intermediate_size": 48, "num_local_experts": 8,
-                            "sliding_window": None}),
     "gemma": ("gemma", {**_WIDE, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0}),
     "gemma3": ("gemma3_text", _GEMMA),

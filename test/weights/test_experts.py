@@ -231,3 +231,16 @@ def test_every_way_brings_experts_and_the_proof_names_one_that_stayed_behind(
     with pytest.raises(StaleWeightsError, match=r"mlp\.experts\.down_proj"):
         proof.check(whole=True)
     getattr(weights, "close", lambda: None)()
+
+
+def test_experts_in_a_process_that_has_had_a_dense_engine_are_refused(tmp_path, monkeypatch):
+    parallel_state = pytest.importorskip("vllm.distributed.parallel_state")
+    for group in ("_TP", "_PP"):
+        monkeypatch.setattr(parallel_state, group, object())
+    monkeypatch.setattr(parallel_state, "_EP", None)
+    unpacked.refuse_experts_after_dense(str(save_family("llama", tmp_path / "dense")))
+    experts = save_family("qwen3-moe", tmp_path / "experts")
+    with pytest.raises(ValueError, match="mixture of experts.*use inference_model.engine=process"):
+        unpacked.refuse_experts_after_dense(str(experts))
+    monkeypatch.setattr(parallel_state, "_EP", object())
+    unpacked.refuse_experts_after_dense(str(experts))
