@@ -94,7 +94,11 @@ def open_ray(config: AsyncConfig, at_end: ExitStack) -> Places:
 
 
 def _start_ray(**options: Any) -> Callable[[], None]:
-    """Connect to Ray or start it; returns what ends that."""
+    """Connect to Ray or start it; returns what ends that.
+
+    Raises:
+        ConfigError: if that cannot be done, with Ray's reason.
+    """
     import ray
 
     if ray.is_initialized():  # by whoever embeds this run
@@ -103,10 +107,24 @@ def _start_ray(**options: Any) -> Callable[[], None]:
     package = str(Path(grpo.__file__).resolve().parents[1])
     found = os.environ.get("PYTHONPATH")
     variables = {"PYTHONPATH": package + (os.pathsep + found if found else ""), **share_cores()}
-    with handlers_kept():
-        ray.init(**options, runtime_env={"env_vars": variables}, log_to_driver=False,
-                 logging_level="ERROR")
+    try:
+        with handlers_kept():
+            ray.init(**options, runtime_env={"env_vars": variables}, log_to_driver=False,
+                     logging_level="ERROR")
+    except SystemError:  # a signal in its compiled code, see StopRequests.at_once
+        raise
+    except Exception as error:  # it raises bare ones, where a part of it was not up within 30 s
+        ray.shutdown()
+        raise ConfigError(_no_ray(options.get("address"), " ".join(str(error).split()))) from error
     return ray.shutdown
+
+
+def _no_ray(address: str | None, reason: str) -> str:
+    if address in (None, "local"):
+        return (f"Ray could not be started: {reason}; something else may take the cores or the "
+                "memory that it needs; try again, or start it yourself (ray start --head) and set "
+                "ray.address=auto")
+    return f"ray.address={address}: {reason}; check the address and that `ray status` answers there"
 
 
 def build_actor(

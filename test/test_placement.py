@@ -160,3 +160,18 @@ def test_ray_puts_actors_where_the_plan_says_and_a_cluster_reserves_them(
             Places(too_much, cluster=True, timeout=1)
     finally:
         ray.shutdown()
+
+
+@pytest.mark.parametrize(("address", "message"), [
+    ("local", "Ray could not be started: The current node timed out; .*ray.address=auto"),
+    ("host:1", "ray.address=host:1: The current node timed out; check the address")])
+def test_a_ray_that_does_not_start_is_an_error_of_one_paragraph(monkeypatch, address, message):
+    ray = pytest.importorskip("ray")
+    from grpo.build_async import _start_ray
+
+    def init(**options):
+        raise Exception("The current node\n timed out")  # as Ray itself does
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigError, match=message):
+        _start_ray(address=address)
