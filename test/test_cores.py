@@ -50,7 +50,7 @@ def clean(monkeypatch):
 @pytest.mark.parametrize("start", [
     "runpy.run_path('sota-implementations/grpo/grpo.py', run_name='script')",
     "runpy.run_path('sota-implementations/grpo/grpo-async.py', run_name='script')",
-    "import grpo.cli.run", "import grpo.cli.atropos, grpo.build_atropos",
+    "import grpo.cli.run, grpo.build_atropos", "import grpo.cli.atropos, grpo.build_atropos",
     pytest.param(RUN_SERVER, marks=pytest.mark.skipif(
         not inprocess.vllm_available(), reason="needs vLLM"))],
     ids=["grpo.py", "grpo-async.py", "atropos-grpo-run", "atropos-grpo", "server"])

@@ -106,7 +106,7 @@ def test_every_engine_and_way_has_a_row():
 def test_every_key_in_the_guide_exists():
     keys = {key for text in code_in(GUIDE)
             for key in re.findall(r"(?<![\w./-])((?:train_model|inference_model|train|maxent|"
-                                  r"ref_model|optimizer)\.[a-z_.]*[a-z_])", text)}
+                                  r"ref_model|optimizer)\.[a-z0-9_.]*[a-z0-9_])", text)}
     assert len(keys) > 12
     for key in keys:
         section = Config

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from grpo.cores import share_cores
 from grpo.engines.child import TOKEN_VARIABLE, bind, exit_with_parent
 from grpo.engines.http_call import is_loopback
-from grpo.engines.unpacked import plain_expert_options
 
 if TYPE_CHECKING:
     import uvicorn
@@ -173,6 +172,8 @@ def start_engine(args: argparse.Namespace) -> AsyncLLM:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from grpo.engines.unpacked import plain_expert_options
 
     device_type = current_platform.device_type
     fields = (plain_expert_options(args.model, device_type=device_type, adapters=args.enable_lora)

@@ -84,8 +84,8 @@ def command(tmp_path, small_folder, monkeypatch):
             atropos.main([
                 "--model", str(small_folder), "--weight-bridge-mode", "bridge", "--atropos-url",
                 hub.url, "--vllm-port", str(port), "--save-path", str(tmp_path / name),
-                "--log-dir", str(tmp_path / "logs"), "--group-timeout", "60", "--max-model-len",
-                "48", "--batch-size", "6", "--gradient-accumulation-steps", "2",
+                "--group-timeout", "60", "--max-model-len", "48", "--batch-size", "6",
+                "--gradient-accumulation-steps", "2",
                 "inference_model.backend=transformers", *argv])
         return tmp_path / name
 

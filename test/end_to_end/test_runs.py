@@ -99,7 +99,7 @@ def test_gsm8k_runs_on_real_rows(runner, gsm8k_folder):
 
 
 BAD_INPUT = [
-    (["model.name=./missing"], "model.name=./missing: there is no config.json"),
+    (["model.name=./missing"], "model.name=./missing: there is no such folder"),
     (["env.repeats=1"], "env.repeats=1"),
     (["+train.learning_rate=1"], "train.learning_rate: unknown key (given 1)"),
     (["+optimizer.beta=1"], "optimizer.beta: unknown key (given 1); did you mean 'betas'?"),
@@ -115,9 +115,9 @@ BAD_INPUT = [
     (["preset=gspo", "train.mismatch={tis: 2.0}"], "set proximal='current'"),
     (["kl_controller.kind=band"], "kl_controller.kind='band' needs train.kl_to_ref_coeff"),
     (["distill.teacher=./missing", "distill.topk_coeff=1"],
-     "distill.teacher=./missing: there is no config.json"),
+     "distill.teacher=./missing: there is no such folder"),
     (["ref_model.name=./missing", "train.kl_to_ref_coeff=1"],
-     "ref_model.name=./missing: there is no config.json"),
+     "ref_model.name=./missing: there is no such folder"),
     (["env.max_prompt_tokens=3"], "nothing is left, raise env.max_prompt_tokens"),
 ]
 

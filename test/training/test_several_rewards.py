@@ -118,9 +118,9 @@ def test_above_the_limit_the_run_ends_and_names_the_place(make_config, tmp_path)
 
 def test_below_the_limit_it_goes_on_without_those_rows(make_config, tmp_path):
     config = make_config(env={"reward": of("mostly_broken"), "max_reward_errors": 1.0,
-                              "num_envs": 16}, train={"total_dialog_turns": 64})
+                              "num_envs": 15}, train={"total_dialog_turns": 60})
     metrics = make_trainer(config, tmp_path).iterate()
-    assert 32 < metrics["reward/errors"] < 64 and metrics["reward/mean"] == 1.0
+    assert 30 < metrics["reward/errors"] < 60 and metrics["reward/mean"] == 1.0
 
 
 def slow_for_some(completion: str, problem) -> float:

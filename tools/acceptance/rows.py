@@ -39,6 +39,7 @@ BY_HAND = {
     "MODEL=$(": f"the four programs by hand are those that {ATROPOS} starts",
     ".venv/bin/python -m grpo.": "the same",
     ".venv-atropos/bin/python ": "the same",
+    "python -m grpo.atropos.forward": "leads ports to a server that was started by hand",
 }
 #: What stands on the pages for something that the reader has.
 STAND_INS = {
