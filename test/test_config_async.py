@@ -135,7 +135,7 @@ def test_the_banner_of_transformers_workers_says_what_travels():
     ("max_restarts", 7, lambda pool: pool.max_restarts),
     ("start_timeout", 8.0, lambda pool: pool.start_timeout)])
 def test_keys_of_ray_are_read(key, value, read, monkeypatch):
-    class Stop(Exception):
+    class Stop(BaseException):
         pass
 
     class Built(build_async.WorkerPool):
@@ -156,7 +156,7 @@ def test_keys_of_ray_are_read(key, value, read, monkeypatch):
                                                         "10.0.0.1:6379")])
 def test_without_an_address_ray_is_the_runs_own(ray, wanted, monkeypatch):
     """Whatever cluster the environment names."""
-    class Stop(Exception):
+    class Stop(BaseException):
         pass
 
     def init(**options):
@@ -174,7 +174,7 @@ def test_without_an_address_ray_is_the_runs_own(ray, wanted, monkeypatch):
                                          ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-1.5B")])
 def test_workers_get_whole_paths_because_they_run_in_another_folder(model, sent, tmp_path,
                                                                     monkeypatch):
-    class Stop(Exception):
+    class Stop(BaseException):
         pass
 
     class Reference:
