@@ -17,6 +17,7 @@ import atexit
 import fcntl
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -136,7 +137,9 @@ def main() -> int:
         print(table(json.loads(args.out.read_text())))
         return 0
     wrong = 0
-    with tempfile.TemporaryDirectory(prefix="faults-") as temporary:
+    # Not a TemporaryDirectory: the forks would remove it when they end as interpreters do.
+    temporary = tempfile.mkdtemp(prefix="faults-")
+    try:
         for mode in args.modes:
             folder = Path(args.work or temporary, mode).absolute()
             folder.mkdir(parents=True)
@@ -152,6 +155,8 @@ def main() -> int:
                 wrong += bool(row["problems"])
                 print(f"{mode}, {cell.fault} in {cell.phase}: {words(cell, row)} "
                       f"({row['seconds']} s)", flush=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return min(wrong, 1)
 
 
