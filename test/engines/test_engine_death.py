@@ -126,7 +126,7 @@ def test_a_run_that_finishes_says_that(tokenizer):
 def dying(folders, tmp_path):
     """A real engine server, and a way to kill the process that samples."""
     pytest.importorskip("vllm")
-    command = server_command(folders[0], dtype="float32", max_model_len=8192, max_num_seqs=8,
+    command = server_command(folders[0], dtype="float32", max_model_len=2048, max_num_seqs=8,
                              kv_cache_memory_bytes=64 << 20)
     with EngineProcess(command, start_timeout=240, log_path=tmp_path / "log") as process:
         def kill():
@@ -138,7 +138,7 @@ def dying(folders, tmp_path):
         yield process, kill
 
 
-LONG = {"prompt": [20, 21], "max_tokens": 8000, "ignore_eos": True}
+LONG = {"prompt": [20, 21], "max_tokens": 2000, "ignore_eos": True}
 
 
 @pytest.mark.slow
@@ -170,11 +170,11 @@ def test_a_real_engine_that_is_killed_says_so_in_stream_and_answer(dying):
 @pytest.mark.vllm
 def test_a_bridge_whose_engine_server_is_killed_says_so(dying, tokenizer):
     process, kill = dying
-    policy = ServerPolicy(process.client(), Sampling(max_tokens=8000), pad_token_id=0,
+    policy = ServerPolicy(process.client(), Sampling(max_tokens=2000), pad_token_id=0,
                           eos_token_ids=(EOS,))
     with ThreadPoolExecutor(2) as pool:
         with (pytest.raises(EngineCallError) as info,
-              serving(tokenizer, temperature_only=False, max_model_len=8192) as (bridge, url)):
+              serving(tokenizer, temperature_only=False, max_model_len=2048) as (bridge, url)):
             driver = ServerDriver(bridge, policy)
             stream, whole = (pool.submit(raw, EngineClient(url), "POST", "/v1/completions",
                                          json.dumps({**LONG, "stream": streamed}).encode())
