@@ -295,6 +295,17 @@ def _cut(batch: TensorDictBase, multiple_of: int) -> TensorDict:
     return out
 
 
+def first_scored(scored_BT: Tensor, attention_mask_BT: Tensor) -> Tensor:
+    """Column of each row's first token in ``scored_BT``, or its length if there is none; ``[B]``.
+
+    Examples:
+        >>> first_scored(torch.tensor([[False, True], [False, False]]),
+        ...              torch.tensor([[True, True], [True, False]])).tolist()
+        [1, 1]
+    """
+    return torch.where(scored_BT.any(-1), scored_BT.int().argmax(-1), attention_mask_BT.sum(-1))
+
+
 def split_rows(
     batch: TensorDictBase,
     *,
@@ -402,10 +413,8 @@ def _packed_within_budget(
     batch: TensorDictBase, units: list[Tensor], max_tokens: int
 ) -> list[list[Tensor]]:
     """Neighbours in order of their groups, in pieces that are filled one after the other."""
-    scored_BT = batch[ASSISTANT_MASK]
-    real_B, group_B = lengths(batch), batch[GROUP_ID].flatten()
-    first_B = torch.where(scored_BT.any(-1), scored_BT.int().argmax(-1), real_B)
-    real, first, group = real_B.tolist(), first_B.tolist(), group_B.tolist()
+    first = first_scored(batch[ASSISTANT_MASK], batch[ATTENTION_MASK]).tolist()
+    real, group = lengths(batch).tolist(), batch[GROUP_ID].flatten().tolist()
     pieces: list[list[Tensor]] = []
     used, prompts = 0, set()
     for unit in sorted(units, key=lambda unit: group[unit[0]]):

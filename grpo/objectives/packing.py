@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo.data import first_scored
+
 __all__ = ["PackedRows", "Segments", "pack"]
 
 
@@ -107,8 +109,7 @@ def _share(
     """Tokens to be computed, bool ``[B, T]``, and the row that each token is computed in."""
     B = len(tokens_BT)
     rows_B = torch.arange(B, device=tokens_BT.device)
-    first_B = torch.where(scored_BT.any(-1), scored_BT.int().argmax(-1), attention_mask_BT.sum(-1))
-    before_BT = positions_BT < first_B[:, None]
+    before_BT = positions_BT < first_scored(scored_BT, attention_mask_BT)[:, None]
     _, kind_B = torch.unique(tokens_BT.masked_fill(~before_BT, -1), dim=0, return_inverse=True)
     owner_B = torch.full_like(rows_B, B).scatter_reduce(0, kind_B, rows_B, "amin")[kind_B]
     owner_BT = torch.where(before_BT, owner_B[:, None], rows_B[:, None])

@@ -19,19 +19,6 @@ from .groups import group, registration, tag_of
 VOCABULARY = 40
 
 
-@pytest.fixture(scope="module")
-def shared():
-    with HubServer() as hub:
-        yield hub
-
-
-@pytest.fixture
-def client(shared):
-    client = AtroposClient(shared.url, timeout=10.0)
-    client.reset_data()
-    return client
-
-
 def fill(client, *tags: int) -> None:
     """Groups of two rows; the hub makes batches of two groups."""
     for tag in tags:

@@ -24,19 +24,6 @@ from grpo.engines.child import bind
 from .groups import group, registration, tag_of
 
 
-@pytest.fixture(scope="module")
-def shared():
-    with HubServer() as hub:
-        yield hub
-
-
-@pytest.fixture
-def client(shared):
-    client = AtroposClient(shared.url, timeout=10.0)
-    client.reset_data()
-    return client
-
-
 def stream(client, **options):
     return BatchStream(client, registration(), **{"timeout": 5.0, "poll_seconds": 0.01, **options})
 

@@ -34,13 +34,6 @@ def shared():
         yield hub
 
 
-@pytest.fixture
-def client(shared):
-    client = AtroposClient(shared.url, timeout=10.0)
-    client.reset_data()
-    return client
-
-
 def raw(client, method, path, body=None, headers=None):
     connection = http.client.HTTPConnection(client._host, client._port, timeout=10)
     connection.request(method, path, body, headers or {})
