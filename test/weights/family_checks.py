@@ -65,9 +65,13 @@ class Shared:
 @pytest.fixture(scope="module", params=[
     name if name in COMMON else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
 def shared(request, tmp_path_factory) -> Shared:
+    return share(save_family(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+def share(folder: Path) -> Shared:
+    """Start an engine with a saved model, and let it share the trainer's weights."""
     from grpo.engines.inprocess import engine_module, start_engine
 
-    folder = save_family(request.param, tmp_path_factory.mktemp(request.param))
     skip_inspection(folder)
     engine = start_engine(str(folder), device=torch.device("cpu"), dtype=torch.float32,
                           max_model_len=128, max_num_seqs=8)
@@ -215,23 +219,14 @@ def test_a_routing_that_the_engine_does_not_have_is_found_before_anything_is_tra
     """vLLM's OLMoE never weighs the chosen experts anew."""
     from transformers import AutoConfig
 
-    from grpo.engines.inprocess import start_engine
-
     folder = save_family("olmoe", tmp_path)
     config = AutoConfig.from_pretrained(folder)
     config.norm_topk_prob = True
     config.save_pretrained(folder)
-    skip_inspection(folder)
-    engine = start_engine(str(folder), device=torch.device("cpu"), dtype=torch.float32,
-                          max_model_len=128, max_num_seqs=8)
-    RUNNING.append(engine)
-    model = load_family(folder)
-    weights = SingleCopy(model, engine)
-    policy = VLLMPolicy(engine, Sampling(max_tokens=8), pad_token_id=0, eos_token_ids=(),
-                        version=lambda: weights.version)
+    shared = share(folder)
     with pytest.raises(StaleWeightsError, match="all synchronised parameters are equal.*another "
                                                 "routing to experts"):
-        Canary(policy, TokenScorer(model), weights, prompts=PROMPTS, tolerance=(1e-4, 1e-4)).check()
+        shared.check()
 
 
 @pytest.mark.slow
