@@ -1,0 +1,131 @@
+"""Asking for blocks at their borders alone changes nothing that vLLM's schedulers decide."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from grpo.engines import collect
+from grpo.engines.slots import blocks_asked_for_at_borders
+from grpo.policies import Sampling, VLLMPolicy
+
+pytestmark = pytest.mark.vllm
+BLOCK = 16
+# Lengths on both sides of borders; some begin with the same two blocks.
+PROMPTS = [[5 + i % 7 for i in range(33)] + [row] * (row % 37) for row in range(12)] + [
+    [row + 3] * length for row, length in enumerate((1, 15, 16, 17, 31, 32, 33, 47, 48, 63))]
+
+
+def blocks_of(config, *, count: int):
+    """The engine's own cache, in smaller blocks and fewer of them."""
+    group, = config.kv_cache_groups
+    return replace(config, num_blocks=count, kv_cache_groups=[
+        replace(group, kv_cache_spec=replace(group.kv_cache_spec, block_size=BLOCK))])
+
+
+def as_if_of_an_engine(engine, kind: str, *, blocks: int):
+    """An engine of a scheduler alone, asynchronous or not, over so many blocks."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    core = engine.llm_engine.engine_core.engine_core
+    scheduler = {"plain": Scheduler, "asynchronous": AsyncScheduler}[kind](
+        vllm_config=engine.llm_engine.vllm_config,
+        kv_cache_config=blocks_of(core.scheduler.kv_cache_config, count=blocks),
+        structured_output_manager=core.structured_output_manager, block_size=BLOCK)
+    return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(
+        engine_core=SimpleNamespace(scheduler=scheduler)))), scheduler
+
+
+def decide(engine, kind: str, context, *, blocks: int) -> tuple[list, int, int]:
+    """All that the scheduler decides; how often it asked, and how many rows lost their places."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+    from vllm import SamplingParams
+
+    init_none_hash(sha256)
+    alone, scheduler = as_if_of_an_engine(engine, kind, blocks=blocks)
+    coordinator, asked, lost = scheduler.kv_cache_manager.coordinator, 0, 0
+    count = coordinator.get_num_blocks_to_allocate
+
+    def counted(*args, **kwargs):
+        nonlocal asked
+        asked += 1
+        return count(*args, **kwargs)
+
+    coordinator.get_num_blocks_to_allocate = counted
+    for number, prompt in enumerate(PROMPTS):
+        params = SamplingParams(max_tokens=20 + 11 * number % 50, ignore_eos=True)
+        params.update_from_generation_config({}, 1)
+        scheduler.add_request(Request(
+            request_id=str(number), prompt_token_ids=prompt, sampling_params=params,
+            pooling_params=None, block_hasher=get_request_block_hasher(BLOCK, sha256)))
+    decided, waiting, tokens = [], [], random.Random(0)
+    with context(alone):
+        while scheduler.has_unfinished_requests():
+            step = scheduler.schedule()
+            lost += len(step.preempted_req_ids or ())
+            ids = list(step.num_scheduled_tokens)
+            decided.append((
+                step.num_scheduled_tokens, step.scheduled_cached_reqs.new_block_ids,
+                [(new.req_id, new.block_ids, new.num_computed_tokens)
+                 for new in step.scheduled_new_reqs],
+                {id: coordinator.get_blocks(id)[0][-1].block_id for id in ids},
+                [block.block_hash is not None for block in scheduler.kv_cache_manager.block_pool
+                 .blocks]))
+            output = ModelRunnerOutput(
+                req_ids=ids, req_id_to_index={id: row for row, id in enumerate(ids)},
+                sampled_token_ids=[[tokens.randrange(3, 9)] if not scheduler.requests[
+                    id].is_prefill_chunk else [] for id in ids], pooler_output=[])
+            waiting.append((step, output))
+            # The asynchronous one is told of a step when the next has been begun.
+            if kind == "plain" or len(waiting) > 1:
+                scheduler.update_from_output(*waiting.pop(0))
+    return decided, asked, lost
+
+
+@pytest.mark.parametrize("kind", ["plain", "asynchronous"])
+@pytest.mark.parametrize("blocks", [400, 60], ids=["room for all", "rows lose their places"])
+def test_schedulers_decide_the_same_and_ask_less(engine, kind, blocks):
+    expected, asked, lost = decide(engine, kind, lambda _: nullcontext(), blocks=blocks)
+    decided, asked_less, _ = decide(engine, kind, blocks_asked_for_at_borders, blocks=blocks)
+    assert decided == expected
+    assert (lost > 0) == (blocks < 100)
+    assert asked_less < 0.3 * asked
+
+
+def test_responses_are_the_same_where_rows_cross_a_border(engine, monkeypatch):
+    policy = VLLMPolicy(engine, Sampling(40, seed=3), pad_token_id=0, eos_token_ids=(1,),
+                        ignore_eos=True)
+    prompts = [[5 + (row + i) % 200 for i in range(length)]
+               for row, length in enumerate((86, 87, 88, 100, 126, 127, 128, 129, 150))]
+    found = policy.generate_from_ids(prompts)
+    policy.calls = 0
+    monkeypatch.setattr(collect, "blocks_asked_for_at_borders", lambda engine: nullcontext())
+    expected = policy.generate_from_ids(prompts)
+    assert (found == expected).all()
+
+
+def test_the_manager_is_left_as_it_was(engine):
+    manager = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    with pytest.raises(KeyboardInterrupt), blocks_asked_for_at_borders(engine):
+        assert "allocate_slots" in vars(manager) and "cache_blocks" in vars(manager)
+        raise KeyboardInterrupt
+    assert "allocate_slots" not in vars(manager) and "cache_blocks" not in vars(manager)
+
+
+def test_other_ways_of_keeping_keys_are_left_alone(engine):
+    alone, scheduler = as_if_of_an_engine(engine, "plain", blocks=40)
+    manager = scheduler.kv_cache_manager
+    manager.coordinator.single_type_managers = (SimpleNamespace(block_size=BLOCK),)
+    with blocks_asked_for_at_borders(alone):
+        assert "allocate_slots" not in vars(manager)
+    with blocks_asked_for_at_borders(SimpleNamespace(llm_engine=SimpleNamespace(
+            engine_core=SimpleNamespace()))):
+        pass  # a scheduler in another process
