@@ -61,7 +61,7 @@ def build_loss(config: Config, model: nn.Module, tokenizer: Any) -> GRPOLoss:
         advantage_estimator=train.advantage_estimator or "group_norm",
         head=config.train_model.head,
         head_chunk_size=config.train_model.head_chunk_size,
-        packing=train.packing,
+        packing=bool(train.packing),  # null where nobody has chosen
         fp32_head=config.train_model.fp32_head,
         pad_token_id=tokenizer.pad_token_id,
     )

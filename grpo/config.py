@@ -101,9 +101,10 @@ class TrainConfig(LengthConfig):
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
     """Split by token budget; null together with the previous key: the largest of
     :data:`grpo.fast_defaults.BUDGETS` that fits the GPU, and 8192 tokens on a CPU."""
-    packing: bool = False
+    packing: bool | None = None
     """Compute on rows laid end to end without padding, and on what rows of a group begin with once,
-    where the model's attention allows that (see :mod:`grpo.objectives.packing`)."""
+    where the model's attention allows that (see :mod:`grpo.objectives.packing`). null: on a GPU,
+    for models that were measured, see :mod:`grpo.fast_defaults`."""
     eval_frequency: int = Field(10, ge=0)
     """Iterations between held-out evaluations; 0: at the start and the end only."""
     checkpoint_frequency: int = Field(100, ge=0)

@@ -40,6 +40,7 @@ data. :mod:`grpo.data_torchrl` converts TorchRL's ragged chat batches to and fro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 
 import numpy as np
@@ -351,10 +352,10 @@ def split_rows(
     if num_micro_batches is not None:
         cuts = torch.arange(len(units)).tensor_split(min(num_micro_batches, len(units)))
         pieces = [[units[i] for i in cut.tolist()] for cut in cuts]
-    elif packed:
-        pieces = _packed_within_budget(batch, units, max_tokens)
     else:
-        pieces = _within_budget(units, lengths(batch).tolist(), max_tokens, multiple_of)
+        fill = (_packed(batch, units) if packed else
+                _padded(units, lengths(batch).tolist(), multiple_of))
+        pieces = _within_budget(fill, max_tokens)
     check_right_padded(batch[ATTENTION_MASK], ATTENTION_MASK)  # once: on a GPU it is waited for
     return [_cut(batch[torch.cat(piece)], multiple_of) for piece in pieces]
 
@@ -369,24 +370,17 @@ def row_units(batch: TensorDictBase, *, whole_groups: bool) -> list[Tensor]:
     return list(order.split(group_B.unique(return_counts=True)[1].tolist()))
 
 
-def _within_budget(
-    units: list[Tensor], lengths_B: list[int], max_tokens: int, multiple_of: int
-) -> list[list[Tensor]]:
-    """Put units of similar length together as long as ``rows x width`` stays within the budget.
+def _within_budget(fill: Callable[[int], list[list[Tensor]]], budget: int) -> list[list[Tensor]]:
+    """What ``fill`` makes of the least budget that needs no more pieces than this one.
 
-    Of as few pieces as that takes the largest is as small as it can be: filled to the brim one
-    after the other they would leave a last one of a few rows, which keeps a GPU waiting.
+    Filled to the brim one after the other, pieces would leave a last one of a few rows, which keeps
+    a GPU waiting, and the others would take more memory than they need.
     """
-    def width(unit: Tensor) -> int:
-        longest = max(lengths_B[row] for row in unit.tolist())
-        return -(-longest // multiple_of) * multiple_of
-
-    by_width = sorted(((width(unit), unit) for unit in units), key=lambda pair: pair[0])
-    pieces, most = _filled(by_width, max_tokens), max_tokens
+    pieces, most = fill(budget), budget
     least = most // 2  # two neighbours exceed the budget together, so half of it takes more pieces
     while most - least > 1:
         tried = (least + most) // 2
-        smaller = _filled(by_width, tried)
+        smaller = fill(tried)
         if len(smaller) > len(pieces):
             least = tried
         else:
@@ -394,41 +388,55 @@ def _within_budget(
     return pieces
 
 
-def _filled(by_width: list[tuple[int, Tensor]], max_tokens: int) -> list[list[Tensor]]:
-    """Pieces of units in ascending order of their width, each as full as ``max_tokens`` allows."""
-    pieces: list[list[Tensor]] = []
-    rows = 0
-    for width, unit in by_width:
-        # The newest unit is the widest of its piece.
-        if pieces and (rows + len(unit)) * width <= max_tokens:
-            pieces[-1].append(unit)
-            rows += len(unit)
-        else:
-            pieces.append([unit])
-            rows = len(unit)
-    return pieces
+def _padded(
+    units: list[Tensor], lengths_B: list[int], multiple_of: int
+) -> Callable[[int], list[list[Tensor]]]:
+    """Fills pieces with neighbours in order of their width, up to ``rows x width``."""
+    def width(unit: Tensor) -> int:
+        longest = max(lengths_B[row] for row in unit.tolist())
+        return -(-longest // multiple_of) * multiple_of
+
+    by_width = sorted(((width(unit), unit) for unit in units), key=lambda pair: pair[0])
+
+    def fill(max_tokens: int) -> list[list[Tensor]]:
+        pieces: list[list[Tensor]] = []
+        rows = 0
+        for widest, unit in by_width:  # the newest unit is the widest of its piece
+            if pieces and (rows + len(unit)) * widest <= max_tokens:
+                pieces[-1].append(unit)
+                rows += len(unit)
+            else:
+                pieces.append([unit])
+                rows = len(unit)
+        return pieces
+
+    return fill
 
 
-def _packed_within_budget(
-    batch: TensorDictBase, units: list[Tensor], max_tokens: int
-) -> list[list[Tensor]]:
-    """Neighbours in order of their groups, in pieces that are filled one after the other."""
+def _packed(batch: TensorDictBase, units: list[Tensor]) -> Callable[[int], list[list[Tensor]]]:
+    """Fills pieces with neighbours in order of their groups, up to the tokens of packed rows."""
     first = first_scored(batch[ASSISTANT_MASK], batch[ATTENTION_MASK]).tolist()
     real, group = lengths(batch).tolist(), batch[GROUP_ID].flatten().tolist()
-    pieces: list[list[Tensor]] = []
-    used, prompts = 0, set()
+    by_group = []
     for unit in sorted(units, key=lambda unit: group[unit[0]]):
         rows = unit.tolist()
-        new = {(group[row], first[row]) for row in rows}
-        tokens = sum(real[row] - first[row] for row in rows)
-        added = tokens + sum(length for _, length in new - prompts)
-        if pieces and used + added <= max_tokens:
-            pieces[-1].append(unit)
-            used, prompts = used + added, prompts | new
-        else:
-            pieces.append([unit])
-            used, prompts = tokens + sum(length for _, length in new), new
-    return pieces
+        by_group.append((unit, sum(real[row] - first[row] for row in rows),
+                         {(group[row], first[row]) for row in rows}))
+
+    def fill(max_tokens: int) -> list[list[Tensor]]:
+        pieces: list[list[Tensor]] = []
+        used, prompts = 0, set()
+        for unit, tokens, new in by_group:
+            added = tokens + sum(length for _, length in new - prompts)
+            if pieces and used + added <= max_tokens:
+                pieces[-1].append(unit)
+                used, prompts = used + added, prompts | new
+            else:
+                pieces.append([unit])
+                used, prompts = tokens + sum(length for _, length in new), new
+        return pieces
+
+    return fill
 
 
 def scatter_tokens(values_N: Tensor, index_N: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -53,7 +53,8 @@ def with_fast_defaults(start: Start, console: Console) -> Start:
     """The start with what :mod:`grpo.fast_defaults` chooses for the trainer's device."""
     config, chosen = fast_defaults.choose(
         start.config, ModelShape.of(start.model), _trainer_ledger(start), device=start.device,
-        backend=start.backend, row_tokens=min(start.max_model_len, start.config.atropos.seq_len),
+        dtype=start.dtype, backend=start.backend,
+        row_tokens=min(start.max_model_len, start.config.atropos.seq_len),
         room=available(start.config, start.device))
     for line in chosen:
         console.info(line)

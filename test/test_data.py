@@ -248,7 +248,8 @@ class TestSplit:
                        ([1] * 5, [2] * 3)])
         batch["group_id"] = torch.tensor([8, 2, 8, 2, 8])
         sizes = {1: [[1], [3], [0], [2], [4]], 3: [[1, 3], [0], [2], [4]],
-                 8: [[1, 3], [0, 2], [4]], 13: [[1, 3, 0, 2], [4]], 10: [[1, 3, 0], [2, 4]]}
+                 8: [[1, 3], [0, 2], [4]], 10: [[1, 3, 0], [2, 4]], 13: [[1, 3, 0], [2, 4]],
+                 14: [[1, 3, 0, 2, 4]]}
         for most, rows in sizes.items():
             pieces = data.split_rows(batch, max_tokens=most, packed=True)
             assert [piece["row"].tolist() for piece in pieces] == rows, most

@@ -23,11 +23,15 @@ try:
 except ImportError:
     varlen_attn, _OPTIONS = None, frozenset()
 
-__all__ = ["NAME", "inputs", "install", "why_not"]
+__all__ = ["NAME", "inputs", "install", "no_kernel", "why_not"]
 
 NAME = "grpo_packed"
 #: Head sizes beyond this have no kernel.
 _WIDEST_HEAD = 256
+#: Whether the kernel takes fewer heads of keys than of queries. Where it has no option that says
+#: so, before PyTorch 2.12, :func:`install` tries it: repeated keys and values are kept for the
+#: backward pass, six times as many with 12 heads over 2.
+_takes_groups = "enable_gqa" in _OPTIONS
 
 
 def why_not(model: nn.Module) -> str | None:
@@ -37,14 +41,19 @@ def why_not(model: nn.Module) -> str | None:
     if implementation not in ("sdpa", NAME) or not hasattr(model, "set_attn_implementation"):
         return f"its attention is {implementation!r}, not 'sdpa'"
     weight = model.get_input_embeddings().weight
-    if weight.device.type == "cpu":
-        return None
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if varlen_attn is None or weight.device.type != "cuda":
+    return no_kernel(weight.device, weight.dtype, head)
+
+
+def no_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why attention of packed rows cannot be computed there; None: it can."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda" or not _OPTIONS >= {"scale", "window_size"}:
         return "this PyTorch has no attention for rows of several lengths on this device"
-    if weight.dtype not in (torch.bfloat16, torch.float16) or head > _WIDEST_HEAD or head % 8:
-        return f"there is no kernel for {weight.dtype} and heads of {head}"
+    if dtype not in (torch.bfloat16, torch.float16) or head_dim > _WIDEST_HEAD or head_dim % 8:
+        return f"there is no kernel for {dtype} and heads of {head_dim}"
     return None
 
 
@@ -56,6 +65,10 @@ def install(model: nn.Module) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    global _takes_groups
+    weight = model.get_input_embeddings().weight
+    if weight.is_cuda and not _takes_groups:
+        _takes_groups = _groups_agree(weight.device, weight.dtype)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
@@ -128,22 +141,37 @@ def _by_kernel(
     query_NHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, segments: Segments,
     scale: float | None, window: int | None,
 ) -> Tensor:
-    options: dict[str, Any] = {"scale": scale} if "scale" in _OPTIONS else {}
-    if not options and scale is not None and scale != query_NHD.shape[-1] ** -0.5:
-        query_NHD = query_NHD * (scale * query_NHD.shape[-1] ** 0.5)
-    if "window_size" in _OPTIONS:  # queries see ``window`` keys, themselves among them
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    elif window is not None:
-        raise ValueError("this PyTorch has no kernel for packed rows and a sliding window")
-    else:
-        options["is_causal"] = True
-    if "enable_gqa" in _OPTIONS:
-        options["enable_gqa"] = key_MKD.shape[1] != query_NHD.shape[1]
-    elif times := query_NHD.shape[1] // key_MKD.shape[1] - 1:
-        key_MKD, value_MKD = (x.repeat_interleave(times + 1, 1) for x in (key_MKD, value_MKD))
-    return varlen_attn(query_NHD.contiguous(), key_MKD.contiguous(), value_MKD.contiguous(),
-                       segments.cu_seq_lens_q, segments.cu_seq_lens_k, segments.max_length_q,
-                       segments.max_length_k, **options)
+    times = query_NHD.shape[1] // key_MKD.shape[1]
+    if times > 1 and not _takes_groups:
+        key_MKD, value_MKD = (x.repeat_interleave(times, 1) for x in (key_MKD, value_MKD))
+    options = {"enable_gqa": times > 1} if "enable_gqa" in _OPTIONS else {}
+    return varlen_attn(
+        query_NHD.contiguous(), key_MKD.contiguous(), value_MKD.contiguous(),
+        segments.cu_seq_lens_q, segments.cu_seq_lens_k, segments.max_length_q,
+        segments.max_length_k, scale=scale,
+        # Queries see ``window`` keys, themselves among them.
+        window_size=(-1 if window is None else window - 1, 0), **options)
+
+
+def _groups_agree(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel computes the same, gradients too, without repeated keys and values."""
+    generator = torch.Generator(device).manual_seed(0)
+    query, key, value = (
+        torch.randn(6, heads, 64, device=device, dtype=dtype, generator=generator,
+                    requires_grad=True) for heads in (4, 2, 2))
+    starts = torch.tensor([0, 2, 6], device=device, dtype=torch.int32)
+
+    def run(times: int) -> list[Tensor]:
+        keys, values = (x.repeat_interleave(times, 1) if times > 1 else x for x in (key, value))
+        out = varlen_attn(query, keys, values, starts, starts, 4, 4, window_size=(-1, 0))
+        return [out, *torch.autograd.grad(out.square().sum(), (query, key, value))]
+
+    try:
+        with torch.enable_grad():
+            pairs = zip(run(1), run(2), strict=True)
+            return all(torch.allclose(one, other, atol=0.1, rtol=0.05) for one, other in pairs)
+    except RuntimeError:
+        return False
 
 
 def _by_segment(

@@ -99,7 +99,8 @@ def build_trainer(
                          dtype=dtype, backend=backend, max_model_len=prompts.max_model_len)
     config, chosen = fast_defaults.choose(
         config, ModelShape.of(start_model), lambda changed: ledgers_of(changed)["train"],
-        device=device, backend=backend, row_tokens=prompts.max_model_len, room=capacity(device))
+        device=device, dtype=dtype, backend=backend, row_tokens=prompts.max_model_len,
+        room=capacity(device))
     memory = ledgers_of(config)
     for line in chosen:
         console.info(line)

@@ -92,8 +92,8 @@ def build_trainer(
                         backend=backend, max_model_len=prompts.max_model_len)
     room = available(config, device)
     config, chosen = fast_defaults.choose(
-        config, ModelShape.of(start_model), ledger_of, device=device, backend=backend,
-        row_tokens=prompts.max_model_len, room=room)
+        config, ModelShape.of(start_model), ledger_of, device=device, dtype=dtype,
+        backend=backend, row_tokens=prompts.max_model_len, room=room)
     memory = ledger_of(config)
     console.info("\n".join([*chosen, *memory.table(room)]))
     check_fits(memory, room)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from grpo import GRPOLoss, data, total_loss
 from grpo.engines.inprocess import start_engine, stop_engine
-from grpo.objectives import TokenScorer
+from grpo.objectives import TokenScorer, packed_attention
 from grpo.policies import Sampling, VLLMPolicy
 from grpo.training import MasterAdamW
 from grpo.weights import Canary, SingleCopy, StaleWeightsError
@@ -82,3 +84,39 @@ def test_packed_rows_score_like_padded_ones(shared):
         padded, _ = TokenScorer(model)(*arguments)
         packed, _ = TokenScorer(model, packing=True)(*arguments)
     torch.testing.assert_close(padded, packed, rtol=0, atol=0.1)
+
+
+def gradients(model, batch, *, packing: bool) -> torch.Tensor:
+    model.zero_grad()
+    total_loss(GRPOLoss(model, packing=packing)(batch)).backward()
+    return torch.cat([param.grad.float().flatten() for param in model.parameters()])
+
+
+def test_rows_that_share_their_prompt_have_the_gradient_of_padded_ones(shared):
+    model, _, policy = shared
+    policy = VLLMPolicy(policy.engine, Sampling(max_tokens=60), pad_token_id=0,
+                        eos_token_ids=tuple(range(0, 8)))
+    batch = policy.generate_from_ids([p for p in PROMPTS for _ in range(4)]).to("cuda")
+    batch[data.GROUP_ID] = torch.arange(8, device="cuda").repeat_interleave(4)
+    batch[data.ADVANTAGE] = torch.randn(32, 1, generator=torch.Generator().manual_seed(0)).cuda()
+    exact = copy.deepcopy(model).float()
+    exact.set_attn_implementation("sdpa")
+    wanted, padded = gradients(exact, batch, packing=False), gradients(model, batch, packing=False)
+    packed = gradients(model, batch, packing=True)
+    assert packed_attention._takes_groups  # its keys and values are not repeated
+    error = (padded - wanted).norm()
+    assert (packed - wanted).norm() < 1.5 * error + 1e-3 * wanted.norm()
+
+
+def test_rows_cross_the_borders_of_blocks(shared):
+    model, _, policy = shared
+    assert policy.engine.llm_engine.vllm_config.scheduler_config.async_scheduling
+    policy = VLLMPolicy(policy.engine, Sampling(max_tokens=80), pad_token_id=0,
+                        eos_token_ids=(1,), ignore_eos=True)
+    batch = policy.generate_from_ids([p[: 3 + row] for row in range(37) for p in PROMPTS])
+    batch = batch.to("cuda")
+    with torch.no_grad():
+        scored, _ = TokenScorer(model)(
+            batch[data.TOKENS], batch[data.ATTENTION_MASK], batch[data.ASSISTANT_MASK])
+    difference = (scored - batch[data.LOG_PROBS]).abs()
+    assert difference.max() < 0.3 and difference[batch[data.ASSISTANT_MASK]].mean() < 0.03

@@ -54,6 +54,16 @@ def test_replays_follow_updates_in_place(model):
     assert recording is not None
 
 
+def test_a_scorer_that_packs_rows_is_recorded_too(model):
+    scorer = TokenScorer(model, packing=True)
+    assert scorer.shares_prompts
+    replayed = ReplayedScorer(scorer)
+    for number in range(3):
+        assert agree(TokenScorer(model), replayed, batch(number))
+    [recording] = replayed._recordings.values()
+    assert recording is not None
+
+
 def test_a_replay_of_old_weights_would_be_seen(model):
     scorer = TokenScorer(model)
     replayed = ReplayedScorer(TokenScorer(copy.deepcopy(model)))

@@ -43,11 +43,11 @@ def as_if_of_an_engine(engine, kind: str, *, blocks: int):
 
 def decide(engine, kind: str, context, *, blocks: int) -> tuple[list, int, int]:
     """All that the scheduler decides; how often it asked, and how many rows lost their places."""
+    from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
-    from vllm import SamplingParams
 
     init_none_hash(sha256)
     alone, scheduler = as_if_of_an_engine(engine, kind, blocks=blocks)
