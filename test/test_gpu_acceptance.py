@@ -336,21 +336,25 @@ def test_parts_share_gpus_by_memory_and_timed_ones_run_alone(program, tmp_path):
         return f"Part({name!r}, {script.format(name)!r}, 30{more})"
 
     program(part("a", ", gib=70"), part("b", ", gib=70"), part("c", ", gib=70"),
-            part("d", ", gib=20"), part("alone", ", gib=500, alone=True"), part("e"),
+            part("d", ", gib=20"), part("model"), part("alone", ", gib=500, alone=True, after=("
+                                                       "'model',)"), part("e"),
+            part("never", ", alone=True, missing='no GPU'"),
             part("port 1", ", claims=frozenset({'port'})"),
             part("port 2", ", claims=frozenset({'port'})")).wait(timeout=60)
-    assert set(statuses(tmp_path).values()) == {"passed"}
+    assert statuses(tmp_path).pop("never") == "skipped"
+    assert {*statuses(tmp_path).values()} == {"passed", "skipped"}
     order = (tmp_path / "order").read_text().splitlines()
-    first = {line.split()[0] for line in order[:3]}
-    assert first == {"a", "b", "d"}  # a GPU each, d beside one of them, c has to wait
-    assert order.index("alone begins") == 8 and order[9] == "alone ends"
+    assert order[:4] == ["model begins", "model ends", "alone begins", "alone ends"]
+    others = {line.split()[0] for line in order[4:7]}
+    assert others == {"a", "b", "d"}  # a GPU each, d beside one of them, c has to wait
     assert order.index("port 1 ends") < order.index("port 2 begins")
     assert {"7", "8"} == set((tmp_path / "gpus").read_text().split())
 
 
 def test_at_the_deadline_what_is_finished_is_written(program, tmp_path):
     started = time.monotonic()
-    program("Part('quick', 'true', 30)", "Part('slow', 'echo so far; sleep 60', 60, alone=True)",
+    program("Part('quick', 'true', 30)",
+            "Part('slow', 'echo so far; sleep 60', 60, alone=True, after=('quick',))",
             "Part('never', 'touch $FOLDER/never', 30)", seconds=3.0).wait(timeout=60)
     assert time.monotonic() - started < 6
     found = state(tmp_path)

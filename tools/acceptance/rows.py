@@ -45,6 +45,7 @@ BY_HAND = {
 STAND_INS = {
     "Qwen/Qwen2.5-1.5B-Instruct": "$WORK/models/1.5b", "path/to/gsm8k": "$WORK/problems",
     "path/to/teacher": "$WORK/models/tiny", "path/to/model": "$WORK/models/tiny",
+    "path/to/environment.py": "examples/atropos/arithmetic_env.py",
     "sota-implementations/": "$REPO/sota-implementations/", "examples/": "$REPO/examples/",
 }
 
@@ -268,21 +269,22 @@ do kill -0 $server; sleep 1; done
 def atropos_part(name: str, text: str) -> Part:
     """Hub, engine server, an environment of atroposlib and the trainer; five steps."""
     large = "Qwen/" in text
-    text = re.sub(r"--training-steps \d+", "--training-steps 5", text).replace(
-        ATROPOS, "python -m grpo.cli.run")
+    text = re.sub(r" --training-steps \d+", "", text).replace(ATROPOS, "python -m grpo.cli.run")
     for said, ours in STAND_INS.items():
         text = text.replace(said, ours)
     ports = (8101, 9101) if large else (8102, 9102)
     text += (f" --atropos-url http://127.0.0.1:{ports[0]} --vllm-port {ports[1]} "
-             "--save-path out --log-dir logs")
+             "--training-steps 5 --save-path out --log-dir logs")
     if large:
         # All answers of a random model are wrong alike.
         text += (" --env-flag env.ensure_scores_are_not_same=false --env-flag env.max_new_tokens=64"
                  " --max-model-len 1024")
+    forwarded = re.search(r"--forward-ports (\S+)", text)
+    claims = frozenset(map(str, ports)) | set(forwarded[1].split(",") if forwarded else ())
     python = Path(os.environ.get("GRPO_ATROPOS_PYTHON") or REPO / ".venv-atropos/bin/python")
     return Part(
         name, f"export GRPO_ATROPOS_PYTHON={shlex.quote(str(python))}\n{text}", limit=300.0,
-        gib=GIB["1.5b" if large else "embedded"], after=(PREPARE,) if large else (),
+        gib=GIB["1.5b" if large else "embedded"], after=(PREPARE,) if large else (), claims=claims,
         read=read_run(5),
         missing="" if python.exists() else "needs an environment of atroposlib: `make atropos-env`")
 

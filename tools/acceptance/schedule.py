@@ -95,8 +95,9 @@ class _Running:
 class Schedule:
     """Runs parts in their order, as many at a time as fit.
 
-    A part that does not fit lets later ones go first; one that runs ``alone`` does not. When the
-    deadline comes, or after :meth:`stop`, what runs is ended and what waits is not run. Only
+    Those that run ``alone`` go first, with what they come after: once others have begun, they would
+    wait for the longest of them, and nothing could begin meanwhile. Another part that does not fit
+    lets later ones go first. When the deadline comes, or after :meth:`stop`, what runs is ended and what waits is not run. Only
     processes that parts have started are ended, all of them.
 
     Args:
@@ -145,6 +146,7 @@ class Schedule:
     def _begin_what_fits(self) -> None:
         if not self._stopped and time.monotonic() > self.deadline - GRACE:
             self.stop("time was up")
+        first = self._first()
         for part in self.parts:
             outcome = self.outcomes[part.name]
             if outcome.status != "waiting":
@@ -156,12 +158,22 @@ class Schedule:
                 self._settle(part, "not run", f"{bad[0]} did not pass")
             elif self._stopped:
                 self._settle(part, "not run", self._stopped)
-            elif not any(self.outcomes[name].status in ("waiting", "running")
-                         for name in (*part.after, *part.behind)):
+            elif (not first or part.name in first) and not any(
+                    self.outcomes[name].status in ("waiting", "running")
+                    for name in (*part.after, *part.behind)):
                 if (chosen := self._place(part)) is not None:
                     self._begin(part, chosen)
-                elif part.alone:
-                    return  # it waits for the others to end, so none may begin
+
+    def _first(self) -> set[str]:
+        """Parts that wait to run alone and can, and those that they come after."""
+        after = {part.name: part.after for part in self.parts}
+        first = {part.name for part in self.parts if part.alone and not part.missing
+                 and self.outcomes[part.name].status == "waiting"
+                 and all(self.outcomes[name].status in ("waiting", "running", "passed")
+                         for name in part.after)}
+        while more := {name for part in first for name in after[part]} - first:
+            first |= more
+        return first
 
     def _place(self, part: Part) -> list[int] | None:
         """GPUs for a part, or None if it does not fit now."""
