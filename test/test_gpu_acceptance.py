@@ -27,7 +27,7 @@ from acceptance import rows  # noqa: E402
 from acceptance.compare import compare  # noqa: E402
 from acceptance.figures import read_benchmark, read_pytest, read_run  # noqa: E402
 from acceptance.pages import PAGES, page_commands  # noqa: E402
-from acceptance.report import Report, table  # noqa: E402
+from acceptance.report import Report, passed_before, read_earlier, table  # noqa: E402
 from acceptance.schedule import Missed, Outcome, Part  # noqa: E402
 
 # -- what is run ----------------------------------------------------------------------------------
@@ -67,6 +67,18 @@ def test_a_new_run_on_a_page_is_run_without_a_line_here(pages):
     part, = (part for part in rows.all_parts(1, root=pages) if "sapo" in part.name)
     assert part.script.startswith("python $REPO/sota-implementations/grpo/grpo.py preset=sapo "
                                   "train.epochs=2 ")
+
+
+def test_what_takes_long_is_begun_before_what_does_not():
+    parts = rows.all_parts(2)
+    begun = [part for part in parts if not part.missing]
+    fill = {name for part in begun for name in part.behind}
+    rest = [part for part in begun
+            if not part.alone and part.name != rows.PREPARE and part.name not in fill]
+    assert [part for part in begun if part.name in fill] == [
+        part for part in begun[:8] if part.name in fill]
+    assert rest == sorted(rest, key=lambda part: (-part.gpus, -part.limit))
+    assert rest[0].gpus == 2 and "preset" in rest[-2].name
 
 
 def test_what_make_starts_is_what_runs():
@@ -196,10 +208,10 @@ def test_the_peer_is_beaten_in_time_and_memory(step, gib, fault):
     (Outcome("running"), False)])
 def test_the_file_says_what_came_of_each_part_and_of_all(tmp_path, capsys, last, verdict):
     parts = [Part("models and machine", "true", 30.0), Part("last", "run one\nrun two", 60.0)]
-    schedule = SimpleNamespace(parts=parts, outcomes={
+    schedule = SimpleNamespace(parts=parts, gpus=["0"], outcomes={
         "models and machine": Outcome("passed", seconds=1.0), "last": last})
     (tmp_path / "machine.json").write_text('{"machine": "NVIDIA H200", "commit": "1234abc"}')
-    report = Report(tmp_path / "results" / "acceptance.json", tmp_path, gpus=1)
+    report = Report(tmp_path / "results" / "acceptance.json", tmp_path, command="accept")
     report.update(schedule)
     report.update(schedule)
     written = json.loads((tmp_path / "results" / "acceptance.json").read_text())
@@ -211,6 +223,45 @@ def test_the_file_says_what_came_of_each_part_and_of_all(tmp_path, capsys, last,
     # Once for each part that has ended.
     assert capsys.readouterr().out.count("\n") == 2 - (last.status == "running")
     assert table(schedule).splitlines()[-1].startswith("accepted" if verdict else "NOT accepted")
+
+
+def test_a_second_call_runs_what_the_first_did_not_pass(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_COMMIT", "1234abc")
+    parts = [Part("model", "make", 30.0), Part("done", "true", 30.0, after=("model",)),
+             Part("other now", "true", 30.0), Part("left", "true", 30.0, after=("model",)),
+             Part("also done", "true", 30.0)]
+    outcomes = {part.name: Outcome("passed", seconds=2.0, figures={"summary": part.name})
+                for part in parts}
+    outcomes["left"] = Outcome("not run", "time was up")
+    out = tmp_path / "acceptance.json"
+
+    def write(**options) -> dict:
+        Report(out, tmp_path, command="accept", **options).update(
+            SimpleNamespace(parts=parts, gpus=["0"], outcomes=outcomes))
+        return json.loads(out.read_text())
+
+    written = write()
+    parts[2] = Part("other now", "false", 30.0)
+    kept = passed_before(parts, read_earlier(out, gpus=1))
+    assert set(kept) == {"done", "also done"}  # the model is made again, for what is left
+    assert kept["done"] == outcomes["done"]
+    outcomes["left"] = Outcome("passed", seconds=1.0)
+    again = write(earlier=written)
+    assert again["accepted"] and len(again["calls"]) == 2
+    assert again["seconds"] == sum(call["seconds"] for call in again["calls"])
+    assert set(passed_before(parts, again)) == {part.name for part in parts}
+
+
+def test_a_result_of_another_commit_is_not_gone_on_with(tmp_path, monkeypatch):
+    out = tmp_path / "acceptance.json"
+    assert read_earlier(out, gpus=1) == {}
+    out.write_text('{"commit": "1234abc", "gpus": 1}')
+    monkeypatch.setenv("GRPO_COMMIT", "5678def")
+    with pytest.raises(SystemExit, match="--continue: .* another commit, 1234abc and not 5678def"):
+        read_earlier(out, gpus=1)
+    monkeypatch.setenv("GRPO_COMMIT", "1234abc")
+    with pytest.raises(SystemExit, match="number of GPUs, 1 and not 2"):
+        read_earlier(out, gpus=2)
 
 
 # -- the schedule ---------------------------------------------------------------------------------
@@ -349,6 +400,16 @@ def test_parts_share_gpus_by_memory_and_timed_ones_run_alone(program, tmp_path):
     assert others == {"a", "b", "d"}  # a GPU each, d beside one of them, c has to wait
     assert order.index("port 1 ends") < order.index("port 2 begins")
     assert {"7", "8"} == set((tmp_path / "gpus").read_text().split())
+
+
+def test_timed_parts_have_a_gpu_each(program, tmp_path):
+    begun = "echo $CUDA_VISIBLE_DEVICES >>$FOLDER/gpus; echo {0} >>$FOLDER/order; sleep 1"
+    program(*(f"Part({name!r}, {begun.format(name)!r}, 30, alone=True)" for name in "ab"),
+            f"Part('other', {begun.format('other')!r}, 30)",
+            f"Part('c', {begun.format('c')!r}, 30, alone=True)").wait(timeout=60)
+    assert set(statuses(tmp_path).values()) == {"passed"}
+    assert set((tmp_path / "gpus").read_text().split()[:2]) == {"7", "8"}
+    assert (tmp_path / "order").read_text().split()[2:] == ["c", "other"]
 
 
 def test_at_the_deadline_what_is_finished_is_written(program, tmp_path):

@@ -29,9 +29,15 @@ sys.path[:0] = [str(REPO), str(REPO / "benchmarks"), str(REPO / "tools")]
 
 from acceptance.family import Process, adopt_orphans, descendants, kill, processes  # noqa: E402
 from acceptance.pages import blocks  # noqa: E402
-from acceptance.report import Report, accepted, table  # noqa: E402
+from acceptance.report import (  # noqa: E402
+    Report,
+    accepted,
+    passed_before,
+    read_earlier,
+    table,
+)
 from acceptance.rows import PREPARE, all_parts, not_run  # noqa: E402
-from acceptance.schedule import Part, Schedule  # noqa: E402
+from acceptance.schedule import Part, Schedule, needed  # noqa: E402
 from gpu_memory import gpu_memory, gpu_names  # noqa: E402
 from step_time import make_problems  # noqa: E402
 
@@ -45,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="print what would run, and end")
     add("--only", nargs="+", metavar="PATTERN", help="parts with these names, and what they need")
     add("--skip", nargs="+", default=[], metavar="PATTERN", help="all parts but these")
+    add("--continue", action="store_true", dest="go_on", help="do not run again what has "
+        "passed at this commit, by the result's file: what a slow host could not do in one call")
     add("--deadline", type=float, default=540.0, help="seconds for everything (540)")
     add("--jobs", type=int, default=max(1, (os.cpu_count() or 1) * 5 // 8),
         help="parts at a time (five for eight cores)")
@@ -74,14 +82,16 @@ def main() -> None:
 
 def run(parts: list[Part], gpus: list[str], args: argparse.Namespace, work: Path, out: Path) -> int:
     """Run the parts; returns the exit status."""
+    earlier = read_earlier(out, gpus=len(gpus)) if args.go_on else {}
     adopt_orphans()
     prepare_folder(work)
-    report = Report(out, work, gpus=len(gpus), deadline_seconds=args.deadline,
+    report = Report(out, work, earlier=earlier, deadline_seconds=args.deadline,
                     command=shlex.join(["python", "tools/gpu_acceptance.py", *sys.argv[1:]]))
     schedule = Schedule(
         parts, gpus=gpus, gib=SHARE * min(gpu_memory(name).total for name in gpus) / 2**30,
         jobs=args.jobs, seconds=args.deadline, folder=work / "parts",
         environment=environment(work), changed=report.update)
+    schedule.outcomes |= passed_before(parts, earlier)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: schedule.stop("interrupted"))
     try:
@@ -115,8 +125,7 @@ def choose(parts: list[Part], *, only: list[str] | None, skip: list[str]) -> lis
 
     chosen = {part.name for part in parts
               if (only is None or fits(part.name, only)) and not fits(part.name, skip)}
-    while needed := {name for part in parts if part.name in chosen for name in part.after} - chosen:
-        chosen |= needed
+    chosen = needed(chosen, parts)
     return [replace(part, behind=tuple(name for name in part.behind if name in chosen))
             for part in parts if part.name in chosen]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from acceptance.pages import REPO
-from acceptance.schedule import Outcome, Part, Schedule
+from acceptance.schedule import Outcome, Part, Schedule, needed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -26,11 +26,15 @@ class Report:
     Args:
         out: the file.
         work: folder of the acceptance, where the first part leaves what machine this is.
-        **values: what is known from the start.
+        earlier: the file as an earlier call left it, if this one goes on from there.
+        **values: what is known from the start, of this call.
     """
 
-    def __init__(self, out: Path, work: Path, **values: object) -> None:
+    def __init__(
+        self, out: Path, work: Path, *, earlier: dict | None = None, **values: object
+    ) -> None:
         self.out, self.work, self.values = out, work, values
+        self._calls = (earlier or {}).get("calls", [])
         self._started = time.monotonic()
         self._printed: set[str] = set()
 
@@ -48,14 +52,45 @@ class Report:
         outcomes = schedule.outcomes
         machine = self.work / "machine.json"
         described = read_machine(machine)
+        seconds = round(time.monotonic() - self._started, 1)
+        calls = [*self._calls, {**self.values, "seconds": seconds}]
         return {
-            "benchmark": "acceptance", **self.values, "commit": commit(), **described,
+            "benchmark": "acceptance", "gpus": len(schedule.gpus), "calls": calls,
+            "commit": commit(), **described,
             "complete": all(o.status not in ("waiting", "running") for o in outcomes.values()),
             "accepted": accepted(list(outcomes.values())),
-            "seconds": round(time.monotonic() - self._started, 1),
+            "seconds": round(sum(call["seconds"] for call in calls), 1),
             "counts": dict(Counter(outcome.status for outcome in outcomes.values())),
             "parts": [describe(part, outcomes[part.name]) for part in schedule.parts],
         }
+
+
+def read_earlier(out: Path, *, gpus: int) -> dict:
+    """The file of an earlier call that can be gone on with; empty if there is none.
+
+    Raises:
+        SystemExit: for one of another commit or number of GPUs.
+    """
+    if not out.exists():
+        return {}
+    earlier = json.loads(out.read_text())
+    for what, said, now in (("commit", earlier["commit"], commit()),
+                            ("number of GPUs", earlier["gpus"], gpus)):
+        if said != now:
+            sys.exit(f"error: --continue: {out} is of another {what}, {said} and not {now}; "
+                     "remove the file, or the option")
+    return earlier
+
+
+def passed_before(parts: Sequence[Part], earlier: dict) -> dict[str, Outcome]:
+    """Outcomes of parts that passed as they are now, unless one that did not comes after them."""
+    passed = {part["name"]: part for part in earlier.get("parts", [])
+              if part["status"] == "passed"}
+    same = {part.name for part in parts if part.name in passed
+            and passed[part.name]["command"] == part.script.splitlines()}
+    again = needed({part.name for part in parts} - same, parts)
+    return {name: Outcome("passed", seconds=passed[name]["seconds"],
+                          figures=passed[name].get("figures", {})) for name in same - again}
 
 
 def read_machine(path: Path) -> dict:

@@ -98,9 +98,9 @@ WORK = "--shape 1.5b --model $WORK/models/1.5b"
 OURS, PEER = "step time with the defaults", "TRL + Liger on the same work"
 #: Name -> program and options in benchmarks/, and the keys of its result for the table.
 BENCHMARKS = {
-    OURS: (f"step_time.py {WORK} --iterations 9", ("seconds/step", "canary_share",
+    OURS: (f"step_time.py {WORK} --iterations 8", ("seconds/step", "canary_share",
                                                    "memory_gib/peak")),
-    PEER: (f"peer_trl.py {WORK} --iterations 7", ("seconds/step", "memory_gib/peak")),
+    PEER: (f"peer_trl.py {WORK} --iterations 6", ("seconds/step", "memory_gib/peak")),
     # The hashes alone: what they cost in a run is part of the canary's share above.
     "cost of the proof": ("proof_cost.py --shape 1.5b --ways memory --repeats 5",
                           ("ways/memory/whole_milliseconds", "ways/memory/share_of_step")),
@@ -119,7 +119,7 @@ class UnknownCommandError(ValueError):
 
 
 def all_parts(gpus: int, *, root: Path = REPO) -> list[Part]:
-    """What is run on so many GPUs, what matters most first.
+    """What is run on so many GPUs, in the order in which it is begun.
 
     Raises:
         UnknownCommandError: naming the command.
@@ -135,17 +135,26 @@ def all_parts(gpus: int, *, root: Path = REPO) -> list[Part]:
     ]
     parts = [replace(part, missing=part.missing or f"needs {part.gpus} GPUs")
              if part.gpus > max(gpus, 1) else part for part in _once(parts)]
-    return list(_behind_the_first(parts))
+    return in_order(parts)
 
 
-def _behind_the_first(parts: list[Part]) -> Iterator[Part]:
-    """Runs of a model wait for the first one of it, so that not all compile the same at once."""
+def in_order(parts: list[Part]) -> list[Part]:
+    """Runs of a model behind the first one of it; what takes long before what does not.
+
+    The first fills the caches of compiled code, which the others would otherwise all fill at once.
+    What takes several GPUs, and then what may take longest, goes before the rest: begun last, it
+    would still run when nothing else does.
+    """
     leaders: dict[str, str] = {}
+    behind = []
     for part in parts:
         if not part.missing and "/sota-implementations/" in part.script:
             leader = leaders.setdefault(model_of(part.script), part.name)
             part = replace(part, behind=() if leader == part.name else (leader,))
-        yield part
+        behind.append(part)
+    first = {PREPARE, *leaders.values()}
+    return sorted(behind, key=lambda part: (
+        part.name not in first and not part.alone, -part.gpus, -part.limit))
 
 
 def _once(parts: list[Part]) -> Iterator[Part]:
@@ -200,13 +209,15 @@ def run_part(name: str, text: str) -> Part:
     if "weight_sync=restart" in text:
         text += f" train.total_dialog_turns={SMALL_ROWS}"  # a new server takes a minute
     script, model = smaller(text), model_of(text)
+    quick = "backend=transformers" in text
     sweep = re.search(r"--multirun \S+=(\S+)", text)
     runs = len(sweep[1].split(",")) if sweep else 1
     iterations = SMALL_ITERATIONS if model == "embedded" else LARGE_ITERATIONS
     iterations = 1 if "weight_sync=restart" in text else iterations
     asynchronous = text.startswith(ASYNC_SCRIPT)
     return Part(
-        name, script, limit=(150.0 if model == "embedded" else 300.0) + 40.0 * (runs - 1),
+        name, script,
+        limit=(100.0 if quick else 150.0 if model == "embedded" else 300.0) + 40.0 * (runs - 1),
         gpus=devices_of(text), gib=(GIB_ADAPTERS if "lora.enabled=true" in text else GIB)[model],
         # Ray's own ports are taken anew by each that starts.
         claims=frozenset({"ray"} if asynchronous else ()),

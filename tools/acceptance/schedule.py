@@ -43,7 +43,7 @@ class Part:
         limit: seconds after which it is ended.
         gpus: how many GPUs it takes; the emptiest ones.
         gib: memory of each that it may need.
-        alone: nothing else runs meanwhile, because it takes times.
+        alone: nothing runs meanwhile but others of this kind on other GPUs, because it takes times.
         after: names of parts that must have passed before.
         behind: names of parts that must have ended before, because they fill the caches of compiled
             code that this one reads.
@@ -66,6 +66,14 @@ class Part:
     read: Read = field(default=lambda folder: {}, repr=False)
     missing: str = ""
     covers: tuple[str, ...] = ()
+
+
+def needed(names: set[str], parts: Sequence[Part]) -> set[str]:
+    """These parts and all that they come after."""
+    after = {part.name: part.after for part in parts}
+    while more := {name for part in names for name in after[part]} - names:
+        names = names | more
+    return names
 
 
 @dataclass
@@ -96,9 +104,10 @@ class Schedule:
     """Runs parts in their order, as many at a time as fit.
 
     Those that run ``alone`` go first, with what they come after: once others have begun, they would
-    wait for the longest of them, and nothing could begin meanwhile. Another part that does not fit
-    lets later ones go first. When the deadline comes, or after :meth:`stop`, what runs is ended and what waits is not run. Only
-    processes that parts have started are ended, all of them.
+    wait for the longest of them, and nothing could begin meanwhile. Each has a GPU to itself, and
+    where there are several they run beside each other. Another part that does not fit lets later
+    ones go first. When the deadline comes, or after :meth:`stop`, what runs is ended and what waits
+    is not run. Only processes that parts have started are ended, all of them.
 
     Args:
         parts: with different names.
@@ -166,25 +175,23 @@ class Schedule:
 
     def _first(self) -> set[str]:
         """Parts that wait to run alone and can, and those that they come after."""
-        after = {part.name: part.after for part in self.parts}
-        first = {part.name for part in self.parts if part.alone and not part.missing
-                 and self.outcomes[part.name].status == "waiting"
-                 and all(self.outcomes[name].status in ("waiting", "running", "passed")
-                         for name in part.after)}
-        while more := {name for part in first for name in after[part]} - first:
-            first |= more
-        return first
+        return needed({
+            part.name for part in self.parts if part.alone and not part.missing
+            and self.outcomes[part.name].status == "waiting"
+            and all(self.outcomes[name].status in ("waiting", "running", "passed")
+                    for name in part.after)}, self.parts)
 
     def _place(self, part: Part) -> list[int] | None:
         """GPUs for a part, or None if it does not fit now."""
         running = self._running
-        if running and (part.alone or running[0].part.alone or len(running) >= self.jobs):
+        if len(running) >= self.jobs or any(other.part.alone != part.alone for other in running):
             return None
         if any(part.claims & other.part.claims for other in running):
             return None
         emptiest = sorted(range(len(self.gpus)), key=lambda gpu: -self._free[gpu])[:part.gpus]
         # One that is larger than planned for has the GPU to itself.
-        fits = all(self._free[gpu] >= min(part.gib, self.gib) for gpu in emptiest)
+        need = self.gib if part.alone else min(part.gib, self.gib)
+        fits = all(self._free[gpu] >= need for gpu in emptiest)
         return sorted(emptiest) if fits else None
 
     def _begin(self, part: Part, gpus: list[int]) -> None:
@@ -193,7 +200,7 @@ class Schedule:
         folder = self.folder / f"{self.parts.index(part):02d}_{readable}"
         folder.mkdir(parents=True)
         for gpu in gpus:
-            self._free[gpu] -= part.gib
+            self._free[gpu] -= max(part.gib, self.gib * part.alone)
         environment = {**self.environment,
                        "CUDA_VISIBLE_DEVICES": ",".join(self.gpus[gpu] for gpu in gpus)}
         child = Child(["bash", "-euo", "pipefail", "-c", part.script], cwd=folder,
@@ -248,7 +255,7 @@ class Schedule:
         kill(left)
         self._running.remove(running)
         for gpu in running.gpus:
-            self._free[gpu] += running.part.gib
+            self._free[gpu] += max(running.part.gib, self.gib * running.part.alone)
         self._read(running)
 
     def _read(self, running: _Running) -> None:
