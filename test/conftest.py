@@ -18,6 +18,13 @@ REPO = Path(__file__).resolve().parents[1]
 EOS, PAD = 1, 0
 
 
+def pytest_collection_modifyitems(items):
+    """Whole runs, of which two go on at a time, may take longer than other tests."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     from grpo.embedded import byte_tokenizer

@@ -94,8 +94,8 @@ class Running:
     def __init__(self, unit: Unit, log: Path) -> None:
         self.unit, self.started = unit, time.monotonic()
         self.child = Child(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m",
-             "slow and not gpu", unit.name], log_path=log, cwd=REPO, env=ENVIRONMENT)
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no",
+             "-m", "slow and not gpu", unit.name], log_path=log, cwd=REPO, env=ENVIRONMENT)
 
     def counts(self) -> Counter:
         """Passed, failed, skipped tests, by pytest's closing line."""

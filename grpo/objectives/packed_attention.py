@@ -41,8 +41,11 @@ def why_not(model: nn.Module) -> str | None:
     if implementation not in ("sdpa", NAME) or not hasattr(model, "set_attn_implementation"):
         return f"its attention is {implementation!r}, not 'sdpa'"
     weight = model.get_input_embeddings().weight
-    text = config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    text, head = config.get_text_config(), 0
+    try:
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    except (AttributeError, RuntimeError):  # it has none, or one for each layer
+        pass
     return no_kernel(weight.device, weight.dtype, head)
 
 
@@ -52,8 +55,9 @@ def no_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
         return None
     if device.type != "cuda" or not _OPTIONS >= {"scale", "window_size"}:
         return "this PyTorch has no attention for rows of several lengths on this device"
-    if dtype not in (torch.bfloat16, torch.float16) or head_dim > _WIDEST_HEAD or head_dim % 8:
-        return f"there is no kernel for {dtype} and heads of {head_dim}"
+    if dtype not in (torch.bfloat16, torch.float16) or (
+            not 0 < head_dim <= _WIDEST_HEAD or head_dim % 8):
+        return f"there is no kernel for {dtype} and heads of {head_dim or 'several sizes'}"
     return None
 
 

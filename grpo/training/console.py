@@ -274,19 +274,19 @@ class Console:
         self._out.print(table)
 
     def finish(
-        self, paths: Mapping[str, Path], headline: str, *, learned: bool = True
+        self, paths: Mapping[str, Path], headline: str, *, tick: bool = True
     ) -> None:
         """End the display: the result in one line, and where everything lies.
 
         Args:
             paths: places by name.
             headline: the result.
-            learned: False for a run that had nothing to learn from, which gets no tick.
+            tick: False for a run that ended early, or had nothing to learn from.
         """
         self._stop_live()
         if self.quiet:
             return
-        mark, style = (self._glyphs.yes, "green") if learned else (self._glyphs.no, "red")
+        mark, style = (self._glyphs.yes, "green") if tick else (self._glyphs.no, "red")
         headline = self._encodable(headline)
         self._print(Text.assemble((f"{mark} ", f"bold {style}"), (headline, "bold")))
         width = max(map(len, paths), default=0)

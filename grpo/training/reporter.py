@@ -66,10 +66,14 @@ class Reporter:
             self.loggers.log_samples(step, samples)
             self.console.samples_table(samples, step=step)
 
-    def finish(self, config: dict[str, Any], *, title: str, headline: str, result: Path) -> None:
+    def finish(
+        self, config: dict[str, Any], *, title: str, headline: str, result: Path,
+        early: bool = False,
+    ) -> None:
         """Write the report and say where everything lies, the trained ``result`` included.
 
-        A run whose rewards never told completions apart ends with a warning and without a tick.
+        A run that ends ``early`` gets no tick; nor does one whose rewards never told completions
+        apart, which ends with a warning.
         """
         report: Path | str
         try:
@@ -80,7 +84,7 @@ class Reporter:
         self.console.finish(
             {"report": report, "model": result,
              "metrics": self.run_dir / "metrics.jsonl", "run": self.run_dir}, headline,
-            learned=not (silence and silence.whole))
+            tick=not (early or silence and silence.whole))
         if silence:
             self.console.warn(str(silence))
 

@@ -171,9 +171,9 @@ class Trainer:
         if failed is not None:
             raise failed
 
-    def _write_report(self, headline: str, result: Path) -> None:
+    def _write_report(self, headline: str, result: Path, *, early: bool = False) -> None:
         self.reporter.finish(self.config, result=result, title=self.config["train"]["exp_name"],
-                             headline=headline)
+                             headline=headline, early=early)
 
     def _end_early(self, reason: BaseException) -> None:
         """Keep what was trained, and say how the run goes on."""
@@ -190,7 +190,7 @@ class Trainer:
             warn(f"{summary}; the present state could not be saved: {error}")
         if self.saved is not None:
             self._write_report(f"{summary} after {self.step} of {self.iterations} iterations",
-                               self.saved.folder)
+                               self.saved.folder, early=True)
             self.reporter.console.info(
                 f"the run can go on: resume=auto, or resume={self.saved.folder}")
 

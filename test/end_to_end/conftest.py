@@ -45,7 +45,7 @@ class Runner:
     def run(self, *overrides: str, expect: int = 0, script: Path = SCRIPT) -> str:
         """Output of a finished run."""
         process = self.start(*overrides, script=script)
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=400)
         assert process.returncode == expect, output[-4000:]
         return output
 

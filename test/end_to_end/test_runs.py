@@ -78,6 +78,7 @@ def test_a_finished_model_can_be_trained_further(runner):
 @pytest.mark.slow
 def test_the_length_may_be_given_in_passes_over_the_problems(runner):
     output = runner.run(*TINY[:3], "train.data_epochs=0.3", "env.task.num_train=40",
+                        "optimizer.warmup_steps=1",
                         "train.eval_frequency=0", "train.checkpoint_frequency=0",
                         "inference_model.backend=transformers", "hydra.run.dir=outputs/passes")
     assert runner.metrics(runner.folder / "outputs" / "passes")[-1]["step"] == 3  # of 4 problems

@@ -221,6 +221,13 @@ def test_finish_says_where_everything_lies_in_one_piece():
     assert report.split() == ["report", str(path)]
 
 
+def test_a_run_that_ended_early_gets_no_tick():
+    out = plain()
+    with Console(4, console=out) as console:
+        console.finish({"run": Path("outputs")}, "out of memory after 2 of 4", tick=False)
+    assert written(out).startswith("✗ out of memory after 2 of 4\n")
+
+
 def test_quiet_shows_warnings_only():
     out = plain()
     with Console(1, quiet=True, console=out) as console:

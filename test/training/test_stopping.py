@@ -69,6 +69,7 @@ def test_a_signal_anywhere_leaves_a_checkpoint_from_which_the_metrics_go_on_exac
     assert reports[-1] == tmp_path / "stopped"
     shown = " ".join(capsys.readouterr().out.split())
     assert "the run can go on: resume=auto" in shown
+    assert "✗ stopped by" in shown and "✓" not in shown.rpartition("✗")[2]
     seed(99)
     checkpoint = find_checkpoint("auto", root=tmp_path / "stopped", exp_name="grpo")
     # What is generated is dropped; a step that has begun is finished.

@@ -47,10 +47,7 @@ class Cell:
     def exit_code(self) -> int:
         """Of the run that the fault strikes."""
         if self.fault == "NaN":
-            # What has no reward is left out, a worker's group is generated again; the rest cannot
-            # be gone around.
-            around = self.phase == "reward" or (self.mode, self.phase) == ("async", "generation")
-            return 0 if around else 1
+            return 0 if self.phase == "reward" else 1  # what has no reward is left out
         return _CODES[self.fault]
 
     @property
