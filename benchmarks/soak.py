@@ -167,14 +167,16 @@ class Soak:
         self.began: float | None = None  # time of the first step
         self.started = time.monotonic()
         self.ending: str | None = None
+        self._steps = 0
 
     def steps(self) -> int:
-        """Steps that were trained."""
+        """Steps that were trained; as they were last counted, when the folder is gone."""
         try:
             with (self.folder / "metrics.jsonl").open("rb") as file:
-                return sum(b'"time/step"' in line for line in file)
+                self._steps = sum(b'"time/step"' in line for line in file)
         except FileNotFoundError:
-            return 0
+            pass
+        return self._steps
 
     def look(self) -> bool:
         """Read the memory; whether the time is not up yet.

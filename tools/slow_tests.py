@@ -1,12 +1,14 @@
 """Run as many of the slow tests as a budget of seconds allows, others at each commit.
 
     make test-slow ARGS="--budget 1700"
+    make test-slow ARGS="--budget 600 --passed"    # of those that have been seen to pass
     python tools/slow_tests.py --list              # in which order, and what each may take
 
 First come files that the last commit has changed, then the others, beginning at a place that the
 commit's hash says: it is the same whenever that commit is tested, and another at the next one. Two
 run at a time, one a core. What ran and what did not is printed; pytest's counts, added up, come
-last. test/slow_seconds.json has the seconds that files took; ``--record`` writes those of this run.
+last. test/slow_seconds.json has the seconds that files took, those that passed and others;
+``--record`` writes those of this run.
 """
 
 from __future__ import annotations
@@ -191,16 +193,22 @@ def git(*arguments: str) -> list[str]:
     return asked.stdout.split() if asked.returncode == 0 else []
 
 
-def record(seconds: Mapping[str, float], units: Sequence[Unit], path: Path = SECONDS) -> None:
-    """Write the seconds of files of which all units ran."""
+def record(
+    seconds: Mapping[str, float], units: Sequence[Unit], failed: Iterable[str] = (),
+    path: Path = SECONDS,
+) -> None:
+    """Write the seconds of files of which all units ran, and whether all passed."""
     recorded = json.loads(path.read_text())
     for file in {unit.file for unit in units}:
         names = [unit.name for unit in units if unit.file == file]
         if all(name in seconds for name in names):
+            for files in recorded.values():
+                files.pop(file, None)
             # A file that is run as a whole starts pytest once.
-            recorded[file] = round(sum(seconds[name] for name in names)
-                                   - START * (len(names) - 1))
-    path.write_text(json.dumps(dict(sorted(recorded.items())), indent=2) + "\n")
+            recorded["others" if set(names) & set(failed) else "passed"][file] = round(
+                sum(seconds[name] for name in names) - START * (len(names) - 1))
+    recorded = {kind: dict(sorted(files.items())) for kind, files in recorded.items()}
+    path.write_text(json.dumps(recorded, indent=2) + "\n")
 
 
 def main() -> int:
@@ -208,13 +216,18 @@ def main() -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=1700.0, help="seconds (1700)")
     parser.add_argument("--lanes", type=int, default=LANES, help="calls of pytest at a time")
+    parser.add_argument("--passed", action="store_true",
+                        help="those alone that passed when they were last recorded")
     parser.add_argument("--list", action="store_true", help="print the order, and end")
     parser.add_argument("--record", action="store_true", help="write test/slow_seconds.json")
     args = parser.parse_args()
     started = time.monotonic()
     commit = next(iter(git("rev-parse", "--verify", "HEAD")), "0")
-    units = in_order(make_units(collect(), json.loads(SECONDS.read_text())), commit=commit,
+    recorded = json.loads(SECONDS.read_text())
+    units = in_order(make_units(collect(), recorded["passed"] | recorded["others"]), commit=commit,
                      changed=git("log", "-1", "--format=", "--name-only"))
+    if args.passed:
+        units = [unit for unit in units if unit.file in recorded["passed"]]
     if args.list:
         print("\n".join(f"{unit.expected:6.0f} s  {unit.name}" for unit in units))
         return 0
@@ -223,7 +236,7 @@ def main() -> int:
                           lanes=args.lanes, folder=Path(folder))
         session.run()
     if args.record:
-        record(session.seconds, units)
+        record(session.seconds, units, session.failed)
     for unit in session.unfinished:
         print(f"not finished in time: {unit.name}")
     for unit in session.waiting:
