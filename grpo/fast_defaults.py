@@ -22,8 +22,8 @@ from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
-#: Architectures whose compiled layers and packed rows have been measured; others are compiled and
-#: packed only when asked to.
+#: Architectures whose compiled layers have been measured, and whose attention is that of the packed
+#: rows that have been, Qwen2's; others are compiled and packed only when asked to.
 MEASURED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 #: Floating-point operations of training from which on compiled layers are taken. Compiling takes
 #: 20 to 50 s, depending on the host. An H200 trains eager layers at 400 TFLOP/s, of which compiled

@@ -347,6 +347,8 @@ def test_workers_go_on_when_a_terminal_interrupts_all_processes_of_a_command(tmp
             print("went on", flush=True)
 
         if __name__ == "__main__":
+            # Jobs that a shell has put into the background begin without it.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             worker = multiprocessing.get_context("spawn").Process(target=work)
             worker.start()
             worker.join(60)
