@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["blocks_asked_for_at_borders"]
 
+#: What a scheduler says beside the number of tokens for a row that decodes without guessing ahead.
+_PLAIN = {"num_lookahead_tokens": 0}
+
 
 @contextmanager
 def blocks_asked_for_at_borders(engine: LLM) -> Iterator[None]:
@@ -55,10 +58,6 @@ def blocks_asked_for_at_borders(engine: LLM) -> Iterator[None]:
         yield
     finally:
         del manager.allocate_slots, manager.cache_blocks  # which hid the methods of its class
-
-
-#: What a scheduler says beside the number of tokens for a row that decodes without guessing ahead.
-_PLAIN = {"num_lookahead_tokens": 0}
 
 
 def _manager_of_full_attention(engine: LLM) -> Any | None:

@@ -82,9 +82,9 @@ def test_adapters_follow_under_cuda_graphs(engine, gpu_folder, how, r, alpha):
             seconds.append(time.perf_counter() - start)
             canary.check()
             assert sync.differing() == []
-        seconds += [timed(sync.publish) for _ in range(20)]
-        # 2 ms on a quiet machine, where a reload takes a second; others may share its processor.
-        assert min(seconds) < 0.05, seconds
+        # Many, so that one meets no other process: a busy processor is no fault.
+        seconds += [timed(sync.publish) for _ in range(200)]
+        assert min(seconds) < 0.005, seconds
     finally:
         sync.close()
 
@@ -109,8 +109,8 @@ def test_one_memory_in_two_processes_under_cuda_graphs(engine, gpu_folder):
         outputs.append(greedy.generate_from_ids(PROMPTS)[data.RESPONSE_TOKENS])
     assert all(not torch.equal(one, other)
                for one, other in zip(outputs, outputs[1:], strict=False))
-    seconds += [timed(weights.publish) for _ in range(20)]
-    assert min(seconds) < 0.05, seconds  # see above
+    seconds += [timed(weights.publish) for _ in range(200)]
+    assert min(seconds) < 0.010, seconds
 
     proof = WeightProof(weights)
     proof.self_test(Changing(model))

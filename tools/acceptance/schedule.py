@@ -190,9 +190,12 @@ class Schedule:
             return None
         emptiest = sorted(range(len(self.gpus)), key=lambda gpu: -self._free[gpu])[:part.gpus]
         # One that is larger than planned for has the GPU to itself.
-        need = self.gib if part.alone else min(part.gib, self.gib)
-        fits = all(self._free[gpu] >= need for gpu in emptiest)
+        fits = all(self._free[gpu] >= min(self._gib(part), self.gib) for gpu in emptiest)
         return sorted(emptiest) if fits else None
+
+    def _gib(self, part: Part) -> float:
+        """Memory of a GPU that a part is given: one that runs alone has all."""
+        return self.gib if part.alone else part.gib
 
     def _begin(self, part: Part, gpus: list[int]) -> None:
         # Numbered, because names may differ in what is no sign for a path.
@@ -200,7 +203,7 @@ class Schedule:
         folder = self.folder / f"{self.parts.index(part):02d}_{readable}"
         folder.mkdir(parents=True)
         for gpu in gpus:
-            self._free[gpu] -= max(part.gib, self.gib * part.alone)
+            self._free[gpu] -= self._gib(part)
         environment = {**self.environment,
                        "CUDA_VISIBLE_DEVICES": ",".join(self.gpus[gpu] for gpu in gpus)}
         child = Child(["bash", "-euo", "pipefail", "-c", part.script], cwd=folder,
@@ -255,7 +258,7 @@ class Schedule:
         kill(left)
         self._running.remove(running)
         for gpu in running.gpus:
-            self._free[gpu] += max(running.part.gib, self.gib * running.part.alone)
+            self._free[gpu] += self._gib(running.part)
         self._read(running)
 
     def _read(self, running: _Running) -> None:
