@@ -42,6 +42,9 @@ _THREADS = {"report": 1, "control": 4, "sample": 2}
 _GROUPS = {"finished": "report", "generate": "sample"}
 #: For one update of the weights, beside what it waits for groups.
 _UPDATE_SECONDS = 600.0
+# Of the Ray that a run starts. Its head process would keep the timeline of each of the last 100,000
+# calls; `enable_task_events` of an actor leaves out other records alone.
+_RAY_SETTINGS = {"enable_timeline": False}
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,9 @@ def open_ray(config: AsyncConfig, at_end: ExitStack) -> Places:
     plan = plan_devices(config, kind=kind, available=available)
     if not cluster:
         # Not a cluster that RAY_ADDRESS names, or that a `ray start` left on this machine.
-        at_end.callback(_start_ray(address="local", include_dashboard=False, num_gpus=0,
-                                   num_cpus=4 + len(plan.engines) + len(plan.train)))
+        at_end.callback(_start_ray(
+            address="local", include_dashboard=False, num_gpus=0,
+            num_cpus=4 + len(plan.engines) + len(plan.train), _system_config=_RAY_SETTINGS))
     places = Places(plan, cluster=cluster)
     at_end.callback(places.release)
     if kind == "cuda":

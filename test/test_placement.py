@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -175,3 +177,22 @@ def test_a_ray_that_does_not_start_is_an_error_of_one_paragraph(monkeypatch, add
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ConfigError, match=message):
         _start_ray(address=address)
+
+
+def test_the_ray_of_a_run_keeps_no_record_of_calls():
+    ray = pytest.importorskip("ray")
+    from grpo.build_async import open_ray
+
+    config = load_config({"device": "cpu"}, AsyncConfig)
+    with ExitStack() as at_end:
+        places = open_ray(config, at_end)
+
+        class Answering:
+            def number(self) -> int:
+                return 1
+
+        actor = ray.remote(Answering).options(**places.engine(0)).remote()
+        assert ray.get([actor.number.remote() for _ in range(5)], timeout=60) == [1] * 5
+        ray.kill(actor)
+        time.sleep(2)  # they would be sent each second
+        assert ray.timeline() == []
