@@ -27,7 +27,7 @@ from acceptance import rows  # noqa: E402
 from acceptance.compare import compare  # noqa: E402
 from acceptance.figures import read_benchmark, read_pytest, read_run  # noqa: E402
 from acceptance.pages import PAGES, page_commands  # noqa: E402
-from acceptance.report import Report, passed_before, read_earlier, table  # noqa: E402
+from acceptance.report import Report, passed_before, read_earlier, sources, table  # noqa: E402
 from acceptance.schedule import Missed, Outcome, Part  # noqa: E402
 
 # -- what is run ----------------------------------------------------------------------------------
@@ -91,6 +91,22 @@ def test_what_make_starts_is_what_runs():
     atropos = next(command.text for command in page_commands()
                    if command.text.startswith(rows.ATROPOS))
     assert " ".join(shlex.split(atropos)[1:]).split(" --eval-task")[0] in recipe("train-atropos")
+
+
+def test_parts_with_atropos_run_beside_each_other_and_take_little_of_the_gpu():
+    parts = [part for part in rows.all_parts(1) if "grpo.cli.run" in part.script]
+    assert len(parts) == 3
+    assert all("--kv-cache-memory-bytes" in part.script for part in parts)
+    claimed = [claim for part in parts for claim in part.claims]
+    assert len(set(claimed)) == len(claimed) == 3 * 2 + 4
+
+
+def test_the_run_that_is_resumed_differs_in_its_length_alone():
+    part = next(part for part in rows.all_parts(1) if part.name == "README: grpo.py resume=auto")
+    first, longer = (set(shlex.split(line)) for line in part.script.splitlines())
+    assert longer - first == {"resume=auto", "train.total_dialog_turns=160"}
+    assert first - longer == {"train.total_dialog_turns=96"}
+    assert "optimizer.schedule=constant" in first
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
@@ -225,8 +241,7 @@ def test_the_file_says_what_came_of_each_part_and_of_all(tmp_path, capsys, last,
     assert table(schedule).splitlines()[-1].startswith("accepted" if verdict else "NOT accepted")
 
 
-def test_a_second_call_runs_what_the_first_did_not_pass(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRPO_COMMIT", "1234abc")
+def test_a_second_call_runs_what_the_first_did_not_pass(tmp_path):
     parts = [Part("model", "make", 30.0), Part("done", "true", 30.0, after=("model",)),
              Part("other now", "true", 30.0), Part("left", "true", 30.0, after=("model",)),
              Part("also done", "true", 30.0)]
@@ -252,16 +267,31 @@ def test_a_second_call_runs_what_the_first_did_not_pass(tmp_path, monkeypatch):
     assert set(passed_before(parts, again)) == {part.name for part in parts}
 
 
-def test_a_result_of_another_commit_is_not_gone_on_with(tmp_path, monkeypatch):
+def test_a_result_of_other_sources_is_not_gone_on_with(tmp_path):
     out = tmp_path / "acceptance.json"
     assert read_earlier(out, gpus=1) == {}
-    out.write_text('{"commit": "1234abc", "gpus": 1}')
-    monkeypatch.setenv("GRPO_COMMIT", "5678def")
-    with pytest.raises(SystemExit, match="--continue: .* another commit, 1234abc and not 5678def"):
+    out.write_text('{"sources": "1234abc", "gpus": 1}')
+    with pytest.raises(SystemExit, match="--continue: .* another state of the sources, 1234abc "):
         read_earlier(out, gpus=1)
-    monkeypatch.setenv("GRPO_COMMIT", "1234abc")
+    out.write_text(json.dumps({"sources": sources(), "gpus": 1}))
     with pytest.raises(SystemExit, match="number of GPUs, 1 and not 2"):
         read_earlier(out, gpus=2)
+
+
+def test_the_sources_are_what_parts_run_and_no_page_or_other_test(tmp_path):
+    for name in ("grpo/loss.py", "config/grpo.yaml", "test/gpu/test_one.py", "README.md",
+                 "test/test_one.py", "grpo/__pycache__/loss.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one")
+    before = sources(tmp_path)
+    for name, same in {"README.md": True, "test/test_one.py": True, "config/grpo.yaml": False,
+                       "grpo/__pycache__/loss.pyc": True, "grpo/loss.py": False,
+                       "test/gpu/test_one.py": False}.items():
+        (tmp_path / name).write_text("two")
+        sources.cache_clear()
+        assert (sources(tmp_path) == before) is same, name
+        (tmp_path / name).write_text("one")
+        sources.cache_clear()
 
 
 # -- the schedule ---------------------------------------------------------------------------------

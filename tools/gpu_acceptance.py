@@ -52,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", metavar="PATTERN", help="parts with these names, and what they need")
     add("--skip", nargs="+", default=[], metavar="PATTERN", help="all parts but these")
     add("--continue", action="store_true", dest="go_on", help="do not run again what has "
-        "passed at this commit, by the result's file: what a slow host could not do in one call")
+        "passed with these sources, by the result's file: for what a slow host could not do in "
+        "one call")
     add("--deadline", type=float, default=540.0, help="seconds for everything (540)")
     add("--jobs", type=int, default=max(1, (os.cpu_count() or 1) * 5 // 8),
         help="parts at a time (five for eight cores)")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from acceptance.pages import REPO
@@ -18,6 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from machine import commit, save  # noqa: E402
 
 _NAME = 78  # characters
+_SOURCES = ("grpo/**/*", "sota-implementations/**/*", "config/**/*", "examples/**/*",
+            "benchmarks/*.py", "test/gpu/**/*", "tools/acceptance/figures.py",
+            "tools/acceptance/compare.py")
 
 
 class Report:
@@ -53,10 +58,10 @@ class Report:
         machine = self.work / "machine.json"
         described = read_machine(machine)
         seconds = round(time.monotonic() - self._started, 1)
-        calls = [*self._calls, {**self.values, "seconds": seconds}]
+        calls = [*self._calls, {**self.values, "commit": commit(), "seconds": seconds}]
         return {
             "benchmark": "acceptance", "gpus": len(schedule.gpus), "calls": calls,
-            "commit": commit(), **described,
+            "commit": commit(), "sources": sources(), **described,
             "complete": all(o.status not in ("waiting", "running") for o in outcomes.values()),
             "accepted": accepted(list(outcomes.values())),
             "seconds": round(sum(call["seconds"] for call in calls), 1),
@@ -65,16 +70,27 @@ class Report:
         }
 
 
+@cache
+def sources(root: Path = REPO) -> str:
+    """A hash of all that parts run and are judged by. What starts them is in their commands."""
+    digest = hashlib.sha256()
+    for pattern in _SOURCES:
+        for path in sorted(root.glob(pattern)):
+            if path.is_file() and path.suffix != ".pyc":
+                digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
 def read_earlier(out: Path, *, gpus: int) -> dict:
     """The file of an earlier call that can be gone on with; empty if there is none.
 
     Raises:
-        SystemExit: for one of another commit or number of GPUs.
+        SystemExit: for one of other sources or another number of GPUs.
     """
     if not out.exists():
         return {}
     earlier = json.loads(out.read_text())
-    for what, said, now in (("commit", earlier["commit"], commit()),
+    for what, said, now in (("state of the sources", earlier.get("sources"), sources()),
                             ("number of GPUs", earlier["gpus"], gpus)):
         if said != now:
             sys.exit(f"error: --continue: {out} is of another {what}, {said} and not {now}; "

@@ -217,7 +217,8 @@ def run_part(name: str, text: str) -> Part:
     asynchronous = text.startswith(ASYNC_SCRIPT)
     return Part(
         name, script,
-        limit=(100.0 if quick else 150.0 if model == "embedded" else 300.0) + 40.0 * (runs - 1),
+        limit=(100.0 if quick else 150.0 if model == "embedded" else 300.0) + 40.0 * (runs - 1)
+        + 100.0 * ("weight_sync=restart" in text),
         gpus=devices_of(text), gib=(GIB_ADAPTERS if "lora.enabled=true" in text else GIB)[model],
         # Ray's own ports are taken anew by each that starts.
         claims=frozenset({"ray"} if asynchronous else ()),
@@ -255,8 +256,10 @@ def devices_of(text: str) -> int:
 
 def resumed_part(name: str, text: str) -> Part:
     """A run that leaves checkpoints, and the command that goes on from the newest."""
-    first = smaller(text.replace(" resume=auto", " train.checkpoint_frequency=1"))
-    longer = smaller(f"{text} train.total_dialog_turns=160 train.checkpoint_frequency=1")
+    # A learning rate that falls towards its end would make the longer run another one.
+    text += " optimizer.schedule=constant train.checkpoint_frequency=1"
+    first = smaller(text.replace(" resume=auto", ""))
+    longer = smaller(f"{text} train.total_dialog_turns=160")
     return replace(run_part(name, text), script=f"{first}\n{longer}", limit=240.0,
                    read=read_run(5, says="resumed at iteration 3"))
 
@@ -283,20 +286,22 @@ def atropos_part(name: str, text: str) -> Part:
     text = re.sub(r" --training-steps \d+", "", text).replace(ATROPOS, "python -m grpo.cli.run")
     for said, ours in STAND_INS.items():
         text = text.replace(said, ours)
-    ports = (8101, 9101) if large else (8102, 9102)
+    forwarded = re.search(r"--forward-ports (\S+)", text)
+    number = 1 if large else 2 if forwarded else 3
+    ports = 8100 + number, 9100 + number
     text += (f" --atropos-url http://127.0.0.1:{ports[0]} --vllm-port {ports[1]} "
              "--training-steps 5 --save-path out --log-dir logs")
+    if "--gpu-memory-utilization" not in text:  # whose default is nearly half of the GPU
+        text += f" --kv-cache-memory-bytes {4 * 2**30 if large else 2**28}"
     if large:
         # All answers of a random model are wrong alike.
         text += (" --env-flag env.ensure_scores_are_not_same=false --env-flag env.max_new_tokens=64"
                  " --max-model-len 1024")
-    forwarded = re.search(r"--forward-ports (\S+)", text)
     claims = frozenset(map(str, ports)) | set(forwarded[1].split(",") if forwarded else ())
     python = Path(os.environ.get("GRPO_ATROPOS_PYTHON") or REPO / ".venv-atropos/bin/python")
     return Part(
         name, f"export GRPO_ATROPOS_PYTHON={shlex.quote(str(python))}\n{text}", limit=300.0,
-        gib=GIB["1.5b" if large else "embedded"], after=(PREPARE,) if large else (), claims=claims,
-        read=read_run(5),
+        gib=GIB["1.5b" if large else "embedded"], after=(PREPARE,), claims=claims, read=read_run(5),
         missing="" if python.exists() else "needs an environment of atroposlib: `make atropos-env`")
 
 
