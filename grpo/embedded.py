@@ -16,12 +16,14 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, set_num_threads  # kept, because vLLM for CPUs puts another in its place
 
 from grpo.envs.prompts import render
 from grpo.tasks.arithmetic import ArithmeticTask
@@ -121,6 +123,18 @@ def _key(task: ArithmeticTask, spec: EmbeddedSpec) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For a model so narrow that threads of a CPU would mostly wait for each other: for nine tenths
+    of the time where another process uses the same cores."""
+    before = torch.get_num_threads()
+    set_num_threads(1)
+    try:
+        yield
+    finally:
+        set_num_threads(before)
+
+
 def _make(folder: Path, task: ArithmeticTask, spec: EmbeddedSpec) -> None:
     tokenizer = byte_tokenizer()
     logger.info("making the embedded model: %d warm-start steps on additions, %.0f %% of them with "
@@ -128,7 +142,8 @@ def _make(folder: Path, task: ArithmeticTask, spec: EmbeddedSpec) -> None:
     with torch.random.fork_rng([]):
         model = small_qwen2(spec, len(tokenizer))
         start = time.monotonic()
-        loss = warm_start(model, tokenizer, task, spec)
+        with _one_thread():
+            loss = warm_start(model, tokenizer, task, spec)
     logger.info("warm start: %d steps in %.0f s, loss %.3f", spec.steps, time.monotonic() - start,
                 loss)
     # Written aside and renamed, so that an interrupted run leaves no half-made cache entry.
@@ -157,8 +172,8 @@ def warm_start(model: nn.Module, tokenizer: Any, task: ArithmeticTask, spec: Emb
     for _ in range(spec.steps):
         problems = rng.choices(task.train, k=spec.batch_size)
         answers = [task.slip(p) if rng.random() < spec.noise else p.answer for p in problems]
-        rows = [prompts[p.id] + tokenizer(a)["input_ids"] + [tokenizer.eos_token_id]
-                for p, a in zip(problems, answers, strict=True)]
+        rows = [prompts[p.id] + ids + [tokenizer.eos_token_id]
+                for p, ids in zip(problems, tokenizer(answers)["input_ids"], strict=True)]
         tokens = torch.tensor(rows)
         first = len(prompts[problems[0].id])  # prompts and answers have fixed widths
         logits = model(tokens).logits[:, first - 1 : -1]

@@ -45,6 +45,22 @@ def test_a_warm_start_is_made_once_and_loads_with_its_tokenizer(task, trainings,
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def test_a_warm_start_takes_one_thread_and_gives_the_others_back(task, tmp_path, monkeypatch):
+    before, during = torch.get_num_threads(), []
+
+    def counted(*args, **kwargs):
+        during.append(torch.get_num_threads())
+        return warm_start(*args, **kwargs)
+
+    monkeypatch.setattr(embedded, "warm_start", counted)
+    embedded.set_num_threads(2)
+    try:
+        embedded_model(task, SPEC, cache_dir=tmp_path)
+        assert (during, torch.get_num_threads()) == ([1], 2)
+    finally:
+        embedded.set_num_threads(before)
+
+
 @pytest.mark.parametrize("change", [
     {"hidden_size": 32}, {"num_layers": 2}, {"steps": 3}, {"batch_size": 5},
     {"learning_rate": 1e-3}, {"noise": 0.1}, {"seed": 1}, {"context": 64}])

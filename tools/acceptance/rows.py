@@ -296,12 +296,13 @@ def atropos_part(name: str, text: str) -> Part:
     if large:
         # All answers of a random model are wrong alike.
         text += (" --env-flag env.ensure_scores_are_not_same=false --env-flag env.max_new_tokens=64"
-                 " --max-model-len 1024")
+                 " --max-model-len 1024 --checkpoint-interval 0")
     claims = frozenset(map(str, ports)) | set(forwarded[1].split(",") if forwarded else ())
     python = Path(os.environ.get("GRPO_ATROPOS_PYTHON") or REPO / ".venv-atropos/bin/python")
     return Part(
         name, f"export GRPO_ATROPOS_PYTHON={shlex.quote(str(python))}\n{text}", limit=300.0,
-        gib=GIB["1.5b" if large else "embedded"], after=(PREPARE,), claims=claims, read=read_run(5),
+        gib=GIB["1.5b" if large else "embedded"], after=(PREPARE,) if large else (), claims=claims,
+        read=read_run(5),
         missing="" if python.exists() else "needs an environment of atroposlib: `make atropos-env`")
 
 
