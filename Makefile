@@ -30,7 +30,7 @@ train: $(READY)  ## train; options as ARGS="train.seed=1 optimizer.lr=1e-3"
 
 train-atropos: $(READY)  ## the same on an Atropos environment; options as ARGS="--training-steps 9"
 	@test -x .venv-atropos/bin/python || $(PYTHON) tools/setup_atropos.py
-	$(BIN)/python -m grpo.cli.run --model-name embedded --env examples/atropos/arithmetic_env.py \
+	$(BIN)/python -m grpo.run.cli.launch --model-name embedded --env examples/atropos/arithmetic_env.py \
 		--training-steps 40 --batch-size 8 --gradient-accumulation-steps 8 --learning-rate 1e-4 \
 		--max-model-len 64 --checkpoint-interval 0 --eval-task arithmetic --eval-max-tokens 4 \
 		--save-path $(ATROPOS_RUN) --log-dir $(ATROPOS_RUN)/logs $(ARGS)

@@ -99,8 +99,8 @@ setup(
     ],
     extras_require=EXTRAS,
     entry_points={"console_scripts": [
-        "atropos-grpo = grpo.cli.atropos:main",
-        "atropos-grpo-run = grpo.cli.run:main",
+        "atropos-grpo = grpo.run.cli.atropos:main",
+        "atropos-grpo-run = grpo.run.cli.launch:main",
     ]},
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -81,7 +81,7 @@ def measure(name: str, path: str, args: argparse.Namespace) -> dict:
     """Times of one arrangement, in this process."""
     import torch
 
-    from grpo.engines.inprocess import start_engine
+    from grpo.policies.inprocess import start_engine
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
@@ -146,7 +146,7 @@ def time_ours(name: str, engine, path: str, prompts: list[list[int]], device,
 
 def connect(name: str, engine, model):
     """The weight sync of an arrangement, and the model it trains."""
-    from grpo.engines.handle import InProcessEngine
+    from grpo.policies.handle import InProcessEngine
     from grpo.weights import SharedCopy, SingleCopy
     from grpo.weights.adapters import make_lora
     from grpo.weights.lora import LoRASync

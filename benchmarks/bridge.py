@@ -56,7 +56,7 @@ def make_model(folder: Path, args: argparse.Namespace) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from grpo.embedded import byte_tokenizer
+    from grpo.envs.embedded import byte_tokenizer
 
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(
@@ -121,9 +121,9 @@ def measure(args: argparse.Namespace, folder: Path, recording: Recording) -> Non
     from grpo.atropos.bridge import Bridge
     from grpo.atropos.bridge_engine import EngineDriver
     from grpo.atropos.bridge_server import BridgeServer
-    from grpo.embedded import byte_tokenizer
-    from grpo.engines.inprocess import start_engine
+    from grpo.envs.embedded import byte_tokenizer
     from grpo.policies import Sampling, VLLMPolicy
+    from grpo.policies.inprocess import start_engine
 
     make_model(folder, args)
     cuda = torch.cuda.is_available()
@@ -161,7 +161,7 @@ def summary(seconds: dict[str, list[float]], args: argparse.Namespace) -> dict:
 
 
 def _model(engine):
-    from grpo.engines.inprocess import engine_module
+    from grpo.policies.inprocess import engine_module
 
     return engine_module(engine)
 

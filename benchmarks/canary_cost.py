@@ -48,9 +48,9 @@ def measure(args: argparse.Namespace, folder: Path, recording: Recording) -> Non
     import torch
     from transformers import AutoModelForCausalLM
 
-    from grpo.engines.inprocess import start_engine
     from grpo.objectives import TokenScorer
     from grpo.policies import Sampling, VLLMPolicy
+    from grpo.policies.inprocess import start_engine
     from grpo.weights import Canary, SingleCopy
 
     recording.add(parameters=make_model(args.shape, folder))

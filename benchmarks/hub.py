@@ -39,8 +39,8 @@ from pathlib import Path
 
 from machine import REPO, Recording
 
-from grpo.engines.child import bind  # isort: skip
-from grpo.engines.http_call import http_request  # isort: skip
+from grpo.system.child import bind  # isort: skip
+from grpo.system.http_call import http_request  # isort: skip
 
 ROWS, TOKENS, PROMPT = 8, 256, 64
 TIMEOUT = 600.0

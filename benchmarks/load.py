@@ -39,9 +39,9 @@ from machine import REPO, Recording
 
 from grpo.atropos.client import AtroposClient, AtroposError  # isort: skip
 from grpo.atropos.schemas import EnvRegistration, Registration  # isort: skip
-from grpo.engines.child import bind  # isort: skip
-from grpo.engines.client import EngineClient  # isort: skip
-from grpo.processes import Child, log_tail  # isort: skip
+from grpo.system.child import bind  # isort: skip
+from grpo.policies.client import EngineClient  # isort: skip
+from grpo.system.processes import Child, log_tail  # isort: skip
 
 ROWS = 4  # of a group
 BATCH = 8 * ROWS
@@ -133,7 +133,7 @@ def run_trainer(args: argparse.Namespace) -> None:
     from grpo.atropos.assemble import GroupAssembler, StreamSource
     from grpo.atropos.convert import GroupConverter
     from grpo.atropos.stream import BatchStream
-    from grpo.embedded import EmbeddedSpec, byte_tokenizer, small_qwen2
+    from grpo.envs.embedded import EmbeddedSpec, byte_tokenizer, small_qwen2
     from grpo.training.checkpoint import list_checkpoints, save_checkpoint
 
     ended = threading.Event()
@@ -189,9 +189,9 @@ class Site:
             "trainer": [*own, "--part", "trainer"],
             "environments": [*own, "--part", "environments"]}
         if args.engine_share > 0:
-            from grpo.embedded import EmbeddedSpec, embedded_model
-            from grpo.engines.process import server_command
-            from grpo.tasks import make_task
+            from grpo.envs.embedded import EmbeddedSpec, embedded_model
+            from grpo.envs.tasks import make_task
+            from grpo.server.process import server_command
 
             model = str(embedded_model(make_task("arithmetic"), EmbeddedSpec()))
             self.commands["engine"] = server_command(

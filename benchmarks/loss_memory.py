@@ -61,8 +61,8 @@ def torchrl_loss(model, batch):
     from torchrl.modules.llm import TransformersWrapper
     from torchrl.objectives.llm import GRPOLoss
 
-    from grpo.data_torchrl import to_torchrl
-    from grpo.embedded import byte_tokenizer
+    from grpo.data.torchrl import to_torchrl
+    from grpo.envs.embedded import byte_tokenizer
 
     actor = TransformersWrapper(
         model, tokenizer=byte_tokenizer(), input_mode="tokens", generate=False,

@@ -63,7 +63,7 @@ def measure_memory(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_engine(way: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """A comparison of the engine's weights, and the self-test."""
-    from grpo.engines.inprocess import stop_engine
+    from grpo.policies.inprocess import stop_engine
     from grpo.training import MasterAdamW
     from grpo.weights.proof import Perturbation, WeightProof
 
@@ -95,8 +95,8 @@ def start(way: str, folder: Path) -> tuple[Any, Any, Any, str]:
     """Model, engine, weights between them, and how these travel."""
     import torch
 
-    from grpo.engines.handle import InProcessEngine
-    from grpo.engines.inprocess import start_engine
+    from grpo.policies.handle import InProcessEngine
+    from grpo.policies.inprocess import start_engine
     from grpo.weights import SharedCopy, SingleCopy
     from grpo.weights.transfer import WeightTransfer
 

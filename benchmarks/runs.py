@@ -10,7 +10,7 @@ from pathlib import Path
 from gpu_memory import PeakMemory
 from machine import REPO
 
-from grpo.processes import Child, log_tail
+from grpo.system.processes import Child, log_tail
 
 SCRIPTS = REPO / "sota-implementations" / "grpo"
 _POLL = 0.1  # seconds
@@ -81,7 +81,7 @@ class WatchedRun:
             self._child.stop(timeout=2.0)
 
     def _look(self) -> None:
-        from grpo.training.loggers import read_jsonl
+        from grpo.report.loggers import read_jsonl
 
         rows = [row for row in read_jsonl(self.folder / "metrics.jsonl") if "time/step" in row]
         if not self.rows:
@@ -107,7 +107,7 @@ def run_to_its_end(script: str, overrides: list[str], folder: Path, *, timeout: 
     Raises:
         RunFailed: if it fails, or takes longer than ``timeout`` seconds.
     """
-    from grpo.training.loggers import read_jsonl
+    from grpo.report.loggers import read_jsonl
 
     log = folder.with_suffix(".log")
     child = Child([sys.executable, str(SCRIPTS / script), *overrides, f"hydra.run.dir={folder}"],

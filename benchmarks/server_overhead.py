@@ -30,9 +30,9 @@ from pathlib import Path
 from machine import Recording
 from step_time import SHAPES, make_model
 
-from grpo.engines.child import bind
-from grpo.engines.client import EngineClient
-from grpo.engines.server import http_server, make_app, parser, start_engine
+from grpo.policies.client import EngineClient
+from grpo.server.serve import http_server, make_app, parser, start_engine
+from grpo.system.child import bind
 
 FORMS = ("tokens", "text")
 Round = Callable[[], Awaitable[float]]

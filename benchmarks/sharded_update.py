@@ -92,7 +92,7 @@ def run_rank(rank: int, trainer: list[int], folder: str, args: argparse.Namespac
     fully_shard(model)
     engine = None
     if rank == 0:
-        from grpo.engines.handle import InProcessEngine
+        from grpo.policies.handle import InProcessEngine
 
         engine = InProcessEngine(llm)
     same = args.trainer == args.engine
@@ -101,7 +101,7 @@ def run_rank(rank: int, trainer: list[int], folder: str, args: argparse.Namespac
     weights.close()
     dist.destroy_process_group()
     if rank == 0:
-        from grpo.engines.inprocess import stop_engine
+        from grpo.policies.inprocess import stop_engine
 
         stop_engine(llm)
 
@@ -176,7 +176,7 @@ def start_engine(folder: str, args: argparse.Namespace):
               tensor_parallel_size=len(gpus), distributed_executor_backend="mp",
               disable_log_stats=True, logprobs_mode="processed_logprobs",
               disable_custom_all_reduce=True,
-              worker_extension_cls="grpo.engines.worker.WeightWorker")
+              worker_extension_cls="grpo.weights.worker.extension.WeightWorker")
     if before is None:
         del os.environ["CUDA_VISIBLE_DEVICES"]
     else:

@@ -30,8 +30,8 @@ from pathlib import Path
 
 from machine import REPO, Recording
 
-from grpo.engines.child import bind  # isort: skip
-from grpo.processes import Child, log_tail  # isort: skip
+from grpo.system.child import bind  # isort: skip
+from grpo.system.processes import Child, log_tail  # isort: skip
 
 FOREVER = "1000000000"
 START_TIMEOUT = 600.0  # seconds until the first step
@@ -48,7 +48,7 @@ def async_command(folder: Path, _args: argparse.Namespace) -> list[str]:
 def atropos_command(folder: Path, args: argparse.Namespace) -> list[str]:
     with bind("127.0.0.1", 0) as hub, bind("127.0.0.1", 0) as engine:
         hub_port, engine_port = hub.getsockname()[1], engine.getsockname()[1]
-    return [sys.executable, "-m", "grpo.cli.run", "--model-name", "embedded", "--env",
+    return [sys.executable, "-m", "grpo.run.cli.launch", "--model-name", "embedded", "--env",
             str(REPO / "examples/atropos/arithmetic_env.py"), "--env-python",
             str(args.atropos_python), "--atropos-url", f"http://127.0.0.1:{hub_port}",
             "--vllm-port", str(engine_port), "--training-steps", FOREVER, "--batch-size", "8",

@@ -37,7 +37,7 @@ def make_model(shape: str, folder: Path) -> int:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from grpo.embedded import byte_tokenizer
+    from grpo.envs.embedded import byte_tokenizer
 
     cuda = torch.cuda.is_available()
     torch.manual_seed(0)

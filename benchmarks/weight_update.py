@@ -112,7 +112,7 @@ def main() -> None:
 
 def measure(size: str, args: argparse.Namespace) -> Iterator[dict]:
     """All that is measured of a size so far, again after each way."""
-    from grpo.engines.inprocess import stop_engine
+    from grpo.policies.inprocess import stop_engine
     from grpo.weights import paths
     from grpo.weights.transfer import WeightTransfer
 
@@ -149,7 +149,7 @@ def start(size: str, folder: str):
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
-    from grpo.engines.handle import InProcessEngine
+    from grpo.policies.handle import InProcessEngine
 
     config = Qwen2Config(**SHAPES[size], max_position_embeddings=4096, rms_norm_eps=1e-6,
                          architectures=["Qwen2ForCausalLM"], dtype="bfloat16")
@@ -166,7 +166,7 @@ def start(size: str, folder: str):
     llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
               max_model_len=PROMPT + RESPONSE, max_num_seqs=ROWS, gpu_memory_utilization=0.6,
               distributed_executor_backend="mp", disable_log_stats=True,
-              worker_extension_cls="grpo.engines.worker.WeightWorker",
+              worker_extension_cls="grpo.weights.worker.extension.WeightWorker",
               weight_transfer_config=WeightTransferConfig(backend="nccl"))
     if before is None:
         del os.environ["CUDA_VISIBLE_DEVICES"]

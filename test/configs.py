@@ -9,8 +9,8 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from pydantic import BaseModel
 
-from grpo.config import Config, ConfigError, load_config
-from grpo.config_async import AsyncConfig
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.schema import Config, ConfigError, load_config
 
 FOLDER = Path(__file__).resolve().parents[1] / "config"
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from grpo.embedded import byte_tokenizer
+    from grpo.envs.embedded import byte_tokenizer
 
     return byte_tokenizer()
 
@@ -38,7 +38,7 @@ def adding_tokenizer(request):
     chat template writes the ``<bos>`` itself."""
     from tokenizers.processors import TemplateProcessing
 
-    from grpo.embedded import byte_tokenizer
+    from grpo.envs.embedded import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
@@ -90,7 +90,7 @@ def byte_model(tokenizer):
 def prompts(tokenizer):
     """Twenty rendered additions of one-digit numbers, ``3+4=``."""
     from grpo.envs import render_all
-    from grpo.tasks import make_task
+    from grpo.envs.tasks import make_task
 
     task = make_task("arithmetic", max_operand=9, num_train=20, num_test=4)
     return render_all(task.split("train"), tokenizer, max_prompt_tokens=8, what="train")
@@ -99,7 +99,7 @@ def prompts(tokenizer):
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory, tokenizer) -> Path:
     """A random float32 model of the embedded shape, saved with its tokenizer."""
-    from grpo.embedded import EmbeddedSpec, small_qwen2
+    from grpo.envs.embedded import EmbeddedSpec, small_qwen2
 
     folder = tmp_path_factory.mktemp("model")
     small_qwen2(EmbeddedSpec(), len(tokenizer)).save_pretrained(folder)
@@ -111,7 +111,7 @@ def model_folder(tmp_path_factory, tokenizer) -> Path:
 def engine(model_folder):
     """One in-process vLLM engine for the session; tests that write weights must put them back."""
     pytest.importorskip("vllm")
-    from grpo.engines.inprocess import start_engine
+    from grpo.policies.inprocess import start_engine
 
     return start_engine(str(model_folder), device=torch.device("cpu"), dtype=torch.float32,
                         max_model_len=256, max_num_seqs=64)

@@ -136,7 +136,7 @@ for step in range(100):
 def scripts(tmp_path, monkeypatch):
     import runs
 
-    import grpo.training.loggers  # noqa: F401  takes seconds, in which the stand-in would be done
+    import grpo.report.loggers  # noqa: F401  takes seconds, in which the stand-in would be done
 
     (tmp_path / "grpo.py").write_text(SCRIPT)
     monkeypatch.setattr(runs, "SCRIPTS", tmp_path)

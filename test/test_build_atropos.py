@@ -9,13 +9,13 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from grpo import build, build_engine, engine_attach, start_atropos
-from grpo.build_atropos import atropos_trainer
-from grpo.cli import atropos
-from grpo.cli.flags import to_config
-from grpo.config import ConfigError
-from grpo.engine_attach import engine_environment, find_engine
-from grpo.engines.child import TOKEN_VARIABLE
+from grpo.config.schema import ConfigError
+from grpo.run import build, build_engine, engine_attach, start_atropos
+from grpo.run.build_atropos import atropos_trainer
+from grpo.run.cli import atropos
+from grpo.run.cli.flags import to_config
+from grpo.run.engine_attach import engine_environment, find_engine
+from grpo.system.child import TOKEN_VARIABLE
 from grpo.training.checkpoint import Checkpoint
 from grpo.weights import Canary
 from grpo.weights.handover import export_shared_memory
@@ -252,7 +252,7 @@ def test_a_gpu_is_given_as_this_process_counts_it(config_of, monkeypatch):
 
 
 def test_a_checkpoints_files_stay_when_it_is_dropped(tmp_path):
-    from grpo.training.atropos import export_step
+    from grpo.atropos.trainer import export_step
 
     checkpoint = Checkpoint(tmp_path / "checkpoints" / "step_000003", 3)
     checkpoint.model_folder.mkdir(parents=True)
@@ -268,7 +268,7 @@ def test_a_checkpoints_files_stay_when_it_is_dropped(tmp_path):
 def test_the_references_log_probs_of_groups_are_used_where_there_are_some():
     from tensordict import TensorDict
 
-    from grpo.training.atropos import GivenReference
+    from grpo.atropos.trainer import GivenReference
 
     asked = []
     reference = GivenReference(lambda batch: asked.append(batch) or batch)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from grpo import build, build_engine
-from grpo.build_engine import FreshServer, RunServer, Setup, build_actor
-from grpo.config import ConfigError, load_config
-from grpo.engines.child import TOKEN_VARIABLE
+from grpo.config.schema import ConfigError, load_config
 from grpo.policies import Sampling, ServerPolicy
+from grpo.run import build, build_engine
+from grpo.run.build_engine import FreshServer, RunServer, Setup, build_actor
+from grpo.system.child import TOKEN_VARIABLE
 from grpo.weights.adapters import adapters, has_adapters, make_lora, save_adapter
 
 from .configs import FOLDER, message, small
@@ -295,7 +295,7 @@ def test_the_server_of_another_run_is_left_as_it_is(setup_of, monkeypatch):
             called.append(path) or call(method, path, *args, **options)))
         config = configured(engine="server", url=client.url)
         with pytest.raises(ConfigError, match=f"url={client.url}: the server belongs to another "
-                                              "run .*another port .*grpo.engines.server"):
+                                              "run .*another port .*grpo.server.serve"):
             build_engine.bring_to_start(client, setup_of(config))
         assert called == ["/bridge/info"]  # not even paused
         assert client.info()["policy_version"] == 7

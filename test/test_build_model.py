@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo.build_model import load_model, switch_dropout_off
-from grpo.config import ConfigError, load_config
+from grpo.config.schema import ConfigError, load_config
 from grpo.objectives.agreement import say_once
+from grpo.run.build_model import load_model, switch_dropout_off
 
 from .configs import small
 from .objectives.causal_classes import make_class

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from grpo.build_team import _seeing, _variables, choose_devices
-from grpo.config import ConfigError, load_config
+from grpo.config.schema import ConfigError, load_config
+from grpo.run.build_team import _seeing, _variables, choose_devices
 
 from .configs import small
 

@@ -10,10 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from grpo import build
-from grpo.config import Config, ConfigError, load_config
-from grpo.config_async import AsyncConfig
-from grpo.tasks import make_task
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.schema import Config, ConfigError, load_config
+from grpo.envs.tasks import make_task
+from grpo.run import build
 
 from .configs import FOLDER, SECTIONS, composed, message, small
 
@@ -393,7 +393,7 @@ def test_optimizers_that_step_whole_tensors_are_for_one_training_device(name):
 
 
 def test_atropos_environments_refuse_several_training_devices():
-    from grpo.config_atropos import AtroposConfig
+    from grpo.config.atropos import AtroposConfig
 
     with pytest.raises(ConfigError, match="train_model.num_devices=2 is not read with Atropos"):
         load_config({"train_model": {"num_devices": 2}, "inference_model": {"engine": "server"}},

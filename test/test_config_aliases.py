@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo.config import ConfigError, load_config
-from grpo.config_aliases import ALIASES
+from grpo.config.aliases import ALIASES
+from grpo.config.schema import ConfigError, load_config
 
 # For each earlier name a value, and what else its key needs to be read.
 MAXENT = {"train": {"objective": "maxent_listwise", "aggregation": "prompt"}}

@@ -10,10 +10,10 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from grpo import build_async
-from grpo.config import ConfigError, load_config
-from grpo.config_async import AsyncConfig
-from grpo.placement import DevicePlan
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.schema import ConfigError, load_config
+from grpo.run import build_async
+from grpo.run.placement import DevicePlan
 from grpo.weights.fleet import FleetLoRA
 
 from .configs import FOLDER, composed, small

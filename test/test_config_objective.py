@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo.config import load_config
+from grpo.config.schema import load_config
 
 from .configs import MAXENT, SECTIONS, message, small
 

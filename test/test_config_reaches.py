@@ -10,9 +10,9 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from grpo import build, build_engine, build_model, build_objective
-from grpo.config import Config, ConfigError, load_config
-from grpo.tasks.base import Problem
+from grpo.config.schema import Config, ConfigError, load_config
+from grpo.envs.tasks.base import Problem
+from grpo.run import build, build_engine, build_model, build_objective
 from grpo.weights.adapters import AdapterDisabledReference, adapters
 
 from .configs import MAXENT, SECTIONS, small
@@ -268,7 +268,7 @@ REACHES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def other_task():
-    from grpo.tasks.base import Task, register_task
+    from grpo.envs.tasks.base import Task, register_task
 
     @register_task("test_dataset")
     class Other(Task):

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo import build_async, build_model
-from grpo.config import load_config
-from grpo.cores import share_cores
-from grpo.embedded import EmbeddedSpec, small_qwen2
-from grpo.engines import inprocess
-from grpo.training.loggers import METRICS_FILE, read_jsonl
+from grpo.config.schema import load_config
+from grpo.envs.embedded import EmbeddedSpec, small_qwen2
+from grpo.policies import inprocess
+from grpo.report.loggers import METRICS_FILE, read_jsonl
+from grpo.run import build_async, build_model
+from grpo.system.cores import share_cores
 
 REPO = Path(__file__).parents[1]
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "VLLM_CPU_OMP_THREADS_BIND")
@@ -35,7 +35,7 @@ class Probe:
 sys.meta_path.insert(0, Probe())
 START
 """
-RUN_SERVER = ("from grpo.engines import server; options = server.parser().parse_args("
+RUN_SERVER = ("from grpo.server import serve as server; options = server.parser().parse_args("
               "['--model', 'm']); server.start_engine(options)")
 
 
@@ -50,7 +50,8 @@ def clean(monkeypatch):
 @pytest.mark.parametrize("start", [
     "runpy.run_path('sota-implementations/grpo/grpo.py', run_name='script')",
     "runpy.run_path('sota-implementations/grpo/grpo-async.py', run_name='script')",
-    "import grpo.cli.run, grpo.build_atropos", "import grpo.cli.atropos, grpo.build_atropos",
+    "import grpo.run.cli.launch, grpo.run.build_atropos",
+    "import grpo.run.cli.atropos, grpo.run.build_atropos",
     pytest.param(RUN_SERVER, marks=pytest.mark.skipif(
         not inprocess.vllm_available(), reason="needs vLLM"))],
     ids=["grpo.py", "grpo-async.py", "atropos-grpo-run", "atropos-grpo", "server"])

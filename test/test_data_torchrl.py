@@ -16,7 +16,7 @@ from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from grpo import data
-from grpo.data_torchrl import from_torchrl, is_dense, to_torchrl
+from grpo.data.torchrl import from_torchrl, is_dense, to_torchrl
 
 PAD, EOS = 0, 3
 QUERIES = ["hi", "hello there, you", "x"]

@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from grpo import data, devices
-from grpo.config import Config, load_config
-from grpo.config_async import AsyncConfig
-from grpo.devices import (
+from grpo import data
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.schema import Config, load_config
+from grpo.policies.inprocess import kv_cache_bytes
+from grpo.run import devices
+from grpo.run.devices import (
     available,
     capacity,
     cgroup_limits,
@@ -23,10 +25,9 @@ from grpo.devices import (
     role_ledgers,
     run_ledger,
 )
-from grpo.engines.inprocess import kv_cache_bytes
-from grpo.ledger import GIB, PHASES, DoesNotFitError, Ledger
-from grpo.memory import LoRA, ModelShape
-from grpo.placement import DevicePlan
+from grpo.run.ledger import GIB, PHASES, DoesNotFitError, Ledger
+from grpo.run.memory import LoRA, ModelShape
+from grpo.run.placement import DevicePlan
 
 from .configs import small
 from .memory_probe import family

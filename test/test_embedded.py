@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo import embedded
-from grpo.embedded import EmbeddedSpec, byte_tokenizer, embedded_model, small_qwen2, warm_start
-from grpo.tasks import make_task
+from grpo.envs import embedded
+from grpo.envs.embedded import EmbeddedSpec, byte_tokenizer, embedded_model, small_qwen2, warm_start
+from grpo.envs.tasks import make_task
 
 SPEC = EmbeddedSpec(hidden_size=16, num_layers=1, steps=2, batch_size=4, context=32)
 

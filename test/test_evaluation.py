@@ -9,9 +9,9 @@ import torch
 
 from grpo import data
 from grpo.envs import VerifiableEnv
-from grpo.evaluation import Evaluator
+from grpo.envs.rewards import RewardResult, compute_rewards
 from grpo.policies import Sampling, TransformersPolicy
-from grpo.rewards import RewardResult, compute_rewards
+from grpo.training.evaluation import Evaluator
 
 
 @pytest.fixture

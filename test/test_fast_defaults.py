@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo.config import load_config
-from grpo.fast_defaults import BUDGETS, choose
-from grpo.ledger import GIB, Ledger, Row
-from grpo.memory import ModelShape
+from grpo.config.schema import load_config
+from grpo.run.fast_defaults import BUDGETS, choose
+from grpo.run.ledger import GIB, Ledger, Row
+from grpo.run.memory import ModelShape
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 ROW = 320

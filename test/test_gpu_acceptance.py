@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo.config import Config, load_config
-from grpo.config_async import AsyncConfig
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.schema import Config, load_config
 
 from .configs import composed
 
@@ -51,7 +51,7 @@ def test_each_command_of_the_pages_has_a_part_or_a_reason():
 
 @pytest.mark.parametrize("command", [
     "python sota-implementations/grpo/distill.py model.name=tiny", "make fly",
-    "python -m grpo.cli.atropos --model-name tiny"])
+    "python -m grpo.run.cli.atropos --model-name tiny"])
 def test_a_command_of_a_new_kind_is_refused_by_name(pages, command):
     guide = pages / "docs/weights.md"
     guide.write_text(f"{guide.read_text()}\n```bash\n{command}\n```\n")
@@ -94,7 +94,7 @@ def test_what_make_starts_is_what_runs():
 
 
 def test_parts_with_atropos_run_beside_each_other_and_take_little_of_the_gpu():
-    parts = [part for part in rows.all_parts(1) if "grpo.cli.run" in part.script]
+    parts = [part for part in rows.all_parts(1) if "grpo.run.cli.launch" in part.script]
     assert len(parts) == 3
     assert all("--kv-cache-memory-bytes" in part.script for part in parts)
     claimed = [claim for part in parts for claim in part.claims]

@@ -10,17 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo import GRPOLoss, total_loss
-from grpo.ledger import (
-    GIB,
-    PHASES,
-    DoesNotFitError,
-    Ledger,
-    Row,
-    Saving,
-    check_fits,
-)
-from grpo.memory import LoRA, ModelShape
-from grpo.memory_plan import MemoryPlan, memory_ledger
+from grpo.run.ledger import GIB, PHASES, DoesNotFitError, Ledger, Row, Saving, check_fits
+from grpo.run.memory import LoRA, ModelShape
+from grpo.run.memory_plan import MemoryPlan, memory_ledger
 from grpo.training.optim import MasterAdamW
 
 from .memory_probe import AllocationTracker, family, real_model

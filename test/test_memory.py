@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo.memory import LoRA, ModelShape, head_bytes, layer_bytes, outer_bytes
 from grpo.objectives.head import (
     default_chunk_size,
     fused_loss,
     linear_log_probs,
     log_probs_from_logits,
 )
+from grpo.run.memory import LoRA, ModelShape, head_bytes, layer_bytes, outer_bytes
 
 from .memory_probe import AllocationTracker, family, real_model
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo import devices, memory_atropos
-from grpo.cli import atropos
-from grpo.cli.flags import FLAGS, in_flags, to_config
-from grpo.ledger import GIB, DoesNotFitError, Ledger
-from grpo.memory_atropos import check_memory
-from grpo.start_atropos import Start, _with_engine_defaults
+from grpo.run import devices, memory_atropos
+from grpo.run.cli import atropos
+from grpo.run.cli.flags import FLAGS, in_flags, to_config
+from grpo.run.ledger import GIB, DoesNotFitError, Ledger
+from grpo.run.memory_atropos import check_memory
+from grpo.run.start_atropos import Start, _with_engine_defaults
 
 from .memory_probe import family
 from .test_ledger import BIG

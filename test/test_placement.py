@@ -8,9 +8,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from grpo.config import ConfigError, load_config
-from grpo.config_async import AsyncConfig
-from grpo.placement import Places, plan_devices, positions, visible
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.schema import ConfigError, load_config
+from grpo.run.placement import Places, plan_devices, positions, visible
 
 KL = {"train": {"kl_to_ref_coeff": 0.1}}
 
@@ -131,7 +131,7 @@ def test_ray_puts_actors_where_the_plan_says_and_a_cluster_reserves_them(
         numbers, monkeypatch):
     """Ray counts GPUs that it is told of, so no real one is needed."""
     ray = pytest.importorskip("ray")
-    from grpo.placement import DevicePlan
+    from grpo.run.placement import DevicePlan
 
     class Seeing:
         def devices(self):
@@ -169,7 +169,7 @@ def test_ray_puts_actors_where_the_plan_says_and_a_cluster_reserves_them(
     ("host:1", "ray.address=host:1: The current node timed out; check the address")])
 def test_a_ray_that_does_not_start_is_an_error_of_one_paragraph(monkeypatch, address, message):
     ray = pytest.importorskip("ray")
-    from grpo.build_async import _start_ray
+    from grpo.run.build_async import _start_ray
 
     def init(**options):
         raise Exception("The current node\n timed out")  # as Ray itself does
@@ -181,7 +181,7 @@ def test_a_ray_that_does_not_start_is_an_error_of_one_paragraph(monkeypatch, add
 
 def test_the_ray_of_a_run_keeps_no_record_of_calls():
     ray = pytest.importorskip("ray")
-    from grpo.build_async import open_ray
+    from grpo.run.build_async import open_ray
 
     config = load_config({"device": "cpu"}, AsyncConfig)
     with ExitStack() as at_end:

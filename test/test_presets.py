@@ -11,11 +11,11 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 
 from grpo import data
-from grpo.build_objective import build_advantage, build_loss
-from grpo.config import load_config
+from grpo.config.presets import describe_preset, preset_names
+from grpo.config.schema import load_config
 from grpo.objectives import GroupAdvantage, total_loss
 from grpo.objectives.maxent import MaxEntWeights
-from grpo.presets import describe_preset, preset_names
+from grpo.run.build_objective import build_advantage, build_loss
 
 from . import configs
 from .configs import FOLDER

@@ -16,7 +16,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from grpo.config import Config, ConfigError, load_config
+from grpo.config.presets import preset_names
+from grpo.config.schema import Config, ConfigError, load_config
 from grpo.objectives import registry
 from grpo.objectives.aggregate import Aggregation
 from grpo.objectives.estimators import AdvantageEstimator
@@ -24,7 +25,6 @@ from grpo.objectives.kl import KLEstimator
 from grpo.objectives.mismatch import make_mismatch
 from grpo.objectives.scorer import HeadKind
 from grpo.objectives.terms import Proximal
-from grpo.presets import preset_names
 
 REPO = Path(__file__).resolve().parents[1]
 README = (REPO / "README.md").read_text()
@@ -45,7 +45,7 @@ SEVERAL = """
 import json, runpy, sys
 script = sys.argv[1]
 sys.path.insert(0, sys.argv[3])
-from grpo.training import reporter
+from grpo.report import reporter
 reporter.write_report = lambda *args, **kwargs: None
 for number, arguments in enumerate(json.loads(sys.argv[2])):
     print("+", *arguments, flush=True)
@@ -160,7 +160,7 @@ def test_make_target_exists(command):
     done = subprocess.run([*shlex.split(command), "--dry-run"], cwd=REPO, capture_output=True,
                           text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    started = {"test": "run_tests.py", "train": SCRIPT, "train-atropos": "grpo.cli.run",
+    started = {"test": "run_tests.py", "train": SCRIPT, "train-atropos": "grpo.run.cli.launch",
                "gpu-acceptance": "gpu_acceptance.py"}
     assert started[command.split()[1]] in done.stdout
 

@@ -23,9 +23,9 @@ from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
 
 import grpo
-from grpo.build import build_task
-from grpo.cli.flags import to_config
-from grpo.cli.run import parser
+from grpo.run.build import build_task
+from grpo.run.cli.flags import to_config
+from grpo.run.cli.launch import parser
 
 from .configs import composed_like
 
@@ -321,7 +321,8 @@ def test_the_advertised_options_of_training_are_accepted():
                for target in ("train", "train-atropos")}
     assert build_task(composed_like(options["train"])).name == "arithmetic"
     planned = make("--dry-run", "train-atropos", f"ARGS={shlex.join(options['train-atropos'])}")
-    command = planned.stdout.replace("\\\n", " ").split("-m grpo.cli.run ")[1].splitlines()[0]
+    command = planned.stdout.replace("\\\n", " ").split("-m grpo.run.cli.launch ")[1]
+    command = command.splitlines()[0]
     args = parser().parse_intermixed_args(shlex.split(command))
     assert to_config(args).atropos.steps == args.training_steps == 9
 

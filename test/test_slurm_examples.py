@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.build import build_task
+from grpo.run.build import build_task
 
 from .configs import composed_like
 
@@ -24,7 +24,7 @@ LOCAL = REPO / "examples" / "slurm" / "local.sh"
 STAND_IN = f"""#!{sys.executable}
 import http.server, os, sys
 arguments, where = sys.argv[1:], os.environ["LOG_DIR"]
-if "grpo.engines.server" in arguments:
+if "grpo.server.serve" in arguments:
     open(where + "/server.pid", "w").write(str(os.getpid()))
     print("server", *arguments, "GPU", os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
     if os.environ.get("BROKEN"):

@@ -101,5 +101,6 @@ def test_no_process_of_a_real_run_grows(soak, python, tmp_path):
     assert all(name in names["async"] for name in (
         "grpo-async.py", "ray::RolloutWorker", "gcs_server", "raylet"))
     assert all(name in names["atropos"] for name in (
-        "grpo.cli.run", "grpo.atropos.hub_server", "grpo.engines.server", "arithmetic_env.py"))
+        "grpo.run.cli.launch", "grpo.atropos.hub_server", "grpo.server.serve",
+        "arithmetic_env.py"))
     assert all(found["steps"] > 10 and found["ending"] for found in result["runs"].values())

@@ -12,9 +12,9 @@ from typing import get_args
 import pytest
 import torch
 
-from grpo.config import Config, ConfigError, load_config
-from grpo.config_model import EngineKind, Sync
-from grpo.engines.server import check, parser
+from grpo.config.model import EngineKind, Sync
+from grpo.config.schema import Config, ConfigError, load_config
+from grpo.server.serve import check, parser
 from grpo.training.checkpoint import save_trained
 from grpo.weights.adapters import make_lora
 from grpo.weights.canary import TOLERANCE
@@ -24,7 +24,7 @@ from .configs import FOLDER, composed
 REPO = FOLDER.parent
 GUIDE = (REPO / "docs" / "weights.md").read_text()
 SCRIPT = "python sota-implementations/grpo/grpo.py"
-SERVER = "python -m grpo.engines.server"
+SERVER = "python -m grpo.server.serve"
 SMALLER = ["model.warm_start_steps=5", "env.num_envs=2", "env.repeats=2",
            "inference_model.max_tokens=4", "train.total_dialog_turns=8",
            "train.checkpoint_frequency=0", "env.task.num_test=8", "inference_model.backend=vllm"]

@@ -38,17 +38,17 @@ def prepare(mode: str) -> None:
     """Import what the runs of a mode need, so that they are forks that need not."""
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
                    "PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tools")])}
-    from grpo.cores import share_cores
+    from grpo.system.cores import share_cores
 
     share_cores()
-    import grpo.build_async
-    import grpo.build_atropos
-    import grpo.build_team
-    import grpo.cli.script
-    import grpo.training.charts  # noqa: F401
+    import grpo.report.charts
+    import grpo.run.build_async
+    import grpo.run.build_atropos
+    import grpo.run.build_team
+    import grpo.run.cli.script  # noqa: F401
 
     if mode == "process":
-        from grpo.engines.first_import import import_vllm
+        from grpo.policies.first_import import import_vllm
 
         import_vllm()
 
@@ -58,8 +58,8 @@ def make_model(folder: Path) -> Path:
     from faults.forks import Fork
 
     def make() -> None:
-        from grpo.embedded import EmbeddedSpec, embedded_model
-        from grpo.tasks import make_task
+        from grpo.envs.embedded import EmbeddedSpec, embedded_model
+        from grpo.envs.tasks import make_task
 
         made = embedded_model(make_task("arithmetic"), EmbeddedSpec(steps=20), cache_dir=folder)
         made.rename(folder / "model")
@@ -73,7 +73,7 @@ def make_model(folder: Path) -> Path:
 @contextmanager
 def engine_server(model: Path, folder: Path) -> Iterator[str]:
     """A vLLM server that outlives the trainers that use it."""
-    from grpo.engines.process import EngineProcess, server_command
+    from grpo.server.process import EngineProcess, server_command
 
     options = server_command(str(model), dtype="float32", max_model_len=64, max_num_seqs=64,
                              shared_weights=True, log_dir=str(folder / "server"))

@@ -1,8 +1,8 @@
 """Additions of two numbers, ``07+35=``: an Atropos environment that a CPU can learn.
 
-Prompts are plain text and answers have a fixed width, as in `grpo.tasks.arithmetic`, so that the
-embedded model of this library knows the format. The numbers are drawn as there too: the problems
-that it keeps for testing are never sampled here, and `evaluate` asks exactly those.
+Prompts are plain text and answers have a fixed width, as in `grpo.envs.tasks.arithmetic`, so that
+the embedded model of this library knows the format. The numbers are drawn as there too: the
+problems that it keeps for testing are never sampled here, and `evaluate` asks exactly those.
 
 Runs in the environments' virtual environment (`make atropos-env`), against `run-api` or a hub:
 

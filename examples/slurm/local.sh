@@ -54,7 +54,7 @@ train=("$python" "$repo/sota-implementations/grpo/grpo.py" "model.name=$VLLM_MOD
 GRPO_SERVER_TOKEN=${GRPO_SERVER_TOKEN:-$("$python" -c 'import secrets; print(secrets.token_urlsafe())')}
 export GRPO_SERVER_TOKEN
 
-CUDA_VISIBLE_DEVICES=$engine_gpus "$python" -m grpo.engines.server --model "$VLLM_MODEL" \
+CUDA_VISIBLE_DEVICES=$engine_gpus "$python" -m grpo.server.serve --model "$VLLM_MODEL" \
     --port "$port" --tensor-parallel-size "$size" "${options[@]}" >"$logs/server.log" 2>&1 &
 server=$!
 stop() {

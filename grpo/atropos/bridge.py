@@ -11,7 +11,7 @@ The routes, formats and checks are those of :mod:`grpo.engines`. Drivers:
 * :class:`~grpo.atropos.bridge_engine.EngineDriver`: a vLLM engine in this process, which calls join
   as they come;
 * :class:`~grpo.atropos.bridge_remote.ServerDriver`: an engine server, likewise;
-* :class:`~grpo.envs.atropos_bridge.StepDriver`: any policy, batch by batch, as a TorchRL
+* :class:`~grpo.atropos.bridge_env.StepDriver`: any policy, batch by batch, as a TorchRL
   environment.
 """
 
@@ -29,12 +29,12 @@ from fastapi import FastAPI
 
 from grpo.atropos.calls import Ask, Call
 from grpo.atropos.records import Records
-from grpo.engines import routes_generate, routes_openai
-from grpo.engines.api import IMPOSSIBLE, ApiError, SamplingFields
-from grpo.engines.app import MAX_BODY_BYTES
-from grpo.engines.generation import Answer, Generation, Position, Sample
-from grpo.engines.plumbing import bare_app
-from grpo.engines.versioned import Spans
+from grpo.server import routes_generate, routes_openai
+from grpo.server.api import IMPOSSIBLE, ApiError, SamplingFields
+from grpo.server.app import MAX_BODY_BYTES
+from grpo.server.generation import Answer, Generation, Position, Sample
+from grpo.server.versioned import Spans
+from grpo.system.plumbing import bare_app
 
 # What a policy that knows only a temperature cannot do, with the values that ask for nothing.
 _BEYOND_A_TEMPERATURE = {"ignore_eos": False, "seed": None}
@@ -267,7 +267,7 @@ class Bridge:
 
 
 class BridgeGeneration(Generation):
-    """The engine server's :class:`~grpo.engines.generation.Generation`, with a bridge for engine.
+    """The engine server's :class:`~grpo.server.generation.Generation`, with a bridge for engine.
 
     Streams are sent in one piece; a sample's log-probs are that of the sampled token alone unless
     the driver knows more.
@@ -339,7 +339,7 @@ class BridgeGeneration(Generation):
 
 
 class _Served:
-    """What the routes ask of :class:`~grpo.engines.versioned.VersionedEngine`."""
+    """What the routes ask of :class:`~grpo.server.versioned.VersionedEngine`."""
 
     adapters: dict[str, Any] = {}
     paused = False

@@ -8,9 +8,9 @@ from typing import Any
 
 from grpo.atropos.bridge import Bridge
 from grpo.atropos.calls import Call
-from grpo.engines.generation import positions_of
-from grpo.engines.versioned import Constructors
 from grpo.policies.vllm import VLLMPolicy
+from grpo.server.generation import positions_of
+from grpo.server.versioned import Constructors
 
 
 class EngineDriver:

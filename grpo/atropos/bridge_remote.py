@@ -7,9 +7,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from grpo.atropos.bridge import Bridge
 from grpo.atropos.calls import Call
-from grpo.engines.api import SamplingFields
-from grpo.engines.client import EngineCallError, Generated
+from grpo.policies.client import EngineCallError, Generated
 from grpo.policies.server import ServerPolicy
+from grpo.server.api import SamplingFields
 
 # How soon a finished answer is noticed while no new call arrives, in seconds.
 _PULSE = 0.002

@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 from grpo.atropos.bridge import Bridge
-from grpo.engines.app import MAX_BODY_BYTES
-from grpo.engines.child import bind
-from grpo.engines.http_call import is_loopback
-from grpo.engines.serving import server_of
+from grpo.server.app import MAX_BODY_BYTES
+from grpo.system.child import bind
+from grpo.system.http_call import is_loopback
+from grpo.system.serving import server_of
 
 _STARTED_WITHIN = 30.0  # seconds
 _STOPPED_WITHIN = 10.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from grpo.engines.api import ApiError, SamplingFields
-from grpo.engines.generation import Sample
+from grpo.server.api import ApiError, SamplingFields
+from grpo.server.generation import Sample
 
 
 @dataclass(frozen=True)

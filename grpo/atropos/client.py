@@ -17,7 +17,7 @@ import orjson
 
 from grpo.atropos.schemas import EnvRegistration, Registration, ScoredGroup, parse_group
 from grpo.atropos.wire_json import GroupError
-from grpo.engines.http_call import http_request, split_url
+from grpo.system.http_call import http_request, split_url
 
 _RECENT_GROUPS = 1 << 16
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from grpo import data
 from grpo.atropos.schemas import IGNORED, ScoredGroup
 from grpo.atropos.wire_json import GroupError
-from grpo.engines.neutral import altering
+from grpo.policies.neutral import altering
 
 GIVEN_ADVANTAGE = ("given", "advantage")
 GIVEN_TOKEN_ADVANTAGE = ("given", "token_advantage")

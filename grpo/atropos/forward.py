@@ -17,8 +17,8 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from grpo.engines.child import bind
-from grpo.engines.http_call import split_url
+from grpo.system.child import bind
+from grpo.system.http_call import split_url
 
 #: Where atroposlib asks of its own accord.
 ATROPOSLIB_PORTS = (9004, 9005, 9006, 9007)

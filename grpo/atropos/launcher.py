@@ -19,7 +19,7 @@ from grpo.atropos.client import (
     AtroposUnreachableError,
 )
 from grpo.atropos.environment_log import failed_import, import_fix, quoted, troubles
-from grpo.processes import GRACE, Child, last_lines, log_tail
+from grpo.system.processes import GRACE, Child, last_lines, log_tail
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def serve_flags(
         engine_url: of the engine's HTTP server, without ``/v1``.
         model: name that the server knows the model by.
         tokenizer: folder or hub id that transformers 4 reads, see
-            :func:`grpo.tokenizer_files.environment_tokenizer`.
+            :func:`grpo.envs.tokenizer_files.environment_tokenizer`.
         token: access token of the engine.
         **env: fields of the environment's configuration, such as ``group_size``.
 

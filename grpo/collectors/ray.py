@@ -12,11 +12,11 @@ from tensordict import TensorDict, TensorDictBase
 
 from grpo import data
 from grpo.collectors.schedule import Finished, RolloutSchedule
-from grpo.engines.handle import EngineError
-from grpo.engines.ray_engine import Call, WorkerPool, WorkersLost
+from grpo.envs.rewards.batch import first_failures
 from grpo.objectives.shaping import informative_groups
 from grpo.policies.base import Policy
-from grpo.rewards.batch import first_failures
+from grpo.policies.handle import EngineError
+from grpo.policies.ray_engine import Call, WorkerPool, WorkersLost
 
 # Seconds: of a worker's wait for a finished group; of a look for what nobody reports.
 _POLL, _LOOK = 0.5, 0.1
@@ -47,7 +47,7 @@ class RayCollector:
 
     Attributes:
         failures: of rewards that arrived for the last batch, as of
-            :class:`~grpo.rewards.RewardBatch`.
+            :class:`~grpo.envs.rewards.RewardBatch`.
         seconds: ``"wait"``: what the last batch was waited for.
         metrics: staleness, fill of the buffer, rates and idle shares of the workers, and under
             ``async/overtaken_wait`` the seconds of the wait in which a batch was finished, and only

@@ -36,18 +36,18 @@ class ReferenceWorker:
     """Score groups with the frozen reference, while others generate and train.
 
     Args:
-        config: a :class:`grpo.config_async.AsyncConfig` as plain values.
+        config: a :class:`grpo.config.asynchronous.AsyncConfig` as plain values.
         path: folder or hub id of the reference.
         device: ``cuda`` or ``cpu``.
         dtype: of the weights, without ``torch.``.
     """
 
     def __init__(self, config: dict[str, Any], path: str, device: str, dtype: str) -> None:
-        from grpo import build
-        from grpo.build_model import load_model
-        from grpo.build_objective import scoring_budget
-        from grpo.config import load_config
-        from grpo.config_async import AsyncConfig
+        from grpo.config.asynchronous import AsyncConfig
+        from grpo.config.schema import load_config
+        from grpo.run import build
+        from grpo.run.build_model import load_model
+        from grpo.run.build_objective import scoring_budget
 
         build.quiet_libraries()
         checked = load_config(config, AsyncConfig)

@@ -1,8 +1,8 @@
 """What generates in an asynchronous run: engine, environment and rewards in one process.
 
-A :class:`RolloutWorker` is a plain object; :mod:`grpo.engines.ray_engine` runs it as a Ray actor.
+A :class:`RolloutWorker` is a plain object; :mod:`grpo.policies.ray_engine` runs it as a Ray actor.
 Groups come in by number and go out finished and scored. Its engine belongs to one thread
-(:class:`~grpo.engines.driver.EngineDriver`), in which weights arrive, too; rewards have threads of
+(:class:`~grpo.policies.driver.EngineDriver`), in which weights arrive, too; rewards have threads of
 their own, so that no request waits for a score.
 """
 
@@ -21,17 +21,17 @@ from tensordict import TensorDictBase
 
 from grpo import data
 from grpo.collectors.sync import DROPPED
-from grpo.engines.driver import EngineDriver, Job, TransformersSampler, VLLMSampler
-from grpo.engines.handle import EngineError, InProcessEngine, PauseMode
-from grpo.engines.lora_worker import nested
 from grpo.envs import Prompt, VerifiableEnv
+from grpo.envs.rewards.batch import first_failures
 from grpo.policies import Policy, Sampling, TransformersPolicy, VLLMPolicy
 from grpo.policies.base import Completions
-from grpo.rewards.batch import first_failures
+from grpo.policies.driver import EngineDriver, Job, TransformersSampler, VLLMSampler
+from grpo.policies.handle import EngineError, InProcessEngine, PauseMode
 from grpo.weights.adapters import make_lora
 from grpo.weights.fingerprint import fingerprints
 from grpo.weights.lora_slot import AdapterSlot, lora_request
 from grpo.weights.packed import Packed
+from grpo.weights.worker.lora import nested
 
 # Groups that are scored at a time, at least, where rewards run side by side.
 _SCORING_THREADS = 4
@@ -42,7 +42,7 @@ class WorkerSetup:
     """What a worker is built from; everything in it can be sent to another host.
 
     Attributes:
-        config: a :class:`grpo.config.Config` as plain values.
+        config: a :class:`grpo.config.schema.Config` as plain values.
         path: folder or hub id of the weights that the run starts from.
         prompt_width: ``P``.
         max_model_len: prompt plus response, in tokens.
@@ -74,7 +74,7 @@ class Report:
         tokens: sampled since then.
         seconds: since then.
         started: Unix time of that start, which tells a worker from the one that it replaces.
-        failures: of the rewards of those groups, as of :class:`~grpo.rewards.RewardBatch`.
+        failures: of the rewards of those groups, as of :class:`~grpo.envs.rewards.RewardBatch`.
     """
 
     groups: list[tuple[int, TensorDictBase | None, str | None]]
@@ -95,10 +95,10 @@ class RolloutWorker:
     """
 
     def __init__(self, setup: WorkerSetup, number: int, prompts: list[Prompt]) -> None:
-        from grpo import build
-        from grpo.build_model import eos_token_ids
-        from grpo.config import load_config
-        from grpo.config_async import AsyncConfig
+        from grpo.config.asynchronous import AsyncConfig
+        from grpo.config.schema import load_config
+        from grpo.run import build
+        from grpo.run.build_model import eos_token_ids
 
         build.quiet_libraries()
         self.setup, config = setup, load_config(setup.config, AsyncConfig)
@@ -234,7 +234,7 @@ class RolloutWorker:
     # -- weights: the methods of an EngineHandle -----------------------------------------------
 
     def collective_rpc(self, method: str, args: tuple, timeout: float) -> list[Any]:
-        """See :class:`~grpo.engines.handle.EngineHandle`; runs between two steps."""
+        """See :class:`~grpo.policies.handle.EngineHandle`; runs between two steps."""
         if self.engine is None:
             raise EngineError(f"{method} is for vLLM; weights of a transformers worker are given "
                               "by load_state")
@@ -353,7 +353,7 @@ def _start_engine(setup: WorkerSetup, config: Any, sampling: Sampling, options: 
     device, dtype = torch.device(setup.device), getattr(torch, setup.dtype)
     inference, lora = config.inference_model, config.train_model.lora
     if setup.backend == "transformers":
-        from grpo.build_model import load_model
+        from grpo.run.build_model import load_model
 
         model = load_model(setup.path, config, device=device, dtype=dtype)
         if lora.enabled:
@@ -362,7 +362,7 @@ def _start_engine(setup: WorkerSetup, config: Any, sampling: Sampling, options: 
         policy = TransformersPolicy(model.requires_grad_(False), sampling,
                                     max_model_len=setup.max_model_len, **options)
         return policy, None, TransformersSampler(policy)
-    from grpo.engines.inprocess import start_engine
+    from grpo.policies.inprocess import start_engine
 
     parallel = {} if setup.tensor_parallel_size == 1 else {
         "separate_process": True, "tensor_parallel_size": setup.tensor_parallel_size}

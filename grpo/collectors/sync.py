@@ -11,10 +11,10 @@ from torch import Tensor
 from torchrl.envs import EnvBase
 
 from grpo import data
+from grpo.envs.rewards.batch import first_failures
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.objectives.shaping import informative_groups
 from grpo.policies.base import Policy
-from grpo.rewards.batch import first_failures
 
 # What the next observation repeats, and what TorchRL keeps for longer episodes.
 DROPPED = (("next", "tokens"), ("next", "masks"), ("next", "group_id"), "done", "terminated",
@@ -43,7 +43,7 @@ class SyncCollector:
 
     Attributes:
         seconds: what the last batch spent in ``"generate"``, and then waited for ``"reward"``.
-        failures: of rewards of the last batch, as of :class:`~grpo.rewards.RewardBatch`.
+        failures: of rewards of the last batch, as of :class:`~grpo.envs.rewards.RewardBatch`.
         metrics: with ``max_rounds``, what the last batch took: ``sampling/rounds``, the share of
             generated rows in informative groups, and the mean reward of all that was generated
             (that of the batch alone is biased by the choice).

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo.tasks.base import Problem
-from grpo.text_tokens import text_tokens
+from grpo.envs.tasks.base import Problem
+from grpo.envs.text_tokens import text_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Prompt:
 
 def render(problem: Problem, tokenizer: Any) -> list[int]:
     """Token ids of a problem's prompt: by the tokenizer's chat template for chat messages, which
-    brings its own special tokens, and by :func:`~grpo.text_tokens.text_tokens` for text.
+    brings its own special tokens, and by :func:`~grpo.envs.text_tokens.text_tokens` for text.
 
     Raises:
         ValueError: if the prompt is chat messages and the tokenizer has no chat template.

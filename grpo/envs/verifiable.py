@@ -13,9 +13,9 @@ from torchrl.envs import EnvBase
 
 from grpo import data
 from grpo.envs.prompts import Prompt, PromptStream
-from grpo.rewards.batch import RewardBatch, Row
-from grpo.rewards.scorer import RewardScorer
-from grpo.tasks.base import Problem
+from grpo.envs.rewards.batch import RewardBatch, Row
+from grpo.envs.rewards.scorer import RewardScorer
+from grpo.envs.tasks.base import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,9 @@ class VerifiableEnv(EnvBase):
 
     Args:
         prompts: what to draw from, see :func:`grpo.envs.prompts.render_all`.
-        score: texts and problems to rewards. A :class:`~grpo.rewards.RewardScorer` scores groups
-            as they are finished, see :meth:`row_finished`, and has its several rewards reported.
+        score: texts and problems to rewards. A :class:`~grpo.envs.rewards.RewardScorer` scores
+            groups as they are finished, see :meth:`row_finished`, and has its several rewards
+            reported.
         tokenizer: turns response tokens into text for the reward.
         num_prompts: different prompts a batch.
         group_size: completions of each prompt.

@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from grpo import data
-from grpo.data_torchrl import from_torchrl, is_dense
+from grpo.data.torchrl import from_torchrl, is_dense
 from grpo.objectives.tokens import LossTokens
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from grpo.engines.driver import Job
-from grpo.engines.handle import EngineError
-from grpo.engines.ray_engine import WorkerPool
 from grpo.policies.base import Completions, Policy, RowListener, Sampling
+from grpo.policies.driver import Job
+from grpo.policies.handle import EngineError
+from grpo.policies.ray_engine import WorkerPool
 
 
 class FleetPolicy(Policy):

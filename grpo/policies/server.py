@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grpo.engines.client import EngineClient, Generated
 from grpo.policies.base import Completions, Policy, RowListener, Sampling
+from grpo.policies.client import EngineClient, Generated
 
 
 class ServerPolicy(Policy):

@@ -6,9 +6,9 @@ import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from grpo.engines.collect import generate
-from grpo.engines.inprocess import stop_engine
 from grpo.policies.base import Completions, Policy, RowListener, Sampling
+from grpo.policies.collect import generate
+from grpo.policies.inprocess import stop_engine
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -19,7 +19,7 @@ class VLLMPolicy(Policy):
     """Sample with an in-process vLLM engine, CUDA graphs included.
 
     Args:
-        engine: from :func:`grpo.engines.inprocess.start_engine`.
+        engine: from :func:`grpo.policies.inprocess.start_engine`.
         sampling: see :class:`~grpo.policies.base.Sampling`.
         pad_token_id: fill value of the token tensors.
         eos_token_ids: tokens that end a response.

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from grpo.model_files import write_model
+from grpo.envs.model_files import write_model
 from grpo.training.checkpoint_files import NotSavedError, first_difference, flush, record
 from grpo.weights.adapters import has_adapters, save_adapter
 from grpo.weights.gather import TrainerRanks

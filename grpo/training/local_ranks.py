@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from grpo.processes import Child, log_tail
+from grpo.system.processes import Child, log_tail
 from grpo.training.rank_worker import TrainerRank
 from grpo.training.ranks import Ranks
 

@@ -22,7 +22,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from grpo.config_keys import OptimizerName
+from grpo.config.keys import OptimizerName
 
 
 def make_optimizer(

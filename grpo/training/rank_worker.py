@@ -41,10 +41,10 @@ class TrainerRank:
         Args:
             ready: called when there is nothing left to do but to meet.
         """
-        from grpo import build, build_objective
-        from grpo.build_model import load_model, prepare_model
-        from grpo.config import Config, load_config
-        from grpo.config_async import AsyncConfig
+        from grpo.config.asynchronous import AsyncConfig
+        from grpo.config.schema import Config, load_config
+        from grpo.run import build, build_objective
+        from grpo.run.build_model import load_model, prepare_model
         from grpo.training.ranks import Ranks
         from grpo.training.team import obey
         from grpo.weights.transfer import WeightTransfer

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from grpo.config import ConfigError
+from grpo.config.schema import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         ...         pass
         Traceback (most recent call last):
         ...
-        grpo.config_keys.ConfigError: ... is in use by process ... on ... since ...
+        grpo.config.keys.ConfigError: ... is in use by process ... on ... since ...
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / LOCK_FILE

@@ -14,11 +14,11 @@ from tensordict.nn import TensorDictModuleBase
 
 from grpo import data
 from grpo.collectors.sync import SyncCollector
-from grpo.evaluation import Evaluator
+from grpo.envs.rewards.batch import RewardsFailed, check_failures
 from grpo.objectives.maxent import weight_entropy
 from grpo.objectives.shaping import informative_groups
 from grpo.policies.scoring import evaluating
-from grpo.rewards.batch import RewardsFailed, check_failures
+from grpo.report.reporter import Reporter
 from grpo.training.adaptation import Adaptation
 from grpo.training.checkpoint import (
     Checkpoint,
@@ -28,8 +28,8 @@ from grpo.training.checkpoint import (
     save_final,
 )
 from grpo.training.checkpoint_files import NotSavedError, check_room, saved_bytes
+from grpo.training.evaluation import Evaluator
 from grpo.training.learner import Learner
-from grpo.training.reporter import Reporter
 from grpo.training.stopping import Stopped, StopRequests
 from grpo.weights import Canary, CanaryReport, WeightSync
 from grpo.weights.in_flight import PeriodicUpdates

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo.threads import in_background
+from grpo.system.threads import in_background
 
 Transport: TypeAlias = Literal["nccl", "gloo"]
 

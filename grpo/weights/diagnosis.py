@@ -14,14 +14,14 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from grpo import data
-from grpo.engines.handle import EngineHandle, InProcessEngine
-from grpo.engines.inprocess import engine_module
-from grpo.engines.layer_outputs import LayerRecorder
 from grpo.policies import TransformersPolicy, VLLMPolicy
 from grpo.policies.base import Policy
+from grpo.policies.handle import EngineHandle, InProcessEngine
+from grpo.policies.inprocess import engine_module
 from grpo.policies.server import ServerPolicy
 from grpo.weights.canary import Canary, CanaryReport
 from grpo.weights.layout import FUSED
+from grpo.weights.worker.layer_outputs import LayerRecorder
 
 #: Relative difference that rounding explains, by dtype; attention sums in another order than the
 #: trainer's, and half precision adds a few thousandths in each layer.

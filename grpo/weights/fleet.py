@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo.engines.handle import EngineError
-from grpo.engines.lora_worker import flat
-from grpo.engines.ray_engine import Call, EngineFleet, RayEngine, WorkerPool
+from grpo.policies.handle import EngineError
+from grpo.policies.ray_engine import Call, EngineFleet, RayEngine, WorkerPool
 from grpo.weights.adapters import whole_adapters
 from grpo.weights.channel import TransferError
 from grpo.weights.fingerprint import ALL, Part, fingerprints
 from grpo.weights.gather import TrainerRanks, trained_parameters
 from grpo.weights.packed import Packed
 from grpo.weights.transfer import Backend, PauseMode, WeightTransfer
+from grpo.weights.worker.lora import flat
 
 
 class FleetSync(ABC):

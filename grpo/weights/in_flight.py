@@ -9,7 +9,7 @@ from grpo.weights.canary import Canary, CanaryReport
 from grpo.weights.shared import WeightSync, WrappedSync
 
 if TYPE_CHECKING:
-    from grpo.engines.handle import EngineHandle
+    from grpo.policies.handle import EngineHandle
 
 
 class PausedUpdates(WrappedSync):

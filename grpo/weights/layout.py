@@ -7,7 +7,7 @@ and a view of that range is the same memory.
 The rules hold for dense decoders whose modules have the names below: Llama, Mistral, Qwen2, Qwen3,
 Gemma 1 to 3 (text) and Phi-3, whose projections are fused on both sides; and for mixtures of
 experts: Qwen2-MoE, Qwen3-MoE, OLMoE and Mixtral, of which both sides keep all experts of a layer in
-two tensors of one shape (:mod:`grpo.engines.unpacked` sees to that). They follow
+two tensors of one shape (:mod:`grpo.policies.unpacked` sees to that). They follow
 ``packed_modules_mapping`` of vLLM's model classes but need only names and shapes, so they also work
 where vLLM is not installed. A module with any other name is an error: equal names do not mean equal
 storage (vLLM transposes GPT-2's matrices and reorders the rows of Bloom's fused attention).

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from torch import Tensor, nn
 
-from grpo.engines import lora_worker
 from grpo.weights.adapters import (
     Adapter,
     adapters,
@@ -24,11 +23,12 @@ from grpo.weights.adapters import (
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.lora_slot import AdapterSlot, differing_factors, lora_request, shapes_of
+from grpo.weights.worker import lora as lora_worker
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-    from grpo.engines.handle import EngineHandle
+    from grpo.policies.handle import EngineHandle
 
 How = Literal["auto", "views", "write", "load"]
 
@@ -59,7 +59,7 @@ class LoRASync:
     Args:
         model: with adapters, see :func:`~grpo.weights.adapters.make_lora`. The engine serves the
             same base weights; the adapter travels alone.
-        engine: started with LoRA enabled and :class:`~grpo.engines.lora_worker.LoRAMethods` among
+        engine: started with LoRA enabled and :class:`~grpo.weights.worker.lora.LoRAMethods` among
             its worker's methods.
         how: see above.
         name: of the adapter, for requests.
@@ -188,14 +188,14 @@ class LoRASync:
 
 
 class AdapterServer(Protocol):
-    """What is needed of :class:`~grpo.engines.client.EngineClient`."""
+    """What is needed of :class:`~grpo.policies.client.EngineClient`."""
 
     def load_lora(self, path: str, *, name: str, version: int) -> str:
         """Use the adapter in a folder from now on; returns the name it is served under."""
 
     def lora_fingerprints(self, shapes: dict[str, list[int]]) -> list[dict[str, list]]:
         """What each worker's slot holds of the adapter that new requests use; see
-        :func:`~grpo.engines.lora_worker.slot_fingerprints`. Empty where they use none."""
+        :func:`~grpo.weights.worker.lora.slot_fingerprints`. Empty where they use none."""
 
 
 class HTTPLoRASync:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from grpo.engines import lora_worker
-from grpo.engines.handle import EngineHandle, InProcessEngine
-from grpo.engines.inprocess import engine_module
+from grpo.policies.handle import EngineHandle, InProcessEngine
+from grpo.policies.inprocess import engine_module
 from grpo.weights.fingerprint import fingerprints
 from grpo.weights.handover import Handover, export_shared_memory, map_tensors, release
+from grpo.weights.worker import lora as lora_worker
 
 if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager
@@ -106,7 +106,7 @@ def differing_factors(
     """Names of the trainer's values of which a worker's slot has others, or none.
 
     Args:
-        held: from each worker, see :func:`~grpo.engines.lora_worker.slot_fingerprints`.
+        held: from each worker, see :func:`~grpo.weights.worker.lora.slot_fingerprints`.
         values: scaling folded into B; rounded to the slot's dtype before they are compared.
     """
     wanted = [(name, of_worker[name]) for of_worker in held for name in values if name in of_worker]
@@ -181,7 +181,7 @@ class LocalSlot:
 
 
 class RemoteSlot:
-    """The slot of an engine whose workers run :class:`~grpo.engines.lora_worker.LoRAMethods`.
+    """The slot of an engine whose workers run :class:`~grpo.weights.worker.lora.LoRAMethods`.
 
     Values that the workers are to copy are laid out in shared memory of this process; they are
     megabytes, so this is done on the CPU for GPUs as well.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grpo.threads import in_background
+from grpo.system.threads import in_background
 from grpo.weights.channel import (
     SMALL_BYTES,
     Channel,
@@ -34,10 +34,10 @@ from grpo.weights.handover import (
     map_tensors,
     release,
 )
-from grpo.weights.receiver import Piece, local, part_of, pieces_of, plan_bytes
+from grpo.weights.worker.receiver import Piece, local, part_of, pieces_of, plan_bytes
 
 if TYPE_CHECKING:
-    from grpo.engines.handle import EngineHandle
+    from grpo.policies.handle import EngineHandle
 
 
 class DirectPath:

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from grpo.model_files import write_model
-from grpo.threads import in_background
+from grpo.envs.model_files import write_model
+from grpo.system.threads import in_background
 from grpo.weights.channel import Deadline, TransferError
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.transfer import PauseMode, check_option, compare, describe_workers, make_plan
 
 if TYPE_CHECKING:
-    from grpo.engines.handle import EngineHandle
+    from grpo.policies.handle import EngineHandle
 
 _NAME = re.compile(r"version_\d{6,}")
 _UNFINISHED = ".unfinished"

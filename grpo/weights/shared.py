@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from grpo.engines.inprocess import engine_module
+from grpo.policies.inprocess import engine_module
 from grpo.weights.fingerprint import ALL, Part, fingerprints
 from grpo.weights.handover import Handover, Kind, map_tensors
 from grpo.weights.layout import (
@@ -25,7 +25,7 @@ from grpo.weights.layout import (
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from grpo.engines.handle import EngineHandle
+    from grpo.policies.handle import EngineHandle
 
 # Pause between attempts to reset the prefix cache, in seconds.
 _RETRY = 0.05
@@ -124,7 +124,7 @@ class SingleCopy:
     Args:
         model: the trainer's model, loaded from the same checkpoint as the engine. Its parameters
             are moved into the engine's memory, its buffers to the engine's device.
-        engine: from :func:`grpo.engines.inprocess.start_engine`.
+        engine: from :func:`grpo.policies.inprocess.start_engine`.
 
     Raises:
         LayoutError: if the models' parameters do not match one to one.
@@ -191,13 +191,13 @@ class SharedCopy:
 
     On a CPU the memory is a shared file, on a GPU a CUDA IPC mapping. Either side may own it: the
     engine, which then exports it here, or the trainer, which made it with
-    :func:`~grpo.engines.shared_loader.own_weights` before it started the engine. As with
+    :func:`~grpo.weights.shared_loader.own_weights` before it started the engine. As with
     :class:`SingleCopy`, an optimizer that writes in place has already updated the engine.
 
     Args:
         model: the trainer's model, loaded from the same checkpoint as the engine. Its parameters
             are moved into the shared memory; its buffers stay its own, on the memory's device.
-        engine: handle of an engine with :class:`~grpo.engines.worker.WeightWorker`.
+        engine: handle of an engine with :class:`~grpo.weights.worker.extension.WeightWorker`.
         tensors: memory that the trainer owns, by engine name; None: the engine owns it.
         kind: of memory the engine exports; None: what its device needs.
         timeout: seconds :meth:`publish` may take, and each question to the engine.

@@ -17,10 +17,10 @@ from grpo.weights.fingerprint import ALL, Part, fingerprints
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.layout import LayoutError, engine_layout
 from grpo.weights.paths import DirectPath, MappedPath, WrittenPath
-from grpo.weights.receiver import part_of, pieces_of
+from grpo.weights.worker.receiver import part_of, pieces_of
 
 if TYPE_CHECKING:
-    from grpo.engines.handle import EngineHandle
+    from grpo.policies.handle import EngineHandle
 
 Backend = Literal["nccl", "gloo", "ipc"]
 Loader = Literal["direct", "vllm"]

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo.engines.first_import import import_vllm
-from grpo.threads import in_background
+from grpo.policies.first_import import import_vllm
+from grpo.system.threads import in_background
 from grpo.weights.channel import Deadline, TransferError
 
 if TYPE_CHECKING:
-    from grpo.engines.handle import EngineHandle
+    from grpo.policies.handle import EngineHandle
 
 
 class VLLMTransfer:

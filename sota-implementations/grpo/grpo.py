@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parents[1] / "config"
 sys.path = [str(HERE.parents[1]), *(p for p in sys.path if Path(p).resolve() != HERE)]
 
-from grpo.cores import share_cores  # noqa: E402
+from grpo.system.cores import share_cores  # noqa: E402
 
 share_cores()  # before PyTorch is imported
 
@@ -32,7 +32,7 @@ if __name__ == "__main__":  # help and misspelt keys take no time
     from grpo.training.stopping import interrupts_end_at_once
 
     interrupts_end_at_once()
-    from grpo.cli.script import look_ahead
+    from grpo.run.cli.script import look_ahead
 
     look_ahead(CONFIG, "grpo")
 
@@ -41,27 +41,27 @@ from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 from torch import nn  # noqa: E402
 
-from grpo import build, build_team, fast_defaults  # noqa: E402
-from grpo import build_objective as objective  # noqa: E402
-from grpo.build_engine import Setup  # noqa: E402
-from grpo.build_model import load_model  # noqa: E402
 from grpo.collectors import SyncCollector  # noqa: E402
-from grpo.config import Config, load_config  # noqa: E402
-from grpo.devices import available, run_ledger  # noqa: E402
-from grpo.engines.handle import EngineError  # noqa: E402
-from grpo.evaluation import Evaluator  # noqa: E402
-from grpo.ledger import check_fits  # noqa: E402
-from grpo.memory import ModelShape  # noqa: E402
-from grpo.presets import describe_preset  # noqa: E402
-from grpo.rewards import RewardsFailed  # noqa: E402
+from grpo.config.presets import describe_preset  # noqa: E402
+from grpo.config.schema import Config, load_config  # noqa: E402
+from grpo.envs.rewards import RewardsFailed  # noqa: E402
+from grpo.policies.handle import EngineError  # noqa: E402
+from grpo.report.console import Console  # noqa: E402
+from grpo.report.loggers import make_loggers  # noqa: E402
+from grpo.report.reporter import Reporter  # noqa: E402
+from grpo.run import build, build_team, fast_defaults  # noqa: E402
+from grpo.run import build_objective as objective  # noqa: E402
+from grpo.run.build_engine import Setup  # noqa: E402
+from grpo.run.build_model import load_model  # noqa: E402
+from grpo.run.devices import available, run_ledger  # noqa: E402
+from grpo.run.ledger import check_fits  # noqa: E402
+from grpo.run.memory import ModelShape  # noqa: E402
+from grpo.run.resume import open_run  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
 from grpo.training.checkpoint import Checkpoint  # noqa: E402
 from grpo.training.checkpoint_files import NotSavedError  # noqa: E402
-from grpo.training.console import Console  # noqa: E402
+from grpo.training.evaluation import Evaluator  # noqa: E402
 from grpo.training.local_ranks import RankDied  # noqa: E402
-from grpo.training.loggers import make_loggers  # noqa: E402
-from grpo.training.reporter import Reporter  # noqa: E402
-from grpo.training.resume import open_run  # noqa: E402
 from grpo.training.stopping import signals_end_the_process  # noqa: E402
 from grpo.weights import Canary, StaleWeightsError  # noqa: E402
 from grpo.weights.canary import canary_tolerance  # noqa: E402

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from grpo.atropos.bridge import Bridge
 from grpo.atropos.bridge_server import BridgeServer
 from grpo.atropos.schemas import IGNORED, parse_group
-from grpo.engines.client import EngineClient
 from grpo.policies.base import Completions, Policy, Sampling
+from grpo.policies.client import EngineClient
 
 EOS = 1
 

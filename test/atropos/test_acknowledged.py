@@ -9,10 +9,10 @@ import pytest
 from grpo import data
 from grpo.atropos.assemble import GroupAssembler, StreamSource
 from grpo.atropos.client import AtroposClient, AtroposError
+from grpo.atropos.collector import AtroposCollector
 from grpo.atropos.convert import GroupConverter
 from grpo.atropos.hub_server import HubServer
 from grpo.atropos.stream import BatchStream
-from grpo.collectors.atropos import AtroposCollector
 
 from .groups import group, registration, tag_of
 

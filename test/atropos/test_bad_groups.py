@@ -14,16 +14,16 @@ from grpo import data
 from grpo.atropos.advantages import GivenAdvantage
 from grpo.atropos.assemble import GroupAssembler, StreamSource
 from grpo.atropos.client import AtroposClient
+from grpo.atropos.collector import AtroposCollector
 from grpo.atropos.convert import GroupConverter
 from grpo.atropos.hub_server import HubServer
 from grpo.atropos.schemas import MAX_VALUE, MIN_LOG_PROB, parse_group
 from grpo.atropos.stream import BatchStream
+from grpo.atropos.trainer import CheckedCollector, GroupTeacher
 from grpo.atropos.wire_json import GroupError
-from grpo.collectors.atropos import AtroposCollector
 from grpo.objectives import GRPOLoss
 from grpo.objectives.advantages import GroupAdvantage
 from grpo.objectives.grpo import total_loss
-from grpo.training.atropos import CheckedCollector, GroupTeacher
 
 from .groups import group, registration
 

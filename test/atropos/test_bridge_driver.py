@@ -12,8 +12,8 @@ from hypothesis import given
 from grpo.atropos.bridge import Bridge
 from grpo.atropos.bridge_engine import EngineDriver
 from grpo.atropos.calls import Ask, Call
-from grpo.engines.api import ApiError, SamplingFields
-from grpo.engines.versioned import Constructors
+from grpo.server.api import ApiError, SamplingFields
+from grpo.server.versioned import Constructors
 
 from ..engines.fake_engine import flat
 

@@ -12,8 +12,8 @@ import torch
 
 from grpo.atropos.bridge_engine import EngineDriver
 from grpo.atropos.schemas import IGNORED, ScoredGroup
-from grpo.engines.client import EngineCallError, EngineClient
 from grpo.policies import Sampling, VLLMPolicy
+from grpo.policies.client import EngineCallError, EngineClient
 
 from .environments import EOS, serving
 

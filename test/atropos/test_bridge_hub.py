@@ -6,14 +6,14 @@ import pytest
 
 from grpo import data
 from grpo.atropos.assemble import GroupAssembler, StreamSource
+from grpo.atropos.bridge_env import AtroposBridgeEnv, RequestedSampling, StepDriver
 from grpo.atropos.client import AtroposClient
+from grpo.atropos.collector import AtroposCollector
 from grpo.atropos.convert import GroupConverter
 from grpo.atropos.hub import Hub
 from grpo.atropos.hub_app import create_app
 from grpo.atropos.schemas import Registration
 from grpo.atropos.stream import BatchStream
-from grpo.collectors.atropos import AtroposCollector
-from grpo.envs.atropos_bridge import AtroposBridgeEnv, RequestedSampling, StepDriver
 
 from .environments import DicePolicy, Environment, playing, serving
 

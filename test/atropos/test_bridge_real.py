@@ -11,17 +11,17 @@ import pytest
 
 from grpo import data
 from grpo.atropos.assemble import GroupAssembler, StreamSource
+from grpo.atropos.bridge_env import AtroposBridgeEnv, RequestedSampling, StepDriver
 from grpo.atropos.client import AtroposClient
+from grpo.atropos.collector import AtroposCollector
 from grpo.atropos.convert import GroupConverter
 from grpo.atropos.hub import Hub
 from grpo.atropos.hub_app import create_app
 from grpo.atropos.launcher import EnvironmentProcess, serve_flags
 from grpo.atropos.recompute import RecomputeLogProbs
 from grpo.atropos.stream import BatchStream
-from grpo.collectors.atropos import AtroposCollector
-from grpo.envs.atropos_bridge import AtroposBridgeEnv, RequestedSampling, StepDriver
+from grpo.envs.tokenizer_files import save_tokenizer
 from grpo.objectives.scorer import TokenScorer
-from grpo.tokenizer_files import save_tokenizer
 
 from .environments import DicePolicy, serving
 from .test_bridge_hub import registration

@@ -11,8 +11,8 @@ import pytest
 
 from grpo.atropos.bridge_remote import ServerDriver
 from grpo.atropos.schemas import IGNORED, ScoredGroup
-from grpo.engines.client import EngineCallError, EngineClient
 from grpo.policies import Sampling, ServerPolicy
+from grpo.policies.client import EngineCallError, EngineClient
 
 from ..engines.fake_engine import FIRST
 from ..engines.serving import server

@@ -21,9 +21,9 @@ from grpo.atropos.client import AtroposClient
 from grpo.atropos.hub_server import HubServer
 from grpo.atropos.launcher import EnvironmentProcess, serve_flags
 from grpo.atropos.schemas import Registration
-from grpo.processes import Child, log_tail
-from grpo.tasks import ArithmeticTask
-from grpo.tokenizer_files import environment_tokenizer, save_tokenizer
+from grpo.envs.tasks import ArithmeticTask
+from grpo.envs.tokenizer_files import environment_tokenizer, save_tokenizer
+from grpo.system.processes import Child, log_tail
 
 from .inference import LOG_PROB, inference_server
 
@@ -212,8 +212,8 @@ print(json.dumps(arithmetic_env.additions({max_operand=}, {seed=}, {num_test=}))
 
 
 def test_gsm8k_reads_and_grades_the_real_files_as_the_trainer_does(python, gsm8k_folder):
-    from grpo.rewards.answers import gsm8k
-    from grpo.tasks import Gsm8kTask
+    from grpo.envs.rewards.answers import gsm8k
+    from grpo.envs.tasks import Gsm8kTask
 
     task = Gsm8kTask(data_path=gsm8k_folder, num_train=0)
     texts = ["18", "<answer>18</answer>", "<answer> $18.00 </answer>", "<answer></answer>",
@@ -342,7 +342,7 @@ def test_all_environments_sample_from_a_real_engine(python, sharp_model, gsm8k_f
     import torch
     from transformers import AutoModelForCausalLM
 
-    from grpo.engines.process import EngineProcess, server_command
+    from grpo.server.process import EngineProcess, server_command
 
     command = server_command(str(sharp_model), dtype="float32", max_model_len=1536, token="secret",
                              served_model_name="tiny", kv_cache_memory_bytes=64 << 20)

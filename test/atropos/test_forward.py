@@ -14,7 +14,7 @@ import time
 import pytest
 
 from grpo.atropos.forward import PortForwarder
-from grpo.engines.client import EngineClient
+from grpo.policies.client import EngineClient
 
 from ..cli.ports import free_ports
 from ..engines.serving import server

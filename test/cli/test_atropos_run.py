@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.hub_server import HubServer
 from grpo.atropos.silence import SilenceCheck
-from grpo.build_atropos import atropos_trainer
-from grpo.cli import atropos, run
-from grpo.cli.flags import to_config
-from grpo.config import ConfigError
+from grpo.config.schema import ConfigError
+from grpo.report.loggers import read_jsonl
+from grpo.run.build_atropos import atropos_trainer
+from grpo.run.cli import atropos, launch
+from grpo.run.cli.flags import to_config
 from grpo.training.checkpoint import list_checkpoints
-from grpo.training.loggers import read_jsonl
 
 from ..atropos.environments import Environment, playing
 from ..atropos.groups import env_registration
@@ -76,7 +76,7 @@ def small_folder(tmp_path, tokenizer, make_model):
 @pytest.fixture
 def command(tmp_path, small_folder, monkeypatch):
     """Run the command with a hub and environments; returns what it wrote."""
-    monkeypatch.setattr("grpo.training.reporter.write_report", lambda run_dir, **_: run_dir)
+    monkeypatch.setattr("grpo.report.reporter.write_report", lambda run_dir, **_: run_dir)
 
     def call(*argv: str, teacher: int | None = None, name: str = "run", asked: int | None = None):
         port = free_port()
@@ -272,7 +272,7 @@ def test_environments_that_ask_other_ports_are_led_to_the_policy(command):
 
 
 def test_a_port_that_is_taken_is_named_before_anything_is_started(command, monkeypatch):
-    monkeypatch.setattr("grpo.build_atropos._actor", lambda start: pytest.fail("too late"))
+    monkeypatch.setattr("grpo.run.build_atropos._actor", lambda start: pytest.fail("too late"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit, match=rf"\(--forward-ports\)=\[{port}\]: port {port} .*"
@@ -292,10 +292,10 @@ def test_ports_that_cannot_be_forwarded_are_refused_at_once(ports, said):
 def test_a_run_without_groups_quotes_its_environments(tmp_path):
     quiet, loud = (SimpleNamespace(troubles=lambda text=text: text) for text in ("", "no key"))
     with pytest.raises(TimeoutError, match="no group finished\nno key"):
-        with run.troubles_quoted([quiet, loud]):
+        with launch.troubles_quoted([quiet, loud]):
             raise TimeoutError("no group finished")
     with pytest.raises(TimeoutError, match="^no group finished$"):
-        with run.troubles_quoted([quiet]):
+        with launch.troubles_quoted([quiet]):
             raise TimeoutError("no group finished")
 
 
@@ -321,7 +321,7 @@ def test_what_the_run_depends_on_is_looked_after(small_folder, tmp_path):
 def test_what_the_run_command_cannot_start_is_refused(argv, parts, monkeypatch):
     monkeypatch.setattr(AtroposClient, "alive", lambda self: False)
     with pytest.raises(SystemExit) as error:
-        run.main(["--model", "m", *argv])
+        launch.main(["--model", "m", *argv])
     assert parts in str(error.value)
 
 
@@ -334,11 +334,11 @@ def test_a_hub_is_started_at_the_loopback_address_that_was_asked_for(host, tmp_p
             port = sock.getsockname()[1]
     except OSError:
         pytest.skip(f"this machine has no {host}")
-    args = run.parser().parse_intermixed_args([
+    args = launch.parser().parse_intermixed_args([
         "--model", "m", "--atropos-url", f"http://{host}:{port}", "--log-dir", str(tmp_path)])
     config, checks = to_config(args), []
     with ExitStack() as started:
-        run.start_hub(args, config, started, checks)
+        launch.start_hub(args, config, started, checks)
         assert AtroposClient(config.atropos.url).alive() and len(checks) == 1
 
 
@@ -347,9 +347,9 @@ def start_hub(tmp_path):
     """Start the run's hub at an address, unless one can be used there."""
     with ExitStack() as started:
         def start(url: str) -> None:
-            args = run.parser().parse_intermixed_args(
+            args = launch.parser().parse_intermixed_args(
                 ["--model", "m", "--atropos-url", url, "--log-dir", str(tmp_path)])
-            run.start_hub(args, to_config(args), started, [])
+            launch.start_hub(args, to_config(args), started, [])
 
         yield start
 
@@ -374,8 +374,8 @@ def test_a_hub_that_is_no_runs_own_is_used(start_hub, capsys):
     (["--weight-bridge-mode", "bridge"], "http://127.0.0.1:9007/v1"),
     (["inference_model.url=http://127.0.0.1:9123"], "http://127.0.0.1:9123/v1")])
 def test_environments_ask_the_engine_that_the_run_uses(argv, asked, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "EnvironmentProcess", lambda script, **options: options["flags"])
-    config = to_config(run.parser().parse_intermixed_args(
+    monkeypatch.setattr(launch, "EnvironmentProcess", lambda script, **options: options["flags"])
+    config = to_config(launch.parser().parse_intermixed_args(
         ["--model", "m", "--vllm-port", "9007", *argv]))
-    flags = run.environment(tmp_path / "env.py", tmp_path / "python", config, tmp_path, {})
+    flags = launch.environment(tmp_path / "env.py", tmp_path / "python", config, tmp_path, {})
     assert flags["openai.base_url"] == asked

@@ -121,7 +121,7 @@ ROWS = {
     "stock server": (
         "grpo.py", (*SERVER, "inference_model.url=http://127.0.0.1:{port}"),
         ("inference_model.url=http://127.0.0.1:{port}: the server has no route GET /bridge/info",
-         "status 404", "stock vLLM", "python -m grpo.engines.server --model")),
+         "status 404", "stock vLLM", "python -m grpo.server.serve --model")),
     "no server": (
         "grpo.py", (*SERVER, "inference_model.url=http://127.0.0.1:9"),
         ("inference_model.url=http://127.0.0.1:9: no server answers", "Connection refused")),
@@ -335,7 +335,7 @@ def test_ctrl_c_while_an_engine_starts_leaves_nothing_running(files, tmp_path, c
 
 
 @pytest.mark.parametrize("module, options", [
-    ("grpo.atropos.hub_server", ()), ("grpo.engines.server", ("--model", "nowhere"))])
+    ("grpo.atropos.hub_server", ()), ("grpo.server.serve", ("--model", "nowhere"))])
 def test_a_server_at_a_port_in_use_says_who_has_it(port, module, options):
     for asked, said in ((port, f"Address already in use by process {os.getpid()} ("),
                         (99999, "port 99999 is none; choose one from 1 to 65535")):

@@ -21,12 +21,12 @@ from grpo.atropos.hub_journal import Journal
 from grpo.atropos.hub_queue import QueuedGroup
 from grpo.atropos.hub_state import HubState
 from grpo.atropos.launcher import EnvironmentProcess, serve_flags
-from grpo.engines.child import TOKEN_VARIABLE
-from grpo.engines.client import EngineClient
-from grpo.engines.http_call import http_request
-from grpo.engines.process import server_command
-from grpo.processes import Child, log_tail
-from grpo.training.loggers import read_jsonl
+from grpo.policies.client import EngineClient
+from grpo.report.loggers import read_jsonl
+from grpo.server.process import server_command
+from grpo.system.child import TOKEN_VARIABLE
+from grpo.system.http_call import http_request
+from grpo.system.processes import Child, log_tail
 
 from .ports import free_ports
 
@@ -108,8 +108,8 @@ class Site:
     def command(self, name: str, *argv: str, steps: int, vllm_port: int, **env: str) -> Child:
         """``atropos-grpo``, with its run in a folder of that name."""
         return self._child(name, [
-            "-m", "grpo.cli.atropos", "--model-name", self.model, "--atropos-url", self.url,
-            "--vllm-port", str(vllm_port), "--training-steps", str(steps), "--batch-size",
+            "-m", "grpo.run.cli.atropos", "--model-name", self.model, "--atropos-url",
+            self.url, "--vllm-port", str(vllm_port), "--training-steps", str(steps), "--batch-size",
             str(GROUP), "--gradient-accumulation-steps", str(BATCH // GROUP), "--max-model-len",
             "64", "--checkpoint-interval", "2", "--group-timeout", "120", "--save-path",
             str(self.folder / name), *argv], **env)
@@ -208,8 +208,8 @@ def group(**fields) -> dict:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    from grpo.embedded import EmbeddedSpec, embedded_model
-    from grpo.tasks import make_task
+    from grpo.envs.embedded import EmbeddedSpec, embedded_model
+    from grpo.envs.tasks import make_task
 
     pytest.importorskip("vllm")
     return str(embedded_model(make_task("arithmetic"), EmbeddedSpec(),

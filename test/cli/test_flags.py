@@ -11,10 +11,10 @@ from typing import get_args
 
 import pytest
 
-from grpo import build
-from grpo.cli import atropos, run
-from grpo.cli.flags import FLAGS, Mode, choose_gpu, dtype, layer_indices, to_config
-from grpo.config import ConfigError
+from grpo.config.schema import ConfigError
+from grpo.run import build
+from grpo.run.cli import atropos, launch
+from grpo.run.cli.flags import FLAGS, Mode, choose_gpu, dtype, layer_indices, to_config
 
 REPO = Path(__file__).resolve().parents[2]
 MODES = get_args(Mode)
@@ -86,12 +86,12 @@ def test_in_each_mode_every_flag_changes_its_key_or_is_refused_by_name(mode):
             assert value_at(after, flag.key) == expected != value_at(before, flag.key), flag
 
 
-@pytest.mark.parametrize("command", [atropos, run])
+@pytest.mark.parametrize("command", [atropos, launch])
 def test_every_option_stands_for_a_key_or_is_a_switch_of_several(command):
     switches = {"help", "weight_bridge_mode", "distill_enabled", "use_wandb", "overrides"}
     started = {"env", "env_python", "env_flag", "hub_journal"}  # see test_atropos_run.py
     assert {action.dest for action in command.parser()._actions} == (
-        {flag.dest for flag in FLAGS} | switches | (started if command is run else set()))
+        {flag.dest for flag in FLAGS} | switches | (started if command is launch else set()))
 
 
 def test_the_promised_defaults():
@@ -214,7 +214,7 @@ def test_the_length_of_sequences_follows_a_shorter_context():
 
 def test_both_commands_know_the_same_flags():
     args = ["--weight-bridge-mode", "lora_only", "--lora-r", "4", "--benchmark"]
-    assert config_of(*args, command=run) == config_of(*args)
+    assert config_of(*args, command=launch) == config_of(*args)
 
 
 def test_every_command_of_the_guide_and_the_makefile_is_a_configuration():
@@ -225,10 +225,10 @@ def test_every_command_of_the_guide_and_the_makefile_is_a_configuration():
     lines += re.findall(r"-m grpo\.cli\.run (.*) \$\(ARGS\)", make)
     assert len(lines) == 5
     for line in lines:
-        to_config(run.parser().parse_intermixed_args(shlex.split(line)))
+        to_config(launch.parser().parse_intermixed_args(shlex.split(line)))
 
 
-@pytest.mark.parametrize("command", [atropos, run])
+@pytest.mark.parametrize("command", [atropos, launch])
 def test_the_help_can_be_shown(command):
     text = command.parser().format_help()
     assert all(name in text for flag in FLAGS for name in flag.names)

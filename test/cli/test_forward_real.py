@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from grpo.atropos.forward import ATROPOSLIB_PORTS
-from grpo.training.loggers import read_jsonl
+from grpo.report.loggers import read_jsonl
 
 from .ports import free_ports
 
@@ -54,9 +54,9 @@ def test_an_environment_that_asks_its_own_ports_trains(tmp_path, python, free):
     script.write_text(STAND_IN.format(examples=str(REPO / "examples/atropos")))
     engine, hub = free_ports(2)
     done = subprocess.run(
-        [sys.executable, "-m", "grpo.cli.run", "--model-name", "embedded", "--env", str(script),
-         "--env-python", str(python), "--atropos-url", f"http://127.0.0.1:{hub}", "--vllm-port",
-         str(engine), "--weight-bridge-mode", "bridge", "--training-steps", "2", "--batch-size",
+        [sys.executable, "-m", "grpo.run.cli.launch", "--model-name", "embedded", "--env",
+         str(script), "--env-python", str(python), "--atropos-url", f"http://127.0.0.1:{hub}",
+         "--vllm-port", str(engine), "--weight-bridge-mode", "bridge", "--training-steps", "2", "--batch-size",
          "8", "--gradient-accumulation-steps", "2", "--max-model-len", "64", "--forward-ports",
          ",".join(map(str, ATROPOSLIB_PORTS)), "inference_model.backend=transformers",
          "model.warm_start_steps=20"], cwd=tmp_path, capture_output=True, text=True, timeout=280,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo.engines.process import EngineProcess, server_command
-from grpo.training.loggers import read_jsonl
+from grpo.report.loggers import read_jsonl
+from grpo.server.process import EngineProcess, server_command
 
 from .ports import free_ports
 
@@ -45,7 +45,7 @@ def call(tmp_path, cache, python):
         environment = os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1",
                                     "PYTHONPATH": str(REPO), "COLUMNS": "100"}
         process = subprocess.Popen(
-            [sys.executable, "-m", "grpo.cli.run", "--model-name", "embedded", "--env",
+            [sys.executable, "-m", "grpo.run.cli.launch", "--model-name", "embedded", "--env",
              str(REPO / "examples/atropos/arithmetic_env.py"), "--env-python", str(python),
              "--atropos-url", f"http://127.0.0.1:{hub}", "--vllm-port", str(engine),
              "--training-steps", str(steps), "--batch-size", "8", "--gradient-accumulation-steps",
@@ -105,8 +105,8 @@ def test_what_was_started_ends_with_the_run_however_that_ends(call, tmp_path):
 
 
 def test_an_engine_that_is_named_is_used_and_left_running(call, tmp_path, cache):
-    from grpo.embedded import EmbeddedSpec, embedded_model
-    from grpo.tasks import make_task
+    from grpo.envs.embedded import EmbeddedSpec, embedded_model
+    from grpo.envs.tasks import make_task
 
     model = str(embedded_model(make_task("arithmetic"), EmbeddedSpec(),
                                cache_dir=cache / "torchrl-grpo"))

@@ -18,7 +18,7 @@ ASYNC = [str(SCRIPTS / "grpo-async.py")]
 # Every command of the library, as it is typed.
 LINES = {name: [str(target)] if isinstance(target, Path) else ["-m", target]
          for name, target in COMMANDS.items()}
-SERVERS = {module: ["-m", module] for module in ("grpo.engines.server", "grpo.atropos.hub_server")}
+SERVERS = {module: ["-m", module] for module in ("grpo.server.serve", "grpo.atropos.hub_server")}
 
 
 @pytest.fixture

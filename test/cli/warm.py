@@ -27,10 +27,10 @@ SCRIPTS = REPO / "sota-implementations" / "grpo"
 #: What is typed, and the file or module that runs.
 COMMANDS = {
     "grpo.py": SCRIPTS / "grpo.py", "grpo-async.py": SCRIPTS / "grpo-async.py",
-    "atropos-grpo": "grpo.cli.atropos", "atropos-grpo-run": "grpo.cli.run"}
-_IMPORTED = ("grpo.build_async", "grpo.build_atropos", "grpo.build_team", "grpo.training.resume",
-             "grpo.fast_defaults", "grpo.cli.script", "grpo.cli.flags",
-             "hydra", "transformers.models.qwen2.modeling_qwen2")
+    "atropos-grpo": "grpo.run.cli.atropos", "atropos-grpo-run": "grpo.run.cli.launch"}
+_IMPORTED = ("grpo.run.build_async", "grpo.run.build_atropos", "grpo.run.build_team",
+             "grpo.run.resume", "grpo.run.fast_defaults", "grpo.run.cli.script",
+             "grpo.run.cli.flags", "hydra", "transformers.models.qwen2.modeling_qwen2")
 
 
 @dataclass(frozen=True)

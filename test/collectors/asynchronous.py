@@ -8,13 +8,13 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import ExitStack
 from pathlib import Path
 
-from grpo import build_async
 from grpo.collectors.rollout_worker import RolloutWorker
-from grpo.config import Config, load_config
-from grpo.config_async import AsyncConfig
-from grpo.engines.handle import EngineError
-from grpo.engines.ray_engine import Call, EngineDied, WorkerPool
-from grpo.threads import in_background
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.schema import Config, load_config
+from grpo.policies.handle import EngineError
+from grpo.policies.ray_engine import Call, EngineDied, WorkerPool
+from grpo.run import build_async
+from grpo.system.threads import in_background
 
 REPO = Path(__file__).resolve().parents[2]
 #: Sections of runs that train adapters, compared with the model without them.
@@ -116,7 +116,7 @@ class LocalPool(WorkerPool):
 
 
 class LocalRay:
-    """Lets :mod:`grpo.build_async` build runs whose workers are objects of this process."""
+    """Lets :mod:`grpo.run.build_async` build runs whose workers are objects of this process."""
 
     def __init__(self, monkeypatch) -> None:
         monkeypatch.setattr(build_async, "WorkerPool", LocalPool)

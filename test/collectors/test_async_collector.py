@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from grpo import data
 from grpo.collectors.ray import RolloutsFailed, _since
 from grpo.collectors.reference_worker import ReferenceWorker, Scored
-from grpo.engines.ray_engine import WorkersLost
+from grpo.policies.ray_engine import WorkersLost
 from grpo.training.checkpoint import list_checkpoints
 from grpo.weights import StaleWeightsError
 from grpo.weights.packed import Packed

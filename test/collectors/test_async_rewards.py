@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from grpo.rewards import RewardsFailed
+from grpo.envs.rewards import RewardsFailed
 
 from ..training.runs import save_tiny
 from .asynchronous import LocalRay, async_config, make_async_trainer, rows_of, script

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo import build_async, data
+from grpo import data
+from grpo.run import build_async
 from grpo.weights import StaleWeightsError
 from grpo.weights.fleet import FleetTransfer
 

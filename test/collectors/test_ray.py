@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from grpo.collectors.ray import RolloutsFailed
-from grpo.engines.ray_engine import WorkersLost
+from grpo.policies.ray_engine import WorkersLost
 
 from ..training.runs import make_trainer, save_tiny, timeless
 from .asynchronous import LORA, async_config, make_async_trainer, rows_of, sync_config

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from grpo import data
 from grpo.collectors import SyncCollector
 from grpo.envs import VerifiableEnv
+from grpo.envs.rewards import compute_rewards
 from grpo.policies import Sampling, TransformersPolicy
-from grpo.rewards import compute_rewards
 
 
 @pytest.fixture

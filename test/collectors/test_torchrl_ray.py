@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
-from grpo import build, build_engine, build_objective, data
+from grpo import data
 from grpo.collectors import SyncCollector
+from grpo.run import build, build_engine, build_objective
 
 from ..training.runs import save_tiny
 from .asynchronous import sync_config
@@ -18,7 +19,7 @@ ray = pytest.importorskip("ray")
 
 def parts(values: dict, path: str):
     """Model, environment and policy of a run."""
-    from grpo.config import load_config
+    from grpo.config.schema import load_config
 
     config = load_config(values)
     task, tokenizer = build.build_task(config), build.load_tokenizer(path)
@@ -33,8 +34,8 @@ def parts(values: dict, path: str):
 
 @pytest.mark.slow
 def test_batches_are_those_of_our_collector_and_new_weights_arrive(tmp_path, tokenizer):
-    from grpo.build_async import _start_ray
-    from grpo.collectors.torchrl_ray import DenseRayLLMCollector
+    from grpo.collectors.torchrl import DenseRayLLMCollector
+    from grpo.run.build_async import _start_ray
 
     path = str(save_tiny(tmp_path / "model", tokenizer, seed=0))
     values = sync_config(path).model_dump(mode="json")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.engines.process import EngineProcess, server_command
+from grpo.server.process import EngineProcess, server_command
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("vllm")
@@ -96,7 +96,7 @@ def test_a_run_with_a_server_goes_on_as_if_it_had_not_stopped(runner, way):
 def test_a_server_that_runs_already_serves_one_run_after_another(runner, tmp_path, way, script,
                                                                  monkeypatch):
     """Whatever it was left with: the second run starts from other weights."""
-    from grpo import build
+    from grpo.run import build
 
     config = script.load_config(script.compose("grpo", list(TINY)))
     monkeypatch.setenv("XDG_CACHE_HOME", runner.environment["XDG_CACHE_HOME"])

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from grpo.policies import Policy
+from grpo.report.loggers import read_jsonl
+from grpo.run.identity import identity_changes
 from grpo.training.checkpoint import find_checkpoint
-from grpo.training.identity import identity_changes
-from grpo.training.loggers import read_jsonl
 from grpo.weights.adapters import adapters, adapters_disabled, load_adapter_tensors
 from grpo.weights.layout import base_parameters
 
@@ -34,7 +34,7 @@ def by_text(completion: str, problem) -> float:
 @pytest.fixture
 def run(script, model_folder, tmp_path, monkeypatch):
     """Run the script's own trainer in a folder below ``tmp_path``, from a checkpoint if asked."""
-    monkeypatch.setattr("grpo.training.reporter.write_report", lambda run_dir, **_: run_dir)
+    monkeypatch.setattr("grpo.report.reporter.write_report", lambda run_dir, **_: run_dir)
 
     def fit(name: str, *overrides: str, checkpoint=None):
         values = script.compose("grpo", [f"model.name={model_folder}", *TINY, *overrides])

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from grpo.training.loggers import read_jsonl
+from grpo.report.loggers import read_jsonl
 
 TINY = ("inference_model.backend=transformers", "env.num_envs=4", "env.repeats=4",
         "env.task.num_train=20", "env.task.num_test=4", "env.task.max_operand=9",
@@ -28,7 +28,7 @@ def zero(completion: str, problem) -> float:
 def fit(script, model_folder, tmp_path, monkeypatch):
     """Run the script's own trainer; metrics of each iteration."""
     # Drawing the report takes seconds; that it is drawn is tested with the runs of the command.
-    monkeypatch.setattr("grpo.training.reporter.write_report", lambda run_dir, **_: run_dir)
+    monkeypatch.setattr("grpo.report.reporter.write_report", lambda run_dir, **_: run_dir)
 
     def run(*overrides: str) -> list[dict]:
         values = script.compose("grpo", [f"model.name={model_folder}", *TINY, *overrides])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo.engines.process import EngineProcess, server_command
+from grpo.server.process import EngineProcess, server_command
 
 from .serving import server
 
@@ -30,7 +30,7 @@ def engine(shared):
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory, tokenizer):
     """Two checkpoints of one shape with other weights."""
-    from grpo.embedded import EmbeddedSpec, small_qwen2
+    from grpo.envs.embedded import EmbeddedSpec, small_qwen2
 
     folders = []
     for seed in (0, 1):

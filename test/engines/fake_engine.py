@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from types import SimpleNamespace
 
-from grpo.engines.versioned import Constructors
+from grpo.server.versioned import Constructors
 
 FIRST = 10
 

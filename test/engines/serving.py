@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import pytest
 import uvicorn
 
-from grpo.engines.app import create_app
-from grpo.engines.client import EngineCallError, EngineClient
-from grpo.engines.process import bind
+from grpo.policies.client import EngineCallError, EngineClient
+from grpo.server.app import create_app
+from grpo.server.process import bind
 
 from .fake_engine import MAKE, FakeEngine
 

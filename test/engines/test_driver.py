@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo.engines.driver import EngineDriver, Job, VLLMSampler
-from grpo.engines.handle import EngineError
 from grpo.policies import Completions, Sampling
+from grpo.policies.driver import EngineDriver, Job, VLLMSampler
+from grpo.policies.handle import EngineError
 
 
 class CountingEngine:

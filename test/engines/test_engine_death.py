@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from grpo.atropos.bridge_remote import ServerDriver
-from grpo.engines.client import EngineCallError, EngineClient
-from grpo.engines.process import EngineProcess, server_command
 from grpo.policies.base import Sampling
+from grpo.policies.client import EngineCallError, EngineClient
 from grpo.policies.server import ServerPolicy
+from grpo.server.process import EngineProcess, server_command
 
 from ..atropos.environments import EOS, serving
 from .real import wait_until

@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import gc, weakref
-from grpo.engines.first_import import import_vllm
+from grpo.policies.first_import import import_vllm
 
 class Trainer:
     pass
@@ -39,7 +39,7 @@ def test_the_first_import_of_vllm_keeps_no_trainer_alive():
 
 INTERRUPTED = """
 import os, signal, threading, time
-from grpo.engines import first_import
+from grpo.policies import first_import
 from grpo.training.stopping import signals_end_the_process
 
 def importing():

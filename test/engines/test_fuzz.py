@@ -12,7 +12,7 @@ from grpo.atropos.client import AtroposClient
 from grpo.atropos.hub import Hub
 from grpo.atropos.hub_app import create_app
 from grpo.atropos.hub_server import HubServer
-from grpo.engines.client import EngineClient
+from grpo.policies.client import EngineClient
 
 from ..atropos.environments import EOS, serving
 from .fuzz import WHOLE, Health, fuzz, memory

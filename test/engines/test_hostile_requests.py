@@ -14,8 +14,8 @@ from grpo.atropos.client import AtroposClient
 from grpo.atropos.hub import Hub
 from grpo.atropos.hub_app import create_app
 from grpo.atropos.hub_server import HubServer
-from grpo.engines import plumbing, serving
-from grpo.engines.serving import server_of
+from grpo.system import plumbing, serving
+from grpo.system.serving import server_of
 
 from ..atropos.groups import env_registration, group, registration
 from .serving import raw, refusal, server

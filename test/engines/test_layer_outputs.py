@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo.engines.layer_outputs import LayerMethods, LayerRecorder
+from grpo.weights.worker.layer_outputs import LayerMethods, LayerRecorder
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 

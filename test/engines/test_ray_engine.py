@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo.engines.handle import EngineError
-from grpo.engines.ray_engine import Call, EngineDied, WorkerPool, answer
+from grpo.policies.handle import EngineError
+from grpo.policies.ray_engine import Call, EngineDied, WorkerPool, answer
 
 ray = pytest.importorskip("ray")
 

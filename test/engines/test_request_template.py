@@ -9,9 +9,9 @@ import time
 import pytest
 
 from grpo.atropos.client import AtroposClient
-from grpo.embedded import byte_tokenizer
-from grpo.engines.client import EngineCallError
-from grpo.engines.request_template import MAX_CHARACTERS
+from grpo.envs.embedded import byte_tokenizer
+from grpo.policies.client import EngineCallError
+from grpo.server.request_template import MAX_CHARACTERS
 
 from ..atropos.environments import serving
 from .serving import post, raw, refusal, server

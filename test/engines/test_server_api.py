@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from grpo.engines.api import GenerateRequest
+from grpo.server.api import GenerateRequest
 
 from .fake_engine import FIRST
 from .serving import post, raw, refusal, server

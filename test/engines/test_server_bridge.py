@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from grpo.engines.client import EngineCallError, EngineClient, EngineTimeoutError
+from grpo.policies.client import EngineCallError, EngineClient, EngineTimeoutError
 
 from .serving import post, raw, refusal, server
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo.engines import server
-from grpo.engines.process import TOKEN_VARIABLE
-from grpo.engines.server import check, engine_arguments, main, parser
+from grpo.server import serve as server
+from grpo.server.process import TOKEN_VARIABLE
+from grpo.server.serve import check, engine_arguments, main, parser
 
 
 def parse(*options):
@@ -90,7 +90,7 @@ def test_a_server_says_whether_it_is_one_runs_alone(private, tokenizer, tmp_path
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(
         current_platform=SimpleNamespace(device_type="cpu")))
     monkeypatch.setattr(server, "_rpc_methods", lambda: ())
-    monkeypatch.setattr("grpo.engines.app.create_app", lambda engine, **options: options["info"])
+    monkeypatch.setattr("grpo.server.app.create_app", lambda engine, **options: options["info"])
     engine = SimpleNamespace(model_config=SimpleNamespace(
         max_model_len=8, dtype="float32", get_vocab_size=lambda: 9))
     args = parser().parse_args(["--model", str(tmp_path), *(["--private"] if private else [])])

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from grpo import data
-from grpo.engines.client import EngineCallError, EngineTimeoutError
 from grpo.policies.base import Sampling
+from grpo.policies.client import EngineCallError, EngineTimeoutError
 from grpo.policies.server import ServerPolicy
 
 from .real import LENGTH, PROMPT, InFlight, close, log_probs, wait_until

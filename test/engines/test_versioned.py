@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo.engines.api import ApiError, SamplingFields
-from grpo.engines.generation import Generation
-from grpo.engines.versioned import VersionedEngine
+from grpo.server.api import ApiError, SamplingFields
+from grpo.server.generation import Generation
+from grpo.server.versioned import VersionedEngine
 
 from .fake_engine import FIRST, MAKE, FakeEngine
 

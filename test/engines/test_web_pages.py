@@ -9,8 +9,8 @@ import pytest
 from grpo.atropos.bridge_server import BridgeServer
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.hub_server import HubServer
-from grpo.engines import server as engine_server
-from grpo.engines.plumbing import bare_app
+from grpo.server import serve as engine_server
+from grpo.system.plumbing import bare_app
 
 from ..atropos.environments import serving
 from ..atropos.groups import group, registration

@@ -13,9 +13,9 @@ from torchrl.envs import check_env_specs
 
 from grpo import data
 from grpo.atropos.advantages import GivenAdvantage
+from grpo.atropos.env import AtroposEnv, RecordedPolicy
 from grpo.atropos.schemas import IGNORED, ScoredGroup
 from grpo.collectors import SyncCollector
-from grpo.envs.atropos import AtroposEnv, RecordedPolicy
 from grpo.objectives.advantages import GroupAdvantage
 
 VOCABULARY = 64

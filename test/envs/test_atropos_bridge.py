@@ -17,11 +17,11 @@ from torchrl.envs import check_env_specs
 
 from grpo import data
 from grpo.atropos.assemble import GroupAssembler
+from grpo.atropos.bridge_env import AtroposBridgeEnv, RequestedSampling, StepDriver
+from grpo.atropos.collector import AtroposCollector
 from grpo.atropos.convert import GroupConverter
 from grpo.atropos.records import Records
-from grpo.collectors.atropos import AtroposCollector
-from grpo.engines.client import EngineCallError, EngineClient
-from grpo.envs.atropos_bridge import AtroposBridgeEnv, RequestedSampling, StepDriver
+from grpo.policies.client import EngineCallError, EngineClient
 
 from ..atropos.environments import EOS, DicePolicy, Environment, Groups, playing, serving
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo.envs import Prompt, PromptStream, render, render_all
-from grpo.tasks.base import Problem
+from grpo.envs.tasks.base import Problem
 
 CHAT = ({"role": "user", "content": "hi"},)
 

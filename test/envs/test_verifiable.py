@@ -16,10 +16,10 @@ from torchrl.envs import check_env_specs
 from grpo import data
 from grpo.collectors import SyncCollector
 from grpo.envs import VerifiableEnv
+from grpo.envs.rewards import RewardResult, compute_rewards
 from grpo.objectives import GroupAdvantage, GRPOLoss
 from grpo.objectives.grpo import total_loss
 from grpo.policies import Sampling, TransformersPolicy
-from grpo.rewards import RewardResult, compute_rewards
 
 EOS, PAD = 1, 0
 WIDTH, RESPONSE = 6, 5

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from grpo import GRPOLoss, data, total_loss
-from grpo.engines.inprocess import start_engine, stop_engine
 from grpo.objectives import TokenScorer, packed_attention
 from grpo.policies import Sampling, VLLMPolicy
+from grpo.policies.inprocess import start_engine, stop_engine
 from grpo.training import MasterAdamW
 from grpo.weights import Canary, SingleCopy, StaleWeightsError
 

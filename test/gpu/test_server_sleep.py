@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo.engines.client import EngineCallError
-from grpo.engines.process import EngineProcess, server_command
+from grpo.policies.client import EngineCallError
+from grpo.server.process import EngineProcess, server_command
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(400)]
 PROMPT = list(range(10, 42))

@@ -49,14 +49,14 @@ def start(folder, devices: str):
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
-    from grpo.engines.lifecycle import remember, starting
+    from grpo.policies.lifecycle import remember, starting
 
     with visible(devices), starting():
         # A share of the GPU would be measured, wrongly where others use the GPU meanwhile.
         llm = LLM(str(folder), dtype="bfloat16", max_model_len=256, gpu_memory_utilization=0.05,
                   kv_cache_memory_bytes=1 << 30, logprobs_mode="processed_logprobs",
                   distributed_executor_backend="mp",
-                  worker_extension_cls="grpo.engines.worker.WeightWorker",
+                  worker_extension_cls="grpo.weights.worker.extension.WeightWorker",
                   tensor_parallel_size=len(devices.split(",")),
                   weight_transfer_config=WeightTransferConfig(backend="nccl"))
     remember(llm)
@@ -71,8 +71,8 @@ def need(count: int) -> None:
 @pytest.fixture(scope="module")
 def other_gpu(folder):
     need(2)
-    from grpo.engines.handle import InProcessEngine
-    from grpo.engines.inprocess import stop_engine
+    from grpo.policies.handle import InProcessEngine
+    from grpo.policies.inprocess import stop_engine
 
     llm = start(folder, "1")
     yield llm, InProcessEngine(llm)
@@ -82,8 +82,8 @@ def other_gpu(folder):
 @pytest.fixture(scope="module")
 def same_gpu(folder):
     need(1)
-    from grpo.engines.handle import InProcessEngine
-    from grpo.engines.inprocess import stop_engine
+    from grpo.policies.handle import InProcessEngine
+    from grpo.policies.inprocess import stop_engine
 
     llm = start(folder, "0")
     yield llm, InProcessEngine(llm)
@@ -208,8 +208,8 @@ def test_a_hanging_transfer_is_an_error_and_a_later_one_succeeds(
 def test_two_workers_hold_their_shards(folder, loader):
     """Tensor parallel on GPUs 1 and 2; also with GPU 0's, NCCL has three members."""
     need(3)
-    from grpo.engines.handle import InProcessEngine
-    from grpo.engines.inprocess import stop_engine
+    from grpo.policies.handle import InProcessEngine
+    from grpo.policies.inprocess import stop_engine
 
     llm = start(folder, "1,2")
     try:

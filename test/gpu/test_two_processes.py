@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from grpo import GRPOLoss, data, total_loss
-from grpo.engines.handle import InProcessEngine
-from grpo.engines.inprocess import start_engine, stop_engine
 from grpo.objectives import TokenScorer
 from grpo.policies import Sampling, VLLMPolicy
+from grpo.policies.handle import InProcessEngine
+from grpo.policies.inprocess import start_engine, stop_engine
 from grpo.training import MasterAdamW
 from grpo.weights import Canary, SharedCopy, StaleWeightsError
 from grpo.weights.adapters import make_lora

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo.config import Config
-from grpo.config_async import AsyncConfig
-from grpo.config_atropos import AtroposConfig
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.atropos import AtroposConfig
+from grpo.config.schema import Config
 
 SCHEMAS = {"sync": Config, "async": AsyncConfig, "atropos": AtroposConfig}
 TRANSFORMERS = {"inference_model": {"backend": "transformers"}}

@@ -19,13 +19,20 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from grpo import build_async, build_atropos, build_bridge, build_engine, build_team, start_atropos
 from grpo.atropos.schemas import ScoredGroup
-from grpo.build_objective import build_learner, build_loss
 from grpo.collectors import rollout_worker
-from grpo.config import load_config
-from grpo.engines import inprocess
-from grpo.training import loggers
+from grpo.config.schema import load_config
+from grpo.policies import inprocess
+from grpo.report import loggers
+from grpo.run import (
+    build_async,
+    build_atropos,
+    build_bridge,
+    build_engine,
+    build_team,
+    start_atropos,
+)
+from grpo.run.build_objective import build_learner, build_loss
 from grpo.weights.fleet import ObjectStoreSync
 
 from ..collectors.asynchronous import LocalPool, LocalRay
@@ -125,7 +132,7 @@ class Runner:
     # -- stand-ins -----------------------------------------------------------------------------
 
     def _stand_in(self, patch: Any, seen: Observation, mode: Mode) -> None:
-        patch("grpo.training.reporter.write_report",
+        patch("grpo.report.reporter.write_report",
               lambda run_dir, *, title, config: seen.note("report", title) or run_dir / "none")
         for module in (*self._scripts.values(), build_atropos):
             patch(module, "make_loggers", _noting(seen, "loggers", loggers.make_loggers))

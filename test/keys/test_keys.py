@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import pytest
 
-from grpo.config import ConfigError
-from grpo.tasks.arithmetic import ArithmeticTask
-from grpo.tasks.base import register_task
+from grpo.config.schema import ConfigError
+from grpo.envs.tasks.arithmetic import ArithmeticTask
+from grpo.envs.tasks.base import register_task
 
 from .modes import MODES, SCHEMAS, Mode
 from .running import Runner

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from grpo.config import Config
-from grpo.config_objective import Section
+from grpo.config.objective import Section
+from grpo.config.schema import Config
 
 # Functions that look at keys to check or print them, and files that estimate or compare runs.
 _CHECKS = {"load_config", "changed", "model_validate", "model_dump", "refuse_unread", "check",
@@ -31,8 +31,8 @@ _CHECKS = {"load_config", "changed", "model_validate", "model_dump", "refuse_unr
 _WORDS = {"describe", "_describe", "describe_loss", "describe_engine", "describe_device"}
 _ESTIMATES = {"devices.py", "memory_atropos.py", "fast_defaults.py", "resume.py", "identity.py"}
 # Modules whose objects only show what happened.
-_SHOWN = ("grpo.config", "grpo.training.console", "grpo.training.report_", "grpo.training.charts",
-          "grpo.training.curves", "grpo.training.history", "grpo.ledger", "grpo.memory")
+_SHOWN = ("grpo.config", "grpo.report.console", "grpo.report.style", "grpo.report.charts",
+          "grpo.report.curves", "grpo.report.history", "grpo.run.ledger", "grpo.run.memory")
 # Attributes that hold all of a configuration, to be saved.
 _WHOLE = {"config", "settings", "asked"}
 _HERE = Path(__file__)

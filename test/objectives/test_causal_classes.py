@@ -10,8 +10,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from grpo.build_model import switch_dropout_off
 from grpo.objectives import GRPOLoss, total_loss
+from grpo.run.build_model import switch_dropout_off
 
 from .causal_classes import NOT_TRIED, VOCABULARY, make_class, names
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from grpo import GroupAdvantage, GRPOLoss, data
-from grpo.build_objective import build_advantage
-from grpo.config import ConfigError, load_config
+from grpo.config.schema import ConfigError, load_config
 from grpo.objectives.advantages import group_advantages
+from grpo.run.build_objective import build_advantage
 
 SOURCE = """
 import torch

@@ -9,7 +9,7 @@ from torch import nn
 
 from grpo import GroupAdvantage, GRPOLoss, total_loss
 from grpo.data import split_rows
-from grpo.data_torchrl import to_torchrl
+from grpo.data.torchrl import to_torchrl
 from grpo.objectives import MaxEntWeights
 
 from .batches import LISTWISE, gradient, with_every_entry

@@ -11,7 +11,7 @@ from hypothesis import given
 from tensordict import TensorDict
 
 from grpo import GRPOLoss, data
-from grpo.data_torchrl import from_torchrl, to_torchrl
+from grpo.data.torchrl import from_torchrl, to_torchrl
 from grpo.objectives.inputs import Rows, batch_tokens, loss_mask, standard_batch
 
 from .batches import gradient

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo.engines.process import EngineProcess, server_command
+from grpo.server.process import EngineProcess, server_command
 
 CHECKS = Path(__file__).parent / "atroposlib_checks"
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, tokenizer):
     """A random model whose tokenizer transformers 4 can load, too."""
-    from grpo.embedded import EmbeddedSpec, small_qwen2
+    from grpo.envs.embedded import EmbeddedSpec, small_qwen2
 
     folder = tmp_path_factory.mktemp("model")
     model = small_qwen2(EmbeddedSpec(), len(tokenizer))

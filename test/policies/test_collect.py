@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo.engines import collect
-from grpo.policies import Sampling, VLLMPolicy
+from grpo.policies import Sampling, VLLMPolicy, collect
 
 pytestmark = pytest.mark.vllm
 

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo.engines import collect
-from grpo.engines.slots import blocks_asked_for_at_borders
-from grpo.policies import Sampling, VLLMPolicy
+from grpo.policies import Sampling, VLLMPolicy, collect
+from grpo.policies.slots import blocks_asked_for_at_borders
 
 pytestmark = pytest.mark.vllm
 BLOCK = 16

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from grpo.rewards import answer_tag, exact_match, gsm8k, negative_length, normalize_number
-from grpo.tasks import Problem
+from grpo.envs.rewards import answer_tag, exact_match, gsm8k, negative_length, normalize_number
+from grpo.envs.tasks import Problem
 
 
 def problem(answer="18"):

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from grpo.rewards import compute_rewards
-from grpo.rewards.deadline import call_with_deadline
-from grpo.tasks import Problem
+from grpo.envs.rewards import compute_rewards
+from grpo.envs.tasks import Problem
+from grpo.system.deadline import call_with_deadline
 
 PROBLEM = Problem(prompt="1+1=", answer="2", id="p1")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo.rewards.deadline import LateError
-from grpo.rewards.pool import CallPool
+from grpo.envs.rewards.pool import CallPool
+from grpo.system.deadline import LateError
 
 PATIENCE = 30.0
 
@@ -172,10 +172,10 @@ def test_interrupts_reach_whoever_waits(pool, error):
 
 HANGING = """
 import sys, time, types
-for name in ("grpo", "grpo.rewards"):  # without what else they import, which takes seconds
+for name in ("grpo", "grpo.envs.rewards"):  # without what else they import, which takes seconds
     package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = ["/".join([sys.argv[1], *name.split(".")])]
-from grpo.rewards.pool import CallPool
+from grpo.envs.rewards.pool import CallPool
 
 async def later():
     time.sleep(600)

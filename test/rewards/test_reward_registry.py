@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.rewards import (
+from grpo.envs.rewards import (
     RewardResult,
     compute_rewards,
     exact_match,
@@ -18,7 +18,7 @@ from grpo.rewards import (
     register_reward,
     reward_names,
 )
-from grpo.tasks import Problem
+from grpo.envs.tasks import Problem
 
 
 def problems(count):
@@ -71,7 +71,7 @@ class TestLookUp:
 
 class TestRegister:
     def test_registered_function_is_found_and_listed(self, monkeypatch):
-        monkeypatch.setattr("grpo.rewards.registry._REWARDS", {})
+        monkeypatch.setattr("grpo.envs.rewards.registry._REWARDS", {})
         fn = register_reward("mine")(constant(1.0))
         assert get_reward("mine") is fn
         assert reward_names() == ("mine",)

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from grpo import data
-from grpo.rewards import RewardResult, RewardScorer, batch_reward, compute_rewards, exact_match
-from grpo.rewards.batch import RewardBatch, RewardsFailed, check_failures
-from grpo.rewards.generators import GlobalGenerators
-from grpo.rewards.scorer import labels
-from grpo.tasks import Problem
+from grpo.envs.rewards import RewardResult, RewardScorer, batch_reward, compute_rewards, exact_match
+from grpo.envs.rewards.batch import RewardBatch, RewardsFailed, check_failures
+from grpo.envs.rewards.generators import GlobalGenerators
+from grpo.envs.rewards.scorer import labels
+from grpo.envs.tasks import Problem
 
 
 def problems(count):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.rewards import exact_match
-from grpo.tasks import ArithmeticTask, Problem
+from grpo.envs.rewards import exact_match
+from grpo.envs.tasks import ArithmeticTask, Problem
 
 OPERATORS = ("+", "-", "*")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo.rewards import gsm8k, normalize_number
-from grpo.tasks import Gsm8kTask, make_task
+from grpo.envs.rewards import gsm8k, normalize_number
+from grpo.envs.tasks import Gsm8kTask, make_task
 
 ROWS = [
     {"question": "Two cats have how many legs?", "answer": "2 * 4 = <<2*4=8>>8\n#### 8"},

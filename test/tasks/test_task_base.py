@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from grpo.rewards import reward_names
-from grpo.tasks import ArithmeticTask, Problem, Task, make_task, register_task, task_names
-from grpo.tasks.base import check_count
+from grpo.envs.rewards import reward_names
+from grpo.envs.tasks import ArithmeticTask, Problem, Task, make_task, register_task, task_names
+from grpo.envs.tasks.base import check_count
 
 
 def one_problem_task(**splits):
@@ -61,7 +61,7 @@ class TestRegistry:
             make_task("arithmetic", data_path="/data")
 
     def test_unnamed_options_of_a_constructor_do_not_hide_a_typo(self, monkeypatch):
-        monkeypatch.setattr("grpo.tasks.base._TASKS", {})
+        monkeypatch.setattr("grpo.envs.tasks.base._TASKS", {})
 
         @register_task("loose")
         class Loose(Task):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo.config import load_config
+from grpo.config.schema import load_config
 
 from . import runs
 
@@ -25,7 +25,7 @@ def reports(monkeypatch, request):
     """Folders a report was asked for; drawing it takes seconds, so only one test does."""
     asked = []
     if "slow" not in request.keywords:
-        monkeypatch.setattr("grpo.training.reporter.write_report",
+        monkeypatch.setattr("grpo.report.reporter.write_report",
                             lambda run_dir, **kwargs: asked.append(run_dir) or run_dir / "none")
     return asked
 

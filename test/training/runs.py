@@ -9,16 +9,16 @@ import torch
 from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo import build, build_objective
-from grpo.build_engine import Setup, build_actor
-from grpo.build_model import load_model
 from grpo.collectors import SyncCollector
-from grpo.evaluation import Evaluator
-from grpo.rewards import RewardResult
+from grpo.envs.rewards import RewardResult
+from grpo.report.console import Console
+from grpo.report.loggers import make_loggers
+from grpo.report.reporter import Reporter
+from grpo.run import build, build_objective
+from grpo.run.build_engine import Setup, build_actor
+from grpo.run.build_model import load_model
 from grpo.training import Trainer
-from grpo.training.console import Console
-from grpo.training.loggers import make_loggers
-from grpo.training.reporter import Reporter
+from grpo.training.evaluation import Evaluator
 from grpo.weights import Canary
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from grpo.training.bottleneck import bottleneck_table
+from grpo.report.bottleneck import bottleneck_table
 
 
 def write(folder, rows: list[dict]) -> list[str]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from grpo.build_objective import (
+from grpo.config.schema import load_config
+from grpo.run.build_objective import (
     build_adaptations,
     build_advantage,
     build_learner,
     build_loss,
     describe_loss,
 )
-from grpo.config import load_config
 
 MAXENT = {"train": {"objective": "maxent_weighted", "aggregation": "prompt"}}
 KL = {"kl_controller": {"kind": "band", "target": 0.1}}

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
-from grpo.training.console import Console, format_duration, one_line, phase_times
-from grpo.training.loggers import Sample
+from grpo.report.console import Console, format_duration, one_line, phase_times
+from grpo.report.loggers import Sample
 
 METRICS = {
     "reward/mean": 0.5,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo.training.line_file import LineFile, LogFile
-from grpo.training.loggers import JsonlLogger, read_jsonl
+from grpo.report.loggers import JsonlLogger, read_jsonl
+from grpo.system.line_file import LineFile, LogFile
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo.training import loggers
-from grpo.training.loggers import (
+from grpo.report import loggers
+from grpo.report.loggers import (
     JsonlLogger,
     LoggerGroup,
     MetricLogger,

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.training.charts import CHARTS, PALETTE
-from grpo.training.curves import svg, write_png_curves
-from grpo.training.history import History, smooth, thin
-from grpo.training.loggers import JsonlLogger, Sample
-from grpo.training.report import flatten, pick_steps, versions, write_report
+from grpo.report.charts import CHARTS, PALETTE
+from grpo.report.curves import svg, write_png_curves
+from grpo.report.history import History, smooth, thin
+from grpo.report.loggers import JsonlLogger, Sample
+from grpo.report.page import flatten, pick_steps, versions, write_report
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" \u202e \ud800 ```</pre>"
 
@@ -196,7 +196,7 @@ def test_png_curves_show_the_lines(full_run):
     ],
 )
 def test_what_a_reader_must_know_is_said(tmp_path, monkeypatch, rows, notice):
-    monkeypatch.setattr("grpo.training.report.write_png_curves", lambda history, folder: [])
+    monkeypatch.setattr("grpo.report.page.write_png_curves", lambda history, folder: [])
     page = write_report(record(tmp_path, rows, {}), title="t", config={}).read_text()
     assert notice in page
     assert Checker(page).open == []
@@ -217,7 +217,7 @@ def test_one_step_draws_a_point_a_band_and_a_bar():
 
 
 def test_samples_with_different_prompts_and_failed_rewards(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo.training.report.write_png_curves", lambda history, folder: [])
+    monkeypatch.setattr("grpo.report.page.write_png_curves", lambda history, folder: [])
     samples = {
         1: [sample(prompt="first")],
         9: [sample(prompt="second", reward=math.nan, success=False), sample(truncated=True)],

@@ -8,18 +8,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from grpo.config import ConfigError
-from grpo.config_async import AsyncConfig
-from grpo.training import resume
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.schema import ConfigError
+from grpo.report.loggers import read_jsonl
+from grpo.run import resume
+from grpo.run.identity import changed_keys, identity_changes, result_changes, with_defaults
+from grpo.run.resume import PARENT_FILE
 from grpo.training.checkpoint import list_checkpoints
-from grpo.training.identity import (
-    changed_keys,
-    identity_changes,
-    result_changes,
-    with_defaults,
-)
-from grpo.training.loggers import read_jsonl
-from grpo.training.resume import PARENT_FILE
 from grpo.training.run_lock import LOCK_FILE
 
 from .runs import make_trainer, timeless
@@ -39,7 +34,7 @@ def files(folder) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def finished(tiny_folder, tmp_path_factory):
     """A folder with the run ``outputs/first``: four steps, two checkpoints, at a rate of 0.01."""
-    from grpo.config import load_config
+    from grpo.config.schema import load_config
 
     from . import runs
 

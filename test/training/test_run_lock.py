@@ -16,7 +16,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from grpo.config import ConfigError
+from grpo.config.schema import ConfigError
 from grpo.training.run_lock import LOCK_FILE, locked
 
 CONFIG = Path(__file__).resolve().parents[2] / "config"
@@ -70,7 +70,7 @@ def test_without_locks_in_the_file_system_the_file_itself_counts(tmp_path, monke
 
 
 def test_runs_of_the_same_second_have_folders_of_their_own():
-    import grpo.training.resume  # noqa: F401 (it knows `unique`)
+    import grpo.run.resume  # noqa: F401 (it knows `unique`)
 
     found = set()
     for _ in range(3):

@@ -11,13 +11,13 @@ import pytest
 import torch
 from rich.console import Console as RichConsole
 
-from grpo.rewards import RewardResult, RewardsFailed
-from grpo.training.charts import charts_of
+from grpo.envs.rewards import RewardResult, RewardsFailed
+from grpo.report.charts import charts_of
+from grpo.report.console import Console
+from grpo.report.history import History
+from grpo.report.loggers import JsonlLogger, read_jsonl
+from grpo.report.page import write_report
 from grpo.training.checkpoint import find_checkpoint
-from grpo.training.console import Console
-from grpo.training.history import History
-from grpo.training.loggers import JsonlLogger, read_jsonl
-from grpo.training.report import write_report
 
 from . import runs
 from .runs import make_trainer, timeless, weights

@@ -10,8 +10,8 @@ from rich.console import Console as RichConsole
 
 from grpo import data
 from grpo.objectives import GroupAdvantage
-from grpo.training.history import History
-from grpo.training.signal import PATIENCE, SignalWarning, has_signal, silence_at_end
+from grpo.report.history import History
+from grpo.report.learning_signal import PATIENCE, SignalWarning, has_signal, silence_at_end
 from grpo.training.trainer import advantage_counts, advantage_metrics, rollout_metrics
 
 from .runs import make_rollout, make_trainer

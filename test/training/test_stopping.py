@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from grpo.engines.handle import EngineError
+from grpo.policies.handle import EngineError
+from grpo.report.loggers import read_jsonl
 from grpo.training import checkpoint as checkpoint_module
 from grpo.training.checkpoint import find_checkpoint, list_checkpoints
 from grpo.training.checkpoint_files import NotSavedError
-from grpo.training.loggers import read_jsonl
 from grpo.training.stopping import Stopped, StopRequests, signals_end_the_process
 from grpo.weights import StaleWeightsError
 

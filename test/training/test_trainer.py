@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from grpo import data
 from grpo.objectives import GroupAdvantage
 from grpo.objectives.maxent import MaxEntWeights
+from grpo.report.loggers import read_jsonl
 from grpo.training.checkpoint import find_checkpoint, list_checkpoints
-from grpo.training.loggers import read_jsonl
 from grpo.training.trainer import advantage_counts, advantage_metrics, rollout_metrics
 from grpo.weights import StaleWeightsError
 from grpo.weights.in_flight import PeriodicCanary, PeriodicUpdates

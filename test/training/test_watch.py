@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo.training.watch import AlignmentWarning, BenchmarkSummary
+from grpo.report.watch import AlignmentWarning, BenchmarkSummary
 
 FAR = {"policy/log_prob_diff_abs_mean": 0.4, "policy/log_prob_diff_abs_max": 3.0}
 

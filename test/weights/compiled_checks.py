@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo.engines.handle import InProcessEngine
-from grpo.engines.inprocess import start_engine, stop_engine
+from grpo.policies.handle import InProcessEngine
+from grpo.policies.inprocess import start_engine, stop_engine
 from grpo.training import MasterAdamW
 from grpo.weights import SharedCopy, SingleCopy
 from grpo.weights.adapters import make_lora

@@ -67,7 +67,7 @@ def make_family(name: str, *, seed: int = 0) -> Any:
 
 def save_family(name: str, folder: Path) -> Path:
     """Write the model with the byte tokenizer; returns ``folder``."""
-    from grpo.embedded import byte_tokenizer
+    from grpo.envs.embedded import byte_tokenizer
 
     make_family(name).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

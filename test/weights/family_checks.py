@@ -70,7 +70,7 @@ def shared(request, tmp_path_factory) -> Shared:
 
 def share(folder: Path) -> Shared:
     """Start an engine with a saved model, and let it share the trainer's weights."""
-    from grpo.engines.inprocess import engine_module, start_engine
+    from grpo.policies.inprocess import engine_module, start_engine
 
     skip_inspection(folder)
     engine = start_engine(str(folder), device=torch.device("cpu"), dtype=torch.float32,
@@ -232,8 +232,8 @@ def test_a_routing_that_the_engine_does_not_have_is_found_before_anything_is_tra
 @pytest.mark.slow
 def test_adapters_on_the_attention_of_experts_reach_the_engine(tmp_path):
     pytest.importorskip("peft")
-    from grpo.engines.handle import InProcessEngine
-    from grpo.engines.inprocess import start_engine
+    from grpo.policies.handle import InProcessEngine
+    from grpo.policies.inprocess import start_engine
     from grpo.weights.adapters import make_lora
     from grpo.weights.lora import LoRASync
 

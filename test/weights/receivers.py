@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from grpo.weights.handover import export_tensors
-from grpo.weights.receiver import TransferMethods
+from grpo.weights.worker.receiver import TransferMethods
 
 
 class Worker(TransferMethods):
@@ -24,7 +24,7 @@ class Worker(TransferMethods):
         self.model = model
 
     def export_weights(self) -> dict[str, Any]:
-        """As the worker of :mod:`grpo.engines.worker`."""
+        """As the worker of :mod:`grpo.weights.worker.extension`."""
         return export_tensors(dict(self.model.named_parameters()), model="test",
                               owner="engine").to_dict()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo.engines.inprocess import engine_module
 from grpo.objectives import TokenScorer
+from grpo.policies.inprocess import engine_module
 from grpo.weights import Canary, SingleCopy, StaleWeightsError
 from grpo.weights.diagnosis import engine_outputs, trainer_outputs
 from grpo.weights.layout import base_parameters, view

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from grpo.engines import unpacked
+from grpo.policies import unpacked
 from grpo.weights.layout import LayoutError, engine_layout
 from grpo.weights.proof import WeightProof
-from grpo.weights.receiver import _segments, part_of, pieces_of
 from grpo.weights.reload import CheckpointReload
 from grpo.weights.shared import SharedCopy, SingleCopy
 from grpo.weights.transfer import WeightTransfer
+from grpo.weights.worker.receiver import _segments, part_of, pieces_of
 
 from .families import load_family, make_family, save_family
 from .faults import Changing, nudge
@@ -86,7 +86,7 @@ def test_experts_that_the_engine_has_shuffled_are_told_from_other_weights():
 
 
 def test_memory_that_the_trainer_owns_is_refused_in_one_line():
-    from grpo.engines.shared_loader import own_weights
+    from grpo.weights.shared_loader import own_weights
 
     with pytest.raises(LayoutError, match="not supported for mixture-of-experts .*single_copy"):
         own_weights(make_family("mixtral"), name="tiny")
@@ -180,8 +180,8 @@ def test_adapters_sit_on_attention_alone():
 def served(request, tmp_path_factory):
     """An engine with experts, and its folder."""
     pytest.importorskip("vllm")
-    from grpo.engines.handle import InProcessEngine
-    from grpo.engines.inprocess import start_engine, stop_engine
+    from grpo.policies.handle import InProcessEngine
+    from grpo.policies.inprocess import start_engine, stop_engine
 
     folder = save_family("qwen3-moe", tmp_path_factory.mktemp("experts"))
     llm = start_engine(str(folder), device=torch.device("cpu"), dtype=torch.float32,

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from grpo.collectors.rollout_worker import RolloutWorker
-from grpo.engines.driver import EngineDriver
-from grpo.engines.handle import EngineError
-from grpo.engines.lora_worker import flat
+from grpo.policies.driver import EngineDriver
+from grpo.policies.handle import EngineError
 from grpo.weights import StaleWeightsError
 from grpo.weights.adapters import adapters, make_lora
 from grpo.weights.fleet import FleetLoRA, FleetTransfer, ObjectStoreSync
 from grpo.weights.packed import Packed
 from grpo.weights.proof import WeightProof
+from grpo.weights.worker.lora import flat
 
 from ..collectors.asynchronous import LocalPool
 from .faults import FAULTS, Changing, Faulty, params, updates_until_found

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from grpo import data
-from grpo.engines.handle import InProcessEngine
-from grpo.engines.inprocess import start_engine, stop_engine
 from grpo.objectives import TokenScorer
 from grpo.policies import Sampling, VLLMPolicy
+from grpo.policies.handle import InProcessEngine
+from grpo.policies.inprocess import start_engine, stop_engine
 from grpo.training import MasterAdamW
 from grpo.weights import Canary, StaleWeightsError
 from grpo.weights.adapters import (
@@ -241,7 +241,7 @@ def test_adapters_on_a_base_in_the_engines_memory(model_folder, make, engine):
     """One copy of the base, one of the adapters: nothing of the policy exists twice."""
     if engine.workers:
         pytest.skip("the base is shared in process here")
-    from grpo.engines.inprocess import engine_module
+    from grpo.policies.inprocess import engine_module
 
     model, sync, policy = make("views", MAX_RANK, MAX_RANK)
     theirs = base_parameters(engine_module(engine.llm))

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo.engines import lora_worker
-from grpo.engines.lora_worker import LoRAMethods
 from grpo.weights import StaleWeightsError
 from grpo.weights.adapters import adapters, make_lora
 from grpo.weights.lora import LoRASync
 from grpo.weights.lora_slot import differing_factors, shapes_of
 from grpo.weights.proof import WeightProof
+from grpo.weights.worker import lora as lora_worker
+from grpo.weights.worker.lora import LoRAMethods
 
 from .faults import FAULTS, Changing, Faulty, updates_until_found
 
@@ -31,7 +31,7 @@ def stacked(inputs, *outputs):
 
 
 class Registry:
-    """What :mod:`grpo.engines.lora_worker` reads of vLLM's ``LoRAModelManager``."""
+    """What :mod:`grpo.weights.worker.lora` reads of vLLM's ``LoRAModelManager``."""
 
     def __init__(self):
         self.lora_config = SimpleNamespace(max_lora_rank=MAX_RANK)

@@ -57,8 +57,8 @@ def same(model, other) -> bool:
 def served(model_folder):
     """vLLM in a process of its own, with our methods in its worker."""
     pytest.importorskip("vllm")
-    from grpo.engines.handle import InProcessEngine
-    from grpo.engines.inprocess import start_engine, stop_engine
+    from grpo.policies.handle import InProcessEngine
+    from grpo.policies.inprocess import start_engine, stop_engine
 
     llm = start_engine(str(model_folder), device=torch.device("cpu"), dtype=torch.float32,
                        max_model_len=256, max_num_seqs=64, separate_process=True)

@@ -34,8 +34,8 @@ MAX_RANK = 8
 @pytest.fixture(scope="module")
 def served(model_folder):
     """The engine, and what of it must be gone after the last test."""
-    from grpo.engines.handle import InProcessEngine
-    from grpo.engines.inprocess import start_engine, stop_engine
+    from grpo.policies.handle import InProcessEngine
+    from grpo.policies.inprocess import start_engine, stop_engine
 
     traces = Traces()
     llm = start_engine(str(model_folder), device=torch.device("cpu"), dtype=torch.float32,
@@ -207,8 +207,8 @@ def test_a_busy_prefix_cache_is_an_error_at_the_deadline_and_no_update(handle, m
 def test_a_kill_during_an_update_leaves_the_trainer_and_other_engines_and_nothing_else(
         served, engine, handle, model_folder):
     """``engine`` is the session's, in this process: it must outlive the other one's end."""
-    from grpo.engines.handle import EngineError
-    from grpo.engines.inprocess import stop_engine
+    from grpo.policies.handle import EngineError
+    from grpo.policies.inprocess import stop_engine
 
     model = load(model_folder)
     weights = SharedCopy(model, handle, timeout=30.0)

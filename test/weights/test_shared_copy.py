@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from grpo import data
-from grpo.engines.handle import EngineError, InProcessEngine
-from grpo.engines.inprocess import start_engine, stop_engine
-from grpo.engines.shared_loader import own_weights
 from grpo.objectives import TokenScorer
+from grpo.policies.handle import EngineError, InProcessEngine
+from grpo.policies.inprocess import start_engine, stop_engine
 from grpo.training import MasterAdamW
 from grpo.weights import Canary, StaleWeightsError
 from grpo.weights.handover import FILE_NAME, Handover, StaleHandoverError, process_start
 from grpo.weights.shared import SharedCopy
+from grpo.weights.shared_loader import own_weights
 
 from .steps import PROMPTS, load, policy_of, train_once
 from .traces import Traces
@@ -270,9 +270,9 @@ def test_an_engine_is_born_in_the_trainers_memory(model_folder, tmp_path):
 TRAINER = """
 import sys, torch
 from transformers import AutoModelForCausalLM
-from grpo.engines.handle import InProcessEngine
-from grpo.engines.inprocess import start_engine
-from grpo.engines.shared_loader import own_weights
+from grpo.policies.handle import InProcessEngine
+from grpo.policies.inprocess import start_engine
+from grpo.weights.shared_loader import own_weights
 from grpo.weights import SharedCopy
 folder, log_dir = sys.argv[1:]
 if __name__ == "__main__":  # the worker imports this file again

@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from grpo.engines.inprocess import start_engine
-from grpo.engines.shared_loader import check_handover, own_weights
+from grpo.policies.inprocess import start_engine
 from grpo.weights.handover import FILE_NAME, HandoverError, StaleHandoverError
+from grpo.weights.shared_loader import check_handover, own_weights
 
 
 @pytest.fixture

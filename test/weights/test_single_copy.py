@@ -151,7 +151,7 @@ def test_another_model_or_type_is_refused_by_name_and_stays_as_it_was(
 
 
 def test_an_engine_that_stops_leaves_the_others_of_its_process_running(shared, model_folder):
-    from grpo.engines.inprocess import start_engine, stop_engine
+    from grpo.policies.inprocess import start_engine, stop_engine
 
     model, weights, policy = shared
     other = start_engine(str(model_folder), device=torch.device("cpu"), dtype=torch.float32,
@@ -182,7 +182,7 @@ def test_publish_while_requests_run_is_an_error(shared):
 
 
 def test_an_engine_that_replaced_a_tensor_fails_the_proof_where_no_canary_sees_it(shared, engine):
-    from grpo.engines.inprocess import engine_module
+    from grpo.policies.inprocess import engine_module
 
     model, weights, policy = shared
     proof, check = WeightProof(weights, interval=3), canary(model, weights, policy)

@@ -13,10 +13,10 @@ from torchrl.weight_update import WeightSyncScheme
 
 from grpo import data
 from grpo.envs import VerifiableEnv
+from grpo.envs.rewards import RewardResult, compute_rewards
 from grpo.policies import Sampling, TransformersPolicy
-from grpo.rewards import RewardResult, compute_rewards
 from grpo.weights import SameModule
-from grpo.weights.torchrl_scheme import as_torchrl_scheme
+from grpo.weights.torchrl import as_torchrl_scheme
 from grpo.weights.transfer import WeightTransfer
 
 from .receivers import ThreadedEngine, Worker, assert_holds, vllm_like

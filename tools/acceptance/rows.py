@@ -21,7 +21,7 @@ from acceptance.schedule import Part
 
 SCRIPT = "python sota-implementations/grpo/grpo.py"
 ASYNC_SCRIPT = "python sota-implementations/grpo/grpo-async.py"
-SERVER = "python -m grpo.engines.server"
+SERVER = "python -m grpo.server.serve"
 ATROPOS = "atropos-grpo-run"
 PREPARE = "models and machine"
 
@@ -283,7 +283,8 @@ do kill -0 $server; sleep 1; done
 def atropos_part(name: str, text: str) -> Part:
     """Hub, engine server, an environment of atroposlib and the trainer; five steps."""
     large = "Qwen/" in text
-    text = re.sub(r" --training-steps \d+", "", text).replace(ATROPOS, "python -m grpo.cli.run")
+    text = re.sub(r" --training-steps \d+", "", text)
+    text = text.replace(ATROPOS, "python -m grpo.run.cli.launch")
     for said, ours in STAND_INS.items():
         text = text.replace(said, ours)
     forwarded = re.search(r"--forward-ports (\S+)", text)

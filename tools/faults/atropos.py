@@ -83,8 +83,8 @@ def start_hub_and_environment(
 
 def play(engine: str, hub: str, sent: Path) -> None:
     """An environment without an end: ask the policy, score, send, until the hub has said yes."""
-    from grpo.engines.client import EngineClient
-    from grpo.engines.handle import EngineError
+    from grpo.policies.client import EngineClient
+    from grpo.policies.handle import EngineError
 
     policy, number = EngineClient(engine, timeout=60), 0
     with sent.open("a") as file:
@@ -109,7 +109,7 @@ def play(engine: str, hub: str, sent: Path) -> None:
 
 def _sent(hub: str, body: dict[str, Any]) -> bool:
     """Whether the hub took a group; it is told until it answers."""
-    from grpo.engines.http_call import http_request, split_url
+    from grpo.system.http_call import http_request, split_url
 
     text = json.dumps(body).encode()  # which writes NaN, as most environments do
     while True:

@@ -151,7 +151,7 @@ def plant(mode: str) -> None:
 
 def _without_charts() -> None:
     """Drawing them takes longer than these runs do; the report is written all the same."""
-    from grpo.training import report
+    from grpo.report import page as report
 
     report.svg = lambda *args, **kwargs: ""
     report.write_png_curves = lambda *args, **kwargs: []

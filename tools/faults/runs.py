@@ -146,7 +146,7 @@ class Runs:
 
     def _command(self, more: tuple[str, ...]) -> tuple[Path | str, list[str]]:
         if self.mode == "Atropos":
-            return "grpo.cli.atropos", ["--model-name", str(self.model), *_ATROPOS, *more]
+            return "grpo.run.cli.atropos", ["--model-name", str(self.model), *_ATROPOS, *more]
         kinds = {"sync": ["inference_model.backend=transformers"],
                  "async": ["inference_model.backend=transformers", "train.staleness=1",
                            "inference_model.num_devices=1"],

@@ -1,0 +1,1 @@
+"""Every option of a run, its type and its default."""

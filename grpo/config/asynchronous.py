@@ -1,0 +1,90 @@
+"""The configuration of ``grpo-async.py``: that of every run, who computes on which devices, how old
+rollouts may be, and Ray."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from grpo.config.model import Device, InferenceModelConfig, RefModelConfig, RoleDevices, Sync
+from grpo.config.schema import Config, TrainConfig
+from grpo.config.section import Section
+from grpo.config.unread import ASYNC
+
+
+class AsyncTrainConfig(TrainConfig):
+    """The loop, and how far generation may run ahead of it."""
+
+    staleness: int = Field(1, ge=0)
+    """Weight updates that may lie between a token and its training; 0: none, on-policy. The more,
+    the less a batch has to wait for long groups."""
+    update_at: Literal["auto", "in_flight", "group_border"] = "auto"
+    """When engines take new weights: ``in_flight``, between two tokens, so that a row may have
+    tokens of several versions; ``group_border``, when what they generate is finished, so that none
+    has; auto: in flight where the engine can, which is vLLM."""
+    group_deadline: float | None = Field(None, gt=0)
+    """Seconds that a group may take; then it is generated again elsewhere, and dropped after three
+    attempts, so that the longest completions are not trained. null: any time."""
+    oversample: float = Field(0.0, ge=0)
+    """Share of groups started beyond those a batch needs, so that it need not wait for the slowest
+    ones. The prompts of those are sampled anew, which favours short completions."""
+    rollout_timeout: float = Field(1800.0, gt=0)
+    """Seconds without a finished group after which the run ends, resumable. An update of the
+    weights at a group's border waits for groups as long, too."""
+
+
+class PlacedInferenceModel(InferenceModelConfig, RoleDevices):
+    """How responses are generated, and where."""
+
+    role = "inference_model"
+
+    num_devices: int | None = Field(None, ge=1)
+    """Devices that generate, on a CPU processes; null: those of one engine."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Devices of one engine; there are ``num_devices / tensor_parallel_size`` engines."""
+
+
+class PlacedRefModel(RefModelConfig, RoleDevices):
+    """The reference policy, and where it computes."""
+
+    role = "ref_model"
+
+    num_devices: int | None = Field(None, ge=1, le=1)
+    """1: a device of its own; null: the trainer's."""
+    devices: list[Device] | None = Field(None, min_length=1, max_length=1)
+
+
+class RayConfig(Section):
+    """Ray, which starts and watches the processes that generate."""
+
+    address: str | None = None
+    """Of a running cluster, or ``auto``; null: Ray is started on this machine, for this run."""
+    max_restarts: int = Field(3, ge=0)
+    """How often, in all, a worker that died is replaced."""
+    start_timeout: float = Field(900.0, gt=0)
+    """Seconds until a worker must have started."""
+
+
+class AsyncConfig(Config):
+    """A whole asynchronous run; see :class:`~grpo.config.schema.Config` for the rest."""
+
+    unread = ASYNC
+
+    train: AsyncTrainConfig = Field(default_factory=AsyncTrainConfig)
+    inference_model: PlacedInferenceModel = Field(default_factory=PlacedInferenceModel)
+    ref_model: PlacedRefModel = Field(default_factory=PlacedRefModel)
+    ray: RayConfig = Field(default_factory=RayConfig)
+
+    @property
+    def oversampled_groups(self) -> int:
+        """Groups started beyond those of a batch."""
+        return round(self.train.oversample * self.groups_per_batch)
+
+    @property
+    def weight_sync(self) -> Sync:
+        return "lora" if self.train_model.lora.enabled else "transfer"
+
+    @property
+    def shares_weights(self) -> bool:
+        return False

@@ -1,0 +1,73 @@
+"""The configuration of a run on Atropos environments: that of every run, less what environments
+bring themselves, and a section of its own."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from grpo.atropos.forward import check_ports
+from grpo.config.atropos_section import AtroposSection
+from grpo.config.schema import Config, TrainConfig
+from grpo.config.unread import ATROPOS
+
+
+class AtroposTrainConfig(TrainConfig):
+    """The loop; evaluations are few unless they are asked for."""
+
+    eval_frequency: int = Field(0, ge=0)
+
+
+class AtroposConfig(Config):
+    """A whole run on Atropos environments; see :class:`~grpo.config.schema.Config` for the rest."""
+
+    unread = ATROPOS
+
+    atropos: AtroposSection = Field(default_factory=AtroposSection)
+    train: AtroposTrainConfig = Field(default_factory=AtroposTrainConfig)
+
+    # In the place of Config's of the same name: there is neither `num_envs` nor `repeats` here.
+    @model_validator(mode="after")
+    def _keys_that_belong_together(self) -> AtroposConfig:
+        if self.turns_per_batch % self.rows_per_optimizer_step:
+            raise ValueError(f"train.optim_batch_size={self.rows_per_optimizer_step} must divide "
+                             f"the {self.turns_per_batch} sequences of a step")
+        if self.train.is_maxent:
+            raise ValueError(f"train.objective={self.train.objective!r} compares the rows of "
+                             "groups of one size, which environments do not promise; use another")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_fits_the_environments(self) -> AtroposConfig:
+        atropos, inference = self.atropos, self.inference_model
+        if atropos.bridge == (inference.engine == "server"):
+            raise ValueError(f"inference_model.engine={inference.engine} does not go with "
+                             f"atropos.bridge={str(atropos.bridge).lower()}: environments ask a "
+                             "server, or, with the bridge, the policy of this process")
+        try:
+            check_ports(atropos.forward_ports, self.engine_url)
+        except ValueError as error:
+            raise ValueError(f"atropos.forward_ports={atropos.forward_ports}: {error}") from None
+        if inference.max_model_len is not None and atropos.seq_len > inference.max_model_len:
+            raise ValueError(f"atropos.seq_len={atropos.seq_len} is more than "
+                             f"inference_model.max_model_len={inference.max_model_len}, so no "
+                             "sequence could be so long; lower the first or raise the second")
+        return self
+
+    @property
+    def engine_url(self) -> str:
+        """Where environments ask."""
+        return self.inference_model.url or f"http://127.0.0.1:{self.atropos.vllm_port}"
+
+    @property
+    def turns_per_batch(self) -> int:
+        """Sequences of a step."""
+        return self.atropos.batch_size * (self.train.gradient_accumulation_steps or 1)
+
+    @property
+    def iterations(self) -> int:
+        return self.atropos.steps
+
+    @property
+    def max_tokens(self) -> int:
+        """What stands for the longest response, which environments choose."""
+        return self.atropos.seq_len

@@ -1,0 +1,225 @@
+"""What is trained, what generates, and how weights travel between the two.
+
+:mod:`grpo.config.schema` puts the sections into a run; ``docs/weights.md`` explains them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from grpo.config.section import Section
+from grpo.objectives.scorer import HeadKind
+from grpo.system.http_call import is_loopback
+
+EngineKind = Literal["in_process", "process", "server"]
+Device = Annotated[int, Field(ge=0)]
+Sync = Literal["single_copy", "transfer", "lora", "reload", "restart"]
+
+#: Adapters an engine can hold at a time. A server takes up a new one while requests may still
+#: finish with the one before.
+LORA_SLOTS: dict[EngineKind, int] = {"in_process": 1, "process": 1, "server": 2}
+
+
+class ModelConfig(Section):
+    """What is trained."""
+
+    name: str = "embedded"
+    """Folder or hub id of a causal language model, or ``embedded``."""
+    warm_start_steps: int | None = Field(None, ge=1)
+    warm_start_noise: float | None = Field(None, ge=0, le=1)
+
+
+class LoRAConfig(Section):
+    """Train low-rank adapters instead of the weights."""
+
+    enabled: bool = False
+    r: int = Field(16, ge=1, le=512)
+    """Rank."""
+    alpha: float = Field(32, gt=0)
+    """The adapters' output is scaled by ``alpha / r``."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """On the adapters' input in training. The engine has none, so it moves ratios away from 1."""
+    target_modules: list[str] | None = Field(None, min_length=1)
+    """Last parts of the names of linear modules; null: those of attention and feed-forward."""
+    layer_indices: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
+    """Decoder layers that get adapters; null: all."""
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of :func:`grpo.weights.adapters.make_lora`; null leaves its default."""
+        return {key: value for key, value in self.given().items() if key != "enabled"}
+
+
+class RoleDevices(Section):
+    """How many devices a role has, or which."""
+
+    #: The section's key, for messages.
+    role: ClassVar[str]
+
+    num_devices: int | None = Field(None, ge=1)
+    devices: list[Device] | None = Field(None, min_length=1)
+    """Their numbers; null: the first that are free."""
+
+    @model_validator(mode="after")
+    def _devices_agree(self) -> RoleDevices:
+        if self.devices is None:
+            return self
+        if self.num_devices not in (None, len(self.devices)):
+            raise ValueError(f"{self.role}.num_devices={self.num_devices} and {self.role}.devices="
+                             f"{self.devices} contradict each other; remove one of them")
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError(f"{self.role}.devices={self.devices} names a GPU twice; name each "
+                             "once")
+        return self
+
+
+class TrainModelConfig(RoleDevices):
+    """How the trainer's model computes, and where."""
+
+    role = "train_model"
+
+    torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """``auto``: bfloat16 on a GPU, float32 on a CPU. Masters are always float32."""
+    attn_implementation: str | None = None
+    gradient_checkpointing: bool = False
+    compile: bool | None = None
+    """Compile the decoder layers; null: on GPUs with vLLM where the run is long enough to earn
+    the compilation back, see :mod:`grpo.run.fast_defaults`."""
+    head: HeadKind = "auto"
+    """How log-probs are computed from hidden states; ``auto``: without ever holding all logits."""
+    head_chunk_size: int | None = Field(None, ge=1)
+    """Tokens whose logits exist at a time; null: by device."""
+    fp32_head: bool = False
+    """Logits in float32 where weights are bfloat16, in trainer and engine."""
+    layer_indices: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
+    """Decoder layers that are trained, everything else being frozen; null: all of the model."""
+    num_devices: int | None = Field(None, ge=1)
+    """Devices that train together, each with a part of the model; null: 1."""
+    lora: LoRAConfig = Field(default_factory=LoRAConfig)
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train, one a device."""
+        return len(self.devices) if self.devices else self.num_devices or 1
+
+    @model_validator(mode="after")
+    def _layers_are_the_models_or_the_adapters(self) -> TrainModelConfig:
+        if self.lora.enabled and self.layer_indices is not None:
+            raise ValueError(f"train_model.layer_indices={self.layer_indices} chooses weights to "
+                             "train, but with train_model.lora.enabled=true there are none; use "
+                             "train_model.lora.layer_indices")
+        return self
+
+
+class InferenceModelConfig(Section):
+    """How responses are generated, and how weights get there."""
+
+    backend: Literal["auto", "vllm", "transformers"] = "auto"
+    engine: EngineKind = "in_process"
+    """Where vLLM runs: in the trainer's process, in one of its own, or behind our HTTP server."""
+    url: str | None = None
+    """``http://host:port`` of a server that runs already; null: the run starts its own."""
+    weight_sync: Literal["auto"] | Sync = "auto"
+    """``auto``: adapters where those are trained, a transfer from several devices, else one copy,
+    else a transfer."""
+    temperature: float = Field(1.0, gt=0)
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest response; null: 1024, and 128 for the embedded model on problems it cannot solve."""
+    max_model_len: int | None = Field(None, ge=2)
+    max_num_seqs: int | None = Field(None, ge=1)
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    kv_cache_memory_bytes: int | None = Field(None, ge=1)
+    enforce_eager: bool | None = None
+    """null: CUDA graphs on a GPU, nothing compiled on a CPU."""
+    ignore_eos: bool = False
+    """Always generate ``max_tokens``; for benchmarks."""
+
+    @property
+    def on_this_host(self) -> bool:
+        """Whether the engine can share memory with the trainer."""
+        if self.url is None:
+            return True
+        return is_loopback(urlsplit(self.url).hostname or "")
+
+
+def resolve_sync(inference: InferenceModelConfig, lora: LoRAConfig, *, ranks: int = 1) -> Sync:
+    """How weights reach a vLLM engine.
+
+    Args:
+        inference: what generates.
+        lora: what is trained.
+        ranks: processes that train.
+
+    Raises:
+        ValueError: for a ``weight_sync`` that the other keys rule out, with what to change.
+
+    Examples:
+        >>> resolve_sync(InferenceModelConfig(), LoRAConfig())
+        'single_copy'
+        >>> resolve_sync(InferenceModelConfig(), LoRAConfig(enabled=True))
+        'lora'
+        >>> far = InferenceModelConfig(engine="server", url="http://10.0.0.2:9001")
+        >>> resolve_sync(far, LoRAConfig())
+        'transfer'
+    """
+    chosen = inference.weight_sync
+    if ranks > 1:
+        way: Sync = "lora" if lora.enabled else "transfer"
+        if problem := _obstacle_for_ranks(inference, way):
+            raise ValueError(f"{ranks} devices of train_model share a model: {problem}, or train "
+                             "on one device")
+        return way
+    if chosen == "auto":
+        if lora.enabled:
+            return "lora"
+        return "single_copy" if inference.on_this_host else "transfer"
+    if problem := _obstacle(chosen, inference, lora):
+        raise ValueError(f"inference_model.weight_sync={chosen} {problem}")
+    return chosen
+
+
+def _obstacle(chosen: Sync, inference: InferenceModelConfig, lora: LoRAConfig) -> str | None:
+    """Why a way is impossible and what to do about it; None if it is possible."""
+    if chosen == "lora" and not lora.enabled:
+        return ("carries adapters, but train_model.lora.enabled is false; set that to true, or "
+                "weight_sync=auto")
+    if lora.enabled and chosen in ("single_copy", "transfer", "reload"):
+        return ("carries all weights, but with train_model.lora.enabled=true only adapters are "
+                "trained; use weight_sync=lora, or restart with engine=server")
+    if chosen == "transfer" and inference.engine == "in_process":
+        return ("copies into an engine with memory of its own, but with inference_model.engine="
+                "in_process there is none; use weight_sync=single_copy, or engine=process")
+    if chosen == "restart" and inference.engine != "server":
+        return (f"stops a server and starts another, but inference_model.engine={inference.engine} "
+                "is none; use engine=server, or weight_sync=reload")
+    if chosen == "restart" and inference.url is not None:
+        return (f"needs a server that the run has started, not one at inference_model.url="
+                f"{inference.url}; remove the url, or use weight_sync=reload")
+    if chosen == "single_copy" and not inference.on_this_host:
+        return (f"shares memory, but the server at inference_model.url={inference.url} may be on "
+                "another host; use weight_sync=transfer, or the address 127.0.0.1 if it is not")
+    return None
+
+
+def _obstacle_for_ranks(inference: InferenceModelConfig, way: Sync) -> str | None:
+    """What several training devices cannot work with and what to do; None if they can."""
+    if inference.backend == "transformers":
+        return ("inference_model.backend=transformers generates with the trainer's model, of which "
+                "each has a part only; use backend=vllm with inference_model.engine=process")
+    if inference.engine != "process":
+        return (f"inference_model.engine={inference.engine} takes no weights from several "
+                "processes; use engine=process")
+    if inference.weight_sync not in ("auto", way):
+        return (f"inference_model.weight_sync={inference.weight_sync} is not how "
+                f"{'adapters' if way == 'lora' else 'weights'} are gathered from them; use {way}, "
+                "or auto")
+    return None
+
+
+class RefModelConfig(Section):
+    """The reference policy of ``train.kl_to_ref_coeff`` and ``maxent.beta``."""
+
+    name: str | None = None
+    """null: the model the run starts from; with adapters that is the model without them."""

@@ -1,0 +1,380 @@
+"""The configuration of a run: every key, its type and default, checked once.
+
+The YAML groups in ``config/`` carry the same keys; this schema is what they are checked against.
+An unknown key is an error, and so is a key that the chosen mode would not read. ``null`` means
+"the default for the chosen mode"; the resolved values are printed and saved with every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import Field, ValidationError, model_validator
+
+from grpo.config.aliases import accept_aliases
+from grpo.config.keys import ConfigError, errors_text, unknown_key
+from grpo.config.length import (
+    DEFAULT_TURNS,
+    DEMONSTRATION_BATCHES,
+    EMBEDDED_TURNS,
+    LengthConfig,
+    steps_of_epochs,
+)
+from grpo.config.model import (
+    InferenceModelConfig,
+    ModelConfig,
+    RefModelConfig,
+    Sync,
+    TrainModelConfig,
+    resolve_sync,
+)
+from grpo.config.objective import (
+    DistillConfig,
+    EntropyControllerConfig,
+    KLControllerConfig,
+    MaxEntConfig,
+    Section,
+)
+from grpo.config.optimizer import OptimizerConfig
+from grpo.config.unread import SYNC, Unread, refuse_unread
+from grpo.objectives.registry import get_objective
+
+
+class EnvConfig(Section):
+    """Problems, groups and rewards."""
+
+    dataset: str = "arithmetic"
+    data_path: str | None = None
+    task: dict[str, Any] = Field(default_factory=dict)
+    """Options of the task, see :mod:`grpo.envs.tasks`."""
+    reward: str | list[str] | dict[str, float] | None = None
+    """Name or import path of the reward, or several; null: the task's own."""
+    reward_weights: list[float] | None = None
+    """Of a list of rewards, in its order; null: 1 each."""
+    reward_timeout: float = Field(30.0, gt=0)
+    """Seconds that a call of a reward function may take, for one completion or for the list that
+    it takes; then the row, or all of the list, has no reward."""
+    reward_workers: int = Field(16, ge=1)
+    """Calls of reward functions at a time; 1: in order, each in the main thread."""
+    max_reward_errors: float = Field(0.5, ge=0, le=1)
+    """Greatest share of a batch for which reward functions may fail or be late; above it the run
+    ends and says why. Failed rows below it leave the advantage and the loss."""
+    num_envs: int = Field(32, ge=1)
+    """Different prompts a batch."""
+    repeats: int = Field(16, ge=2)
+    """Completions of each prompt: the group size."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Longer prompts are skipped and counted; null: what the context leaves."""
+
+    @model_validator(mode="after")
+    def _every_weight_has_a_reward(self) -> EnvConfig:
+        names = self.reward if isinstance(self.reward, list) else None
+        if names is not None and (not names or len(set(names)) < len(names)):
+            raise ValueError(f"env.reward={names} must name at least one reward, and none twice")
+        if self.reward_weights is not None and len(self.reward_weights) != len(names or ()):
+            raise ValueError(f"env.reward_weights={self.reward_weights} needs a list env.reward "
+                             f"of as many names, not {self.reward!r}; give one weight for each")
+        return self
+
+    def weighted_rewards(self, default: str) -> dict[str, float]:
+        """Names of the rewards and their weights in the sum."""
+        chosen = self.reward or default
+        if isinstance(chosen, list):
+            return dict(zip(chosen, self.reward_weights or [1.0] * len(chosen), strict=True))
+        return chosen if isinstance(chosen, dict) else {chosen: 1.0}
+
+
+class TrainConfig(LengthConfig):
+    """The loop; its length, and the objective of :class:`~grpo.config.objective.ObjectiveConfig`.
+    """
+
+    exp_name: str = "grpo"
+    seed: int = Field(0, ge=0)
+    dialog_turns_per_batch: int | None = Field(None, ge=1)
+    """Completions generated between weight updates; null: ``env.num_envs * env.repeats``."""
+    optim_batch_size: int | None = Field(None, ge=1)
+    """Completions an optimizer step; null: all of a batch (strictly on-policy)."""
+    epochs: int = Field(1, ge=1)
+    """Passes over each batch of completions; those over the problems are ``train.data_epochs``."""
+    gradient_accumulation_steps: int | None = Field(None, ge=1)
+    max_tokens_per_micro_batch: int | None = Field(None, ge=1)
+    """Split by token budget; null together with the previous key: the largest of
+    :data:`grpo.run.fast_defaults.BUDGETS` that fits the GPU, and 8192 tokens on a CPU."""
+    packing: bool | None = None
+    """Compute on rows laid end to end without padding, and on what rows of a group begin with once,
+    where the model's attention allows that (see :mod:`grpo.objectives.packing`). null: on a GPU,
+    for models that were measured, see :mod:`grpo.run.fast_defaults`."""
+    eval_frequency: int = Field(10, ge=0)
+    """Iterations between held-out evaluations; 0: at the start and the end only."""
+    checkpoint_frequency: int = Field(100, ge=0)
+    """Iterations between checkpoints; 0: none."""
+    keep_checkpoints: int | None = Field(None, ge=1)
+    """null: the 3 newest."""
+    proof_interval: int = Field(10, ge=1)
+    """Updates within which every tensor of the engine is compared with the trainer's, to the bit: a
+    part of them after each, all after the first three, at evaluations and at checkpoints. 1: all
+    after each update; it cannot be switched off."""
+
+    @model_validator(mode="after")
+    def _one_way_to_split(self) -> TrainConfig:
+        if self.gradient_accumulation_steps and self.max_tokens_per_micro_batch:
+            raise ValueError("train.gradient_accumulation_steps and "
+                             "train.max_tokens_per_micro_batch both say how to split a batch; "
+                             "set one of them to null")
+        return self
+
+
+class PolicyConfig(Section):
+    """Earlier names, accepted for other keys."""
+
+    kl_coef: float | None = Field(None, ge=0)
+    """The same as ``train.kl_to_ref_coeff``."""
+
+
+class LoggingConfig(Section):
+    """Loggers beside ``metrics.jsonl``, which is always written."""
+
+    backends: list[Literal["wandb", "tensorboard"]] = Field(default_factory=list)
+    wandb_project: str | None = None
+    wandb_group: str | None = None
+    wandb_run_name: str | None = None
+    wandb_mode: Literal["online", "offline"] | None = None
+    num_samples: int = Field(6, ge=0)
+    """Completions shown and saved at each evaluation."""
+
+
+AnyConfig = TypeVar("AnyConfig", bound="Config")
+
+
+class Config(Section):
+    """A whole run."""
+
+    #: What it does not read when.
+    unread: ClassVar[tuple[Unread, ...]] = SYNC
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    resume: str | None = None
+    """Path of a run or checkpoint, or ``auto`` for the newest run of the same name and settings."""
+    env: EnvConfig = Field(default_factory=EnvConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    train_model: TrainModelConfig = Field(default_factory=TrainModelConfig)
+    inference_model: InferenceModelConfig = Field(default_factory=InferenceModelConfig)
+    ref_model: RefModelConfig = Field(default_factory=RefModelConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    kl_controller: KLControllerConfig = Field(default_factory=KLControllerConfig)
+    entropy_controller: EntropyControllerConfig = Field(default_factory=EntropyControllerConfig)
+    maxent: MaxEntConfig = Field(default_factory=MaxEntConfig)
+    distill: DistillConfig = Field(default_factory=DistillConfig)
+
+    _accept_earlier_names = model_validator(mode="before")(accept_aliases)
+
+    @model_validator(mode="after")
+    def _keys_are_read(self) -> Config:
+        refuse_unread(self, self.unread)
+        return self
+
+    @model_validator(mode="after")
+    def _keys_that_belong_together(self) -> Config:
+        group_rows = self.env.num_envs * self.env.repeats
+        batch = self.turns_per_batch
+        if batch % group_rows:
+            raise ValueError(f"train.dialog_turns_per_batch={batch} must be a multiple of "
+                             f"env.num_envs * env.repeats = {group_rows}")
+        if batch % self.rows_per_optimizer_step:
+            raise ValueError(f"train.optim_batch_size={self.rows_per_optimizer_step} must divide "
+                             f"the {batch} completions of a batch")
+        if self.train.aggregation == "prompt" and self.rows_per_optimizer_step % self.env.repeats:
+            raise ValueError(f"train.optim_batch_size={self.rows_per_optimizer_step} must be a "
+                             f"multiple of env.repeats={self.env.repeats}: "
+                             "train.aggregation=prompt needs whole groups in an optimizer step, "
+                             "or prompts would have different weights")
+        if self.train.data_epochs is None and not self.iterations:
+            turns = self.train.total_dialog_turns or self._default_turns
+            raise ValueError(f"train.total_dialog_turns={turns} is less than one batch of {batch} "
+                             "completions; raise it, or give train.max_steps instead")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_can_reach_the_engine(self) -> Config:
+        _ = self.weight_sync  # which raises where they cannot
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_can_share_the_optimizer(self) -> Config:
+        if self.train_model.ranks > 1 and self.optimizer.name != "adamw":
+            raise ValueError(f"optimizer.name={self.optimizer.name} steps whole tensors, but "
+                             f"{self.train_model.ranks} devices of train_model have a slice of "
+                             "each; use adamw, whose state they share, or train on one device")
+        return self
+
+    @model_validator(mode="after")
+    def _objective_fits_the_loop(self) -> Config:
+        train = self.train
+        self.kl_controller.controller(train.kl_to_ref_coeff)
+        self.entropy_controller.controller(train.entropy_coeff)
+        if train.is_maxent:
+            self.maxent.weights()
+            self.maxent.controller(group_size=self.env.repeats)
+            if self.distill.reverse_kl_coeff is not None:
+                raise ValueError(f"distill.reverse_kl_coeff={self.distill.reverse_kl_coeff} is an "
+                                 f"advantage, which train.objective={train.objective!r} does not "
+                                 "read; remove it, or use distill.topk_coeff")
+        elif self.distill.reverse_kl_coeff and not get_objective(train.objective).token_advantages:
+            raise ValueError(f"distill.reverse_kl_coeff={self.distill.reverse_kl_coeff} gives each "
+                             f"token its own advantage, but the ratio of train.objective="
+                             f"{train.objective!r} is that of a whole sequence; use gspo_token, or "
+                             "distill.topk_coeff")
+        steps = self.turns_per_batch // self.rows_per_optimizer_step * train.epochs
+        if train.proximal == "current" and steps > 1:
+            raise ValueError(f"train.proximal='current' is for one optimizer step a batch, not "
+                             f"{steps}: from the second on the current policy is no longer the one "
+                             "that the batch was scored with; set train.proximal=scored")
+        if (self.overlong_tokens or 0) >= self.max_tokens:
+            raise ValueError(f"train.overlong_buffer={train.overlong_buffer} must be below "
+                             f"inference_model.max_tokens={self.max_tokens}")
+        return self
+
+    def changed(self: AnyConfig, **sections: dict[str, Any]) -> AnyConfig:
+        """A copy with other values of some keys, checked as a whole.
+
+        Examples:
+            >>> Config().changed(train={"seed": 3}).train.seed
+            3
+        """
+        values = self.model_dump()
+        for section, keys in sections.items():
+            values[section] |= keys
+        return type(self).model_validate(values)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything is compared with the reference policy."""
+        return self.train.kl_to_ref_coeff is not None or bool(self.maxent.beta)
+
+    @property
+    def weight_sync(self) -> Sync:
+        """``inference_model.weight_sync``, resolved; for vLLM, which alone needs any."""
+        return resolve_sync(self.inference_model, self.train_model.lora,
+                            ranks=self.train_model.ranks)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether trainer and vLLM engine read one copy of the weights, adapters aside."""
+        ways = ("single_copy", "lora")
+        return (self.weight_sync in ways and self.inference_model.on_this_host
+                and self.train_model.ranks == 1)  # else each has a slice
+
+    @property
+    def is_demonstration(self) -> bool:
+        """The embedded model on problems it cannot solve: it only shows that the pipeline runs."""
+        return self.model.name == "embedded" and self.env.dataset != "arithmetic"
+
+    def for_problems(self: AnyConfig, count: int) -> AnyConfig:
+        """The same run with ``train.data_epochs`` as ``train.max_steps``.
+
+        Args:
+            count: training problems.
+
+        Examples:
+            >>> Config(train={"data_epochs": 2}).for_problems(7473).iterations  # 32 a batch
+            468
+        """
+        if (epochs := self.train.data_epochs) is None:
+            return self
+        return self.changed(train={"data_epochs": None, "max_steps": steps_of_epochs(
+            epochs, problems=count, batch=self.groups_per_batch)})
+
+    @property
+    def total_turns(self) -> int:
+        """Completions of the whole run."""
+        return self.iterations * self.turns_per_batch
+
+    @property
+    def _default_turns(self) -> int:
+        if self.is_demonstration:
+            return DEMONSTRATION_BATCHES * self.turns_per_batch
+        return EMBEDDED_TURNS if self.model.name == "embedded" else DEFAULT_TURNS
+
+    @property
+    def max_tokens(self) -> int:
+        """``inference_model.max_tokens``, resolved."""
+        return self.inference_model.max_tokens or (128 if self.is_demonstration else 1024)
+
+    @property
+    def overlong_tokens(self) -> int | None:
+        """``train.overlong_buffer`` in tokens."""
+        buffer = self.train.overlong_buffer
+        if buffer is None:
+            return None
+        return max(1, round(buffer * self.max_tokens)) if buffer < 1 else int(buffer)
+
+    @property
+    def turns_per_batch(self) -> int:
+        """Completions of one iteration."""
+        return self.train.dialog_turns_per_batch or self.env.num_envs * self.env.repeats
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.turns_per_batch // self.env.repeats
+
+    @property
+    def rows_per_optimizer_step(self) -> int:
+        return self.train.optim_batch_size or self.turns_per_batch
+
+    @property
+    def iterations(self) -> int:
+        """Rounds of generate, train and publish."""
+        return self.train.iterations(batch=self.turns_per_batch, default_turns=self._default_turns)
+
+    @property
+    def optimizer_steps(self) -> int:
+        return (self.iterations * self.train.epochs * self.turns_per_batch
+                // self.rows_per_optimizer_step)
+
+
+def load_config(
+    values: DictConfig | dict[str, Any], schema: type[AnyConfig] = Config
+) -> AnyConfig:
+    """Check a configuration.
+
+    Args:
+        values: from Hydra, or a plain dictionary.
+        schema: what they are checked against.
+
+    Raises:
+        ConfigError: naming every key that is unknown, ill-typed, out of range or not read.
+
+    Examples:
+        >>> load_config({"optimizer": {"lr": 1e-6}}).optimizer.lr
+        1e-06
+        >>> load_config({"optimizer": {"learning_rate": 1e-6}})
+        Traceback (most recent call last):
+        ...
+        grpo.config.keys.ConfigError: the configuration has 1 error:
+          optimizer.learning_rate: unknown key (given 1e-06); known keys of optimizer: name, lr, \
+betas, eps, weight_decay, clip_grad_norm, warmup_steps, schedule, final_lr_fraction, \
+scale_parameter, relative_step
+    """
+    if isinstance(values, DictConfig):
+        values = OmegaConf.to_container(values, resolve=True)
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(problem, schema) for problem in error.errors()]
+        raise ConfigError(errors_text(lines)) from None
+
+
+def _explain(problem: dict[str, Any], schema: type[Config]) -> str:
+    path = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    if problem["type"] != "extra_forbidden":
+        return f"{path}={problem['input']!r}: {problem['msg']}"
+    section = schema
+    for part in problem["loc"][:-1]:
+        section = section.model_fields[part].annotation
+    return unknown_key(path, problem["input"], section.model_fields)

@@ -1,1 +1,0 @@
-"""Starting vLLM so that its weights can be shared with the trainer."""

@@ -1,0 +1,88 @@
+"""Rewards that compare a completion with the known answer."""
+
+from __future__ import annotations
+
+import re
+
+from grpo.envs.rewards.registry import RewardResult, register_reward
+from grpo.envs.tasks.base import Problem
+
+_DROPPED = str.maketrans("", "", ",$%")
+_DECIMAL = re.compile(r"[-+]?[0-9]+\.[0-9]+")
+
+
+def answer_tag(completion: str) -> str | None:
+    """Content of the first ``<answer>`` block, stripped; None if there is no complete block.
+
+    Examples:
+        >>> answer_tag("<think>3 * 6</think><answer> 18 </answer><answer>19</answer>")
+        '18'
+        >>> answer_tag("18") is None
+        True
+    """
+    # Plain searches stay linear in text that opens the tag again and again; a regex does not.
+    _, opened, rest = completion.partition("<answer>")
+    content, closed, _ = rest.partition("</answer>")
+    return content.strip() if opened and closed else None
+
+
+def normalize_number(text: str) -> str:
+    """Bring numbers that differ in notation only to one form.
+
+    Surrounding space, ``,`` ``$`` ``%``, a trailing ``.`` and trailing zeros after the decimal
+    point are dropped. Anything else stays as it is.
+
+    Examples:
+        >>> [normalize_number(text) for text in ("$1,080.00", "50 %", "2.50", "18.", "100")]
+        ['1080', '50', '2.5', '18', '100']
+    """
+    text = text.translate(_DROPPED).strip().rstrip(".").rstrip()
+    if _DECIMAL.fullmatch(text):
+        text = text.rstrip("0").rstrip(".")
+    return text
+
+
+@register_reward("gsm8k", quick=True)
+def gsm8k(completion: str, problem: Problem) -> RewardResult:
+    """Reward of GSM8K: 1.0 for the right number, 0.1 for another answer, 0.0 for none.
+
+    The answer is the content of the first ``<answer>`` block; it and ``problem.answer`` are
+    compared after :func:`normalize_number`. Success is the right number alone.
+
+    Examples:
+        >>> problem = Problem(prompt="...", answer="1,080", id="p0")
+        >>> gsm8k("<think>...</think><answer>$1080.00</answer>", problem)
+        RewardResult(reward=1.0, success=True)
+        >>> gsm8k("<answer>108</answer>", problem).reward, gsm8k("1080", problem).reward
+        (0.1, 0.0)
+    """
+    answer = normalize_number(answer_tag(completion) or "")
+    if not answer:
+        return RewardResult(0.0, False)
+    correct = answer == normalize_number(problem.answer)
+    return RewardResult(1.0 if correct else 0.1, correct)
+
+
+@register_reward("exact_match", quick=True)
+def exact_match(completion: str, problem: Problem) -> RewardResult:
+    """1.0 if the completion, stripped of surrounding space, is the answer, else 0.0.
+
+    Examples:
+        >>> exact_match(" 42\\n", Problem(prompt="17+25=", answer="42", id="p0"))
+        RewardResult(reward=1.0, success=True)
+    """
+    correct = completion.strip() == problem.answer
+    return RewardResult(float(correct), correct)
+
+
+@register_reward("negative_length", quick=True)
+def negative_length(completion: str, problem: Problem) -> RewardResult:
+    """Minus the number of characters: a reward whose optimum is known, for sanity runs.
+
+    Success is the optimum, an empty completion. The problem plays no part.
+
+    Examples:
+        >>> negative_length("four", Problem(prompt="", answer="", id="p0"))
+        RewardResult(reward=-4.0, success=False)
+    """
+    return RewardResult(float(-len(completion)), completion == "")

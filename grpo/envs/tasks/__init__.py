@@ -1,0 +1,15 @@
+"""Tasks: problems with a known answer, split into train and test."""
+
+from grpo.envs.tasks.arithmetic import ArithmeticTask
+from grpo.envs.tasks.base import Problem, Task, make_task, register_task, task_names
+from grpo.envs.tasks.gsm8k import Gsm8kTask
+
+__all__ = [
+    "ArithmeticTask",
+    "Gsm8kTask",
+    "Problem",
+    "Task",
+    "make_task",
+    "register_task",
+    "task_names",
+]

@@ -1,0 +1,155 @@
+"""What a task is, and the registry that builds one from its name and options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, TypeVar
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question with a known answer.
+
+    Attributes:
+        prompt: text that the model continues, which begins as the tokenizer lets every text begin
+            (see :func:`grpo.envs.text_tokens.text_tokens`), or chat messages
+            (``{"role": ..., "content": ...}``) that are rendered with its chat template.
+        answer: what a reward function compares a completion with.
+        id: unique within the task; names the problem in logs and error messages.
+    """
+
+    prompt: str | tuple[dict[str, str], ...] = field(hash=False)  # dicts have no hash
+    answer: str
+    id: str
+
+
+class Task:
+    """Base class of tasks: a name, two splits and the reward that suits them.
+
+    A subclass sets ``default_reward``, takes keyword-only options, and passes its problems here.
+
+    Args:
+        train: problems to learn from.
+        test: held-out problems.
+        source: where the problems come from, for error messages.
+
+    Attributes:
+        name: set by :func:`register_task`.
+        default_reward: name of a reward function, see :func:`grpo.envs.rewards.get_reward`.
+
+    Examples:
+        >>> class Capitals(Task):
+        ...     default_reward = "exact_match"
+        >>> france = Problem(prompt="Capital of France: ", answer="Paris", id="france")
+        >>> task = Capitals(train=[france], test=[], source="an atlas")
+        >>> task.split("train")[0].answer
+        'Paris'
+    """
+
+    name: ClassVar[str] = "unregistered"
+    default_reward: ClassVar[str]
+
+    def __init__(self, *, train: Sequence[Problem], test: Sequence[Problem], source: str) -> None:
+        self.train = tuple(train)
+        self.test = tuple(test)
+        self.source = source
+
+    def split(self, name: Literal["train", "test"]) -> tuple[Problem, ...]:
+        """The problems of one split, never empty.
+
+        Raises:
+            ValueError: if there is no such split, or it holds no problem.
+        """
+        if name not in ("train", "test"):
+            raise ValueError(f"task {self.name!r} has no split {name!r}; use 'train' or 'test'")
+        problems = self.train if name == "train" else self.test
+        if not problems:
+            raise ValueError(
+                f"task {self.name!r}: split {name!r} is empty (source: {self.source}); "
+                f"set num_{name} to at least 1, or use a source that has {name} problems"
+            )
+        return problems
+
+
+TaskClass = TypeVar("TaskClass", bound=type[Task])
+
+_TASKS: dict[str, type[Task]] = {}
+
+
+def register_task(name: str) -> Callable[[TaskClass], TaskClass]:
+    """Class decorator that makes a :class:`Task` available to :func:`make_task`.
+
+    Raises:
+        ValueError: if the name is taken.
+
+    Examples:
+        >>> @register_task("echo")
+        ... class Echo(Task):
+        ...     default_reward = "exact_match"
+        ...     def __init__(self, *, word="hello"):
+        ...         problem = Problem(prompt=f"Say {word}: ", answer=word, id=word)
+        ...         super().__init__(train=[problem], test=[problem], source="echo")
+        >>> make_task("echo", word="moin").train[0].answer
+        'moin'
+    """
+
+    def register(cls: TaskClass) -> TaskClass:
+        if name in _TASKS:
+            raise ValueError(
+                f"task {name!r} is already registered by {_TASKS[name].__qualname__}; "
+                "choose another name"
+            )
+        cls.name = name
+        _TASKS[name] = cls
+        return cls
+
+    return register
+
+
+def task_names() -> tuple[str, ...]:
+    """Names that :func:`make_task` knows, sorted."""
+    return tuple(sorted(_TASKS))
+
+
+def check_options(name: str, options: Mapping[str, object]) -> None:
+    """Check a task's name and the names of its options, without loading anything.
+
+    Raises:
+        ValueError: if the task is unknown, or has no such option (it would be ignored).
+    """
+    if name not in _TASKS:
+        raise ValueError(f"unknown task {name!r}; known tasks: {', '.join(task_names())}")
+    parameters = inspect.signature(_TASKS[name]).parameters.values()
+    accepted = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    for option, value in options.items():
+        if option not in accepted:
+            raise ValueError(
+                f"task {name!r} has no option {option!r} (given {value!r}); "
+                f"remove it, or use one of: {', '.join(accepted) or '(none)'}"
+            )
+
+
+def make_task(name: str, /, **options: object) -> Task:
+    """Build a registered task.
+
+    Args:
+        name: as given to :func:`register_task`.
+        **options: keyword-only options of the task's constructor.
+
+    Raises:
+        ValueError: if the task is unknown, or has no such option (it would be ignored).
+
+    Examples:
+        >>> make_task("arithmetic", max_operand=9, num_train=80, num_test=10).name
+        'arithmetic'
+    """
+    check_options(name, options)
+    return _TASKS[name](**options)
+
+
+def check_count(field_name: str, value: object, *, minimum: int = 0) -> None:
+    """Raise ``ValueError`` unless ``value`` is an integer of at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{field_name}={value!r} must be an integer of at least {minimum}")

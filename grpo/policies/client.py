@@ -1,0 +1,234 @@
+"""A blocking client of the engine server, with a deadline on every call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from grpo.policies.handle import EngineError, PauseMode
+from grpo.system.http_call import http_request, split_url
+
+
+class EngineCallError(EngineError):
+    """The engine server refused or failed a call.
+
+    Attributes:
+        status: HTTP status; None if there was no answer.
+        param: the option to blame, if the server named one.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, param: str | None = None):
+        super().__init__(message)
+        self.status, self.param = status, param
+
+
+class EngineTimeoutError(EngineCallError, TimeoutError):
+    """A call's deadline passed."""
+
+
+class EngineUnreachableError(EngineCallError, ConnectionError):
+    """There is no server at the address, or it went away during the call."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What was sampled for one prompt, one list entry a sample.
+
+    Attributes:
+        tokens: sampled token ids, the end token included.
+        log_probs: of each sampled token, under the distribution that sampled it.
+        finish_reasons: ``stop``, ``length`` or ``abort``.
+        versions: ``[[policy version, tokens], ...]`` in order.
+    """
+
+    tokens: list[list[int]]
+    log_probs: list[list[float]]
+    finish_reasons: list[str]
+    versions: list[list[list[int]]]
+
+
+class EngineClient:
+    """Calls to :mod:`grpo.server.serve`; an ``EngineHandle`` for the weights.
+
+    Every call opens a connection of its own, so threads can share a client.
+
+    Args:
+        url: ``http://host:port``.
+        token: access token of the server.
+        timeout: seconds a call may take unless it is given its own.
+
+    Raises:
+        ValueError: for an address that is not ``http://host:port``.
+
+    Examples:
+        >>> client = EngineClient("http://127.0.0.1:9001")
+        >>> client.generate([[5, 6, 7]], max_tokens=8)[0].tokens         # doctest: +SKIP
+        [[41, 3, 97, 12, 8, 55, 20, 31]]
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, timeout: float = 60.0) -> None:
+        self.host, self.port = split_url(url)
+        self.url = url.rstrip("/")
+        self.token = token
+        self.timeout = timeout
+
+    def __str__(self) -> str:
+        return f"engine server at {self.url}"
+
+    def alive(self) -> bool:
+        """True if the server answers and its engine lives; waits 5 seconds at most."""
+        try:
+            self.call("GET", "/health", timeout=min(5.0, self.timeout))
+        except EngineCallError:
+            return False
+        return True
+
+    def info(self) -> dict[str, Any]:
+        """What the server is: model, dtype, policy version, paused and so on."""
+        return self.call("GET", "/bridge/info")
+
+    def requests(self) -> int | None:
+        """How many requests to sample have come to the server; None if that is not to be had."""
+        try:
+            return self.call("GET", "/bridge/info", timeout=min(5.0, self.timeout)).get("requests")
+        except EngineCallError:
+            return None
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        *,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> list[Generated]:
+        """Sample from several prompts in one call.
+
+        Args:
+            prompts: token ids of each prompt.
+            timeout: seconds for all of them.
+            **sampling: fields of :class:`~grpo.server.api.SamplingFields`.
+
+        Returns:
+            One :class:`Generated` a prompt, in order.
+        """
+        body = {"prompt_token_ids": prompts, "logprobs": 0, "flat_logprobs": True,
+                "return_text": bool(sampling.get("stop")), **sampling}
+        answer = self.call("POST", "/generate", body, timeout=timeout)
+        return [Generated(one["token_ids"], one["logprobs"], one["finish_reasons"],
+                          one["policy_version"]) for one in answer["results"]]
+
+    def collective_rpc(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call a method of the weight worker on every worker; one result each."""
+        return self._wait("/bridge/rpc", timeout, method=method, args=list(args))["results"]
+
+    def pause(
+        self, mode: PauseMode = "keep", *, clear_cache: bool = True,
+        timeout: float | None = None,
+    ) -> None:
+        """Stop sampling; see :meth:`grpo.server.versioned.VersionedEngine.pause`."""
+        self._wait("/bridge/pause", timeout, mode=mode, clear_cache=clear_cache)
+
+    def resume(self, *, timeout: float | None = None) -> None:
+        """Go on sampling."""
+        self._wait("/bridge/resume", timeout)
+
+    def sleep(self, level: int = 1, *, timeout: float | None = None) -> None:
+        """Free the engine's memory, aborting what runs."""
+        self._wait("/bridge/sleep", timeout, level=level)
+
+    def wake_up(self, *, timeout: float | None = None) -> None:
+        """End :meth:`sleep`."""
+        self._wait("/bridge/wake_up", timeout)
+
+    def reset_prefix_cache(self, timeout: float | None = None) -> bool:
+        """Forget cached keys and values; False if running requests hold some."""
+        return self._wait("/bridge/reset_prefix_cache", timeout)["reset"]
+
+    @property
+    def version(self) -> int:
+        """Policy version of the tokens that are sampled now."""
+        return self.call("GET", "/bridge/version")["version"]
+
+    def set_version(self, version: int) -> None:
+        """Set the policy version; the engine must be paused or idle."""
+        self.call("POST", "/bridge/version", {"version": version})
+
+    def load_lora(
+        self, path: str | None = None, *, adapter_id: int | None = None, name: str = "adapter",
+        version: int | None = None, timeout: float | None = None,
+    ) -> str:
+        """Use the adapter in a folder, or the one of this id in the workers' memory.
+
+        Returns:
+            The name under which requests can ask for it.
+        """
+        return self._wait("/lora/load", timeout, adapter_path=path, adapter_id=adapter_id,
+                          adapter_name=name, version=version)["adapter_name"]
+
+    def lora_fingerprints(
+        self, shapes: dict[str, list[int]], *, timeout: float | None = None
+    ) -> list[dict[str, list]]:
+        """What each worker's slot holds of the adapter that new requests use.
+
+        Args:
+            shapes: see :func:`~grpo.weights.worker.lora.slot_fingerprints`.
+            timeout: seconds.
+
+        Returns:
+            One answer a worker, ``[{}]`` where requests use the model without an adapter.
+        """
+        adapter_id = self.call("GET", "/lora/status")["active_adapter_id"]
+        if adapter_id is None:
+            return [{}]
+        return self.collective_rpc("lora_fingerprints", adapter_id, shapes, timeout=timeout)
+
+    def unload_lora(self, *, timeout: float | None = None) -> None:
+        """Go back to the base model."""
+        self._wait("/lora/unload", timeout)
+
+    def _wait(self, path: str, timeout: float | None, **body: Any) -> dict[str, Any]:
+        """Call a route that has a deadline of its own; ours comes a little later."""
+        timeout = self.timeout if timeout is None else timeout
+        return self.call("POST", path, {**body, "timeout": timeout}, timeout=timeout + 2.0)
+
+    def call(
+        self, method: str, path: str, body: Any = None, *, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """One request; returns the JSON of the answer.
+
+        Raises:
+            EngineTimeoutError: after ``timeout`` seconds.
+            EngineUnreachableError: if there is no server, or it ends during the call.
+            EngineCallError: with the server's message, if it refuses or fails.
+        """
+        timeout = self.timeout if timeout is None else timeout
+        what = f"{method} {self.url}{path}"
+        try:
+            status, raw = http_request(
+                self.host, self.port, method, path,
+                orjson.dumps(body) if body is not None else None, token=self.token,
+                timeout=timeout)
+        except TimeoutError:
+            raise EngineTimeoutError(
+                f"{what}: no answer in {timeout:g} s; is the engine paused? Else give the call "
+                "more time, or see the server's log") from None
+        except ConnectionError as error:
+            raise EngineUnreachableError(f"{what}: {error or type(error).__name__}; is the server "
+                                         "running? See its log") from error
+        return _value(what, status, raw)
+
+
+def _value(what: str, status: int, raw: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        raise EngineCallError(f"{what}: the answer (status {status}) is not JSON; does another "
+                              "program listen there?", status=status) from None
+    if status < 400:
+        return value
+    error = value.get("error", {}) if isinstance(value, dict) else {}
+    message = f"{what}: {error.get('message', raw[:200])} (status {status})"
+    kind = EngineTimeoutError if status == 504 else EngineCallError
+    raise kind(message, status=status, param=error.get("param"))

@@ -1,0 +1,247 @@
+"""Generation with vLLM in this process at less cost in Python for each token.
+
+vLLM's front end brings the state of every request up to date after every step of the engine, with
+its log-probs in a structure for several tokens a position. Where only finished requests count and
+the sampled tokens alone have log-probs, nobody reads that state before the end, and it takes time
+in which no step is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from grpo.policies.slots import blocks_asked_for_at_borders
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+__all__ = ["Response", "generate", "responses_alone"]
+
+
+class Response(NamedTuple):
+    """What was sampled for one prompt.
+
+    Attributes:
+        tokens: sampled ids, the end token included.
+        log_probs: of each of them.
+        finish_reason: vLLM's, ``length`` where the limit ended the row.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    finish_reason: str | None
+
+
+def generate(
+    engine: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], *,
+    lora_request: LoRARequest | None = None,
+    on_row: Callable[[int, list[int]], None] | None = None,
+) -> list[Response]:
+    """Sample one response for each prompt.
+
+    A call that does not end well takes its requests out of the engine.
+
+    Args:
+        engine: from :func:`grpo.policies.inprocess.start_engine`.
+        prompts: token ids.
+        params: for all rows, or those of each, which may differ in their seeds; with
+            ``logprobs=0`` and ``flat_logprobs=True``.
+        lora_request: the adapter to generate with.
+        on_row: is told of each row as soon as it is finished: its number and its tokens. Where
+            nothing but responses is collected, see :func:`responses_alone`.
+
+    Returns:
+        In the order of the prompts.
+
+    Raises:
+        RuntimeError: if the engine does not report one log-prob for each sampled token.
+
+    Examples:
+        >>> generate(engine, [[5, 6, 7]], policy.sampling_params(policy.sampling)
+        ...          )[0].tokens                                             # doctest: +SKIP
+    """
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    with _none_left_over(engine):
+        if not responses_alone(engine, params[0] if isinstance(params, list) else params):
+            outputs = engine.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
+            return [_response(output) for output in outputs]
+        with _collected(engine, on_row) as collected, blocks_asked_for_at_borders(engine):
+            outputs = engine.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
+        return [collected.response(output) for output in outputs]
+
+
+def responses_alone(engine: LLM, params: SamplingParams) -> bool:
+    """Whether nothing but finished responses and their log-probs is wanted from the engine.
+
+    It is False as well for an engine whose front end has another shape than the one that
+    :func:`generate` knows, which is that of vLLM 0.25 to 0.32; it then generates in the ordinary
+    way.
+    """
+    front_end = getattr(engine.llm_engine, "output_processor", None)
+    shape = all(hasattr(front_end, name)
+                for name in ("process_outputs", "request_states", "log_stats", "tracing_enabled"))
+    return (shape and not (front_end.log_stats or front_end.tracing_enabled
+                           or front_end.request_states)
+            and _core_has_known_shape() and params.n == 1 and params.logprobs == 0
+            and params.prompt_logprobs is None and not params.detokenize and not params.stop)
+
+
+def _core_has_known_shape() -> bool:
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.outputs import LogprobsLists
+
+    return ({"logprob_token_ids", "logprobs"} <= set(LogprobsLists._fields)
+            and {"request_id", "new_token_ids", "new_logprobs", "finish_reason"}
+            <= set(EngineCoreOutput.__struct_fields__))
+
+
+@contextmanager
+def _none_left_over(engine: LLM) -> Iterator[None]:
+    """Abort what an exception leaves in the engine; the next call would go on with it."""
+    before = _request_ids(engine)
+    try:
+        yield
+    except BaseException:
+        engine.llm_engine.abort_request([*(_request_ids(engine) - before)], internal=True)
+        raise
+
+
+def _request_ids(engine: LLM) -> set[str]:
+    front_end = getattr(engine.llm_engine, "output_processor", None)
+    return set(getattr(front_end, "request_states", ()))
+
+
+@contextmanager
+def _collected(
+    engine: LLM, on_row: Callable[[int, list[int]], None] | None
+) -> Iterator[_Collector]:
+    """Within the context the engine's front end sees requests only when they are finished."""
+    front_end = engine.llm_engine.output_processor
+    collector = _Collector(front_end, on_row)
+    front_end.process_outputs = collector.process_outputs  # hides the method of its class
+    # An engine in another process has no executor here, and its log-probs come as they are.
+    executor = getattr(engine.llm_engine, "model_executor", None)
+    simplify = hasattr(executor, "sample_tokens")
+    if simplify:
+        executor.sample_tokens = _simplifying(executor.sample_tokens)
+    try:
+        yield collector
+    finally:
+        del front_end.process_outputs
+        if simplify:
+            del executor.sample_tokens
+
+
+class _Collector:
+    """Keep tokens and log-probs of each request until it is finished."""
+
+    def __init__(
+        self, front_end: Any, on_row: Callable[[int, list[int]], None] | None
+    ) -> None:
+        self.front_end, self.on_row = front_end, on_row
+        self.numbers: dict[str, int] = {}  # of the rows, by request
+        self.process_finished = front_end.process_outputs
+        self.running: dict[str, tuple[list[int], list[float]]] = {}
+        self.finished: dict[str, tuple[list[int], list[float]]] = {}
+
+    def process_outputs(self, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of the front end's method, to which it gives whole responses."""
+        running, finished = self.running, []
+        if not self.numbers:  # all requests are there before the first step, in their order
+            self.numbers = {id: row for row, id in enumerate(self.front_end.request_states)}
+        for output in outputs:
+            row = running.get(output.request_id)
+            if row is None:
+                if output.request_id not in self.front_end.request_states:
+                    continue  # aborted in the meantime
+                row = running[output.request_id] = [], []
+            tokens, log_probs = row
+            new, reported = output.new_token_ids, output.new_logprobs
+            tokens += new
+            if type(reported) is list:
+                log_probs += reported
+            elif reported is not None:
+                _check_tokens(reported.logprob_token_ids[:, 0].tolist(), [[token] for token in new])
+                log_probs += reported.logprobs[:, 0].tolist()
+            if output.finish_reason is not None:
+                self._end(output, tokens, log_probs)
+                finished.append(output)
+        return self.process_finished(finished, *args, **kwargs)
+
+    def _end(self, output: Any, tokens: list[int], log_probs: list[float]) -> None:
+        if len(tokens) != len(log_probs):
+            raise RuntimeError(_UNSUPPORTED.format(f"{len(log_probs)} log-probs", len(tokens)))
+        state = self.front_end.request_states[output.request_id]
+        self.finished[state.external_req_id] = self.running.pop(output.request_id)
+        output.new_token_ids, output.new_logprobs = tokens, None
+        if self.on_row is not None:
+            self.on_row(self.numbers[output.request_id], tokens)
+
+    def response(self, output: Any) -> Response:
+        """That of a finished request."""
+        (answer,) = output.outputs
+        tokens, log_probs = self.finished[output.request_id]
+        if list(answer.token_ids) != tokens:
+            raise RuntimeError(_UNSUPPORTED.format(f"{len(answer.token_ids)} tokens in the end",
+                                                   len(tokens)))
+        return Response(tokens, log_probs, answer.finish_reason)
+
+
+class _StepLogProbs:
+    """Log-probs of the tokens of one step, as Python numbers.
+
+    The scheduler gives each request its part with ``slice_request``, as of vLLM's
+    ``LogprobsLists``, which would make three arrays and a tuple for a single number.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+
+    def slice_request(self, row: int, count: int) -> list[float]:
+        return self.values[row : row + count]
+
+
+def _simplifying(sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
+    """An executor's method, whose outputs then have :class:`_StepLogProbs`."""
+
+    def sample(*args: Any, **kwargs: Any) -> Any:
+        output = sample_tokens(*args, **kwargs)
+        pending = getattr(output, "async_output", None)  # with asynchronous scheduling
+        if pending is None:
+            return _simplified(output)
+        wait = pending.get_output
+        pending.get_output = lambda: _simplified(wait())
+        return output
+
+    return sample
+
+
+def _simplified(output: Any) -> Any:
+    reported = getattr(output, "logprobs", None)
+    # Requests with several tokens a step have their places in cu_num_generated_tokens.
+    if reported is not None and getattr(reported, "cu_num_generated_tokens", 0) is None:
+        # The sampled token's is the first of a position.
+        _check_tokens(reported.logprob_token_ids[:, 0].tolist(), output.sampled_token_ids)
+        output.logprobs = _StepLogProbs(reported.logprobs[:, 0].tolist())
+    return output
+
+
+def _check_tokens(reported: list[int], sampled: list[list[int]]) -> None:
+    """Log-probs must be those of the sampled tokens; a row may have none yet."""
+    pairs = zip(reported, sampled, strict=False)  # there may be rows of padding
+    if len(reported) < len(sampled) or any(
+            tokens and tokens[0] != token for token, tokens in pairs):
+        raise RuntimeError(_UNSUPPORTED.format(f"log-probs of {reported}", sampled))
+
+
+_UNSUPPORTED = "the engine returned {} for tokens {}; this version of vLLM is not supported"
+
+
+def _response(output: Any) -> Response:
+    (answer,) = output.outputs
+    return Response(list(answer.token_ids), list(answer.logprobs.logprobs), answer.finish_reason)

@@ -1,0 +1,341 @@
+"""Rollout workers as Ray actors, and their engines as one handle.
+
+    pool = WorkerPool(make_actor, count=2)
+    pool.start()
+    fleet = EngineFleet([RayEngine(pool, number) for number in range(pool.count)])
+    WeightTransfer(model, fleet, backend="nccl").publish()    # one broadcast reaches all
+
+Every call has a deadline. A worker that dies is an :class:`EngineDied`; :meth:`WorkerPool.revive`
+puts a new one in its place, which has the weights that the run began with until it is given others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo.policies.handle import EngineError, EngineHandle, PauseMode
+from grpo.system.threads import in_background
+
+# What a message may take beyond the time that the worker was given.
+_GRACE = 10.0
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class EngineDied(EngineError):
+    """A worker's process is gone."""
+
+
+class WorkersLost(RuntimeError):
+    """Workers die faster than it makes sense to replace them."""
+
+
+def require_ray() -> None:
+    """Raise unless Ray is installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise ModuleNotFoundError("asynchronous training needs Ray: pip install "
+                                  "'torchrl-grpo[ray]'")
+
+
+def answer(ref: Any, *, timeout: float, who: str, what: str) -> Any:
+    """The result of a Ray call.
+
+    Args:
+        ref: from ``method.remote()``.
+        timeout: seconds.
+        who: was called, for messages.
+        what: was asked of it.
+
+    Raises:
+        EngineDied: if the actor's process, its node or the answer itself is gone.
+        EngineError: if the answer does not come in time, or is an error.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+    try:
+        return ray.get(ref, timeout=timeout)
+    except GetTimeoutError:
+        raise EngineError(f"{who}: no answer to {what} within {timeout:g} s; see its log in Ray's "
+                          "session folder") from None
+    except RayTaskError as error:
+        raise EngineError(f"{who}: {what} failed: {error.cause!r}") from error
+    except RayError as error:  # Ray has a class for each way to go, such as out of memory
+        raise EngineDied(f"{who} died during {what}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """What Ray says of a death; of one in the actor's constructor also what was raised there."""
+    lines = _COLOURS.sub("", str(error)).strip().splitlines() or [type(error).__name__]
+    if not getattr(error, "actor_init_failed", False):
+        return lines[0]
+    raised: list[str] = []
+    for line in reversed(lines[1:]):  # what comes after the last frame, whose lines are indented
+        if line.startswith(" "):
+            break
+        raised.insert(0, line)
+    return "\n".join([lines[0], *raised])
+
+
+@dataclass(frozen=True)
+class Call:
+    """Something asked of a worker.
+
+    Attributes:
+        number: of the worker.
+        life: of the worker's process; one that takes a dead one's place has another.
+        method: what was asked.
+        ref: Ray's reference to the answer.
+    """
+
+    number: int
+    life: int
+    method: str
+    ref: Any
+
+
+class WorkerPool:
+    """Actors that do the same work, such as those of
+    :class:`~grpo.collectors.rollout_worker.RolloutWorker`; each has a method ``describe``.
+
+    Args:
+        make: starts the actor of a number.
+        count: how many there are.
+        kind: what they are called in messages.
+        max_restarts: how often, in all, a dead one is replaced.
+        start_timeout: seconds until one must answer.
+
+    Attributes:
+        actors: Ray's handles, by number.
+        lives: ids of their processes, by number.
+        dead: numbers of those that are gone.
+        outdated: numbers of those that have not been given the present weights since they started.
+        restarts: so far.
+
+    Raises:
+        WorkersLost: from :meth:`revive`, when ``max_restarts`` are used up.
+    """
+
+    def __init__(self, make: Callable[[int], Any], *, count: int, kind: str = "rollout worker",
+                 max_restarts: int = 3, start_timeout: float = 900.0) -> None:
+        require_ray()
+        self.make, self.count, self.kind = make, count, kind
+        self.max_restarts, self.start_timeout = max_restarts, start_timeout
+        self.actors: list[Any] = []
+        self.lives = list(range(count))
+        self.dead: dict[int, str] = {}
+        self.outdated: set[int] = set()
+        self.restarts = 0
+        self.about: list[dict[str, Any]] = []
+
+    def start(self) -> None:
+        """Start all; returns when each has answered."""
+        self.actors = [self.make(number) for number in range(self.count)]
+        deadline = time.monotonic() + self.start_timeout
+        self.about = [self._wait_for(number, deadline) for number in range(self.count)]
+
+    def _wait_for(self, number: int, deadline: float) -> dict[str, Any]:
+        left = max(1.0, deadline - time.monotonic())
+        return self.ask(number, "describe", timeout=left)
+
+    @property
+    def usable(self) -> list[int]:
+        """Numbers of the workers that live and have the present weights."""
+        return [number for number in range(self.count)
+                if number not in self.dead and number not in self.outdated]
+
+    def name(self, number: int) -> str:
+        return f"{self.kind} {number}"
+
+    def send(self, number: int, method: str, *args: Any) -> Call:
+        """Call a method without waiting."""
+        ref = getattr(self.actors[number], method).remote(*args)
+        return Call(number, self.lives[number], method, ref)
+
+    def result(self, call: Call, *, timeout: float) -> Any:
+        """Wait for the answer to a call; a death is noted.
+
+        Raises:
+            EngineError: see :func:`answer`.
+        """
+        try:
+            return answer(call.ref, timeout=timeout, who=self.name(call.number), what=call.method)
+        except EngineDied as error:
+            self.bury(call, str(error))
+            raise
+
+    def wait(self, calls: Sequence[Call], *, timeout: float) -> list[Call]:
+        """Those of some calls that are answered; waits until one is, or ``timeout`` has passed."""
+        import ray
+
+        refs = [call.ref for call in calls]
+        ray.wait(refs, num_returns=1, timeout=timeout)
+        # The call above names one answer at most, however many are there.
+        answered = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
+        return [call for call in calls if call.ref in answered]
+
+    def bury(self, call: Call, reason: str) -> None:
+        """Note that a worker is of no use any more, unless another has already taken its place."""
+        if self.lives[call.number] == call.life:
+            self.dead.setdefault(call.number, reason)
+
+    def look(self) -> None:
+        """Note which workers are gone, or live with an engine that has failed."""
+        for number in range(self.count):
+            if number in self.dead:
+                continue
+            call = self.send(number, "describe")
+            try:
+                about = self.result(call, timeout=30.0)
+            except EngineError:  # a death is noted; one that is slow to answer is none
+                continue
+            if about.get("failure"):
+                self.bury(call, f"{self.name(number)}: {about['failure']}")
+
+    def put(self, value: Any) -> Any:
+        """Keep a large argument where every worker finds it."""
+        import ray
+
+        return ray.put(value)
+
+    def ask(self, number: int, method: str, *args: Any, timeout: float) -> Any:
+        """Call a method and wait."""
+        return self.result(self.send(number, method, *args), timeout=timeout)
+
+    def revive(self) -> list[int]:
+        """Put new workers in the place of dead ones; their numbers."""
+        gone = sorted(self.dead)
+        for number in gone:
+            if self.restarts >= self.max_restarts:
+                raise WorkersLost(
+                    f"{self.dead[number]}; {self.restarts} workers were replaced before, which is "
+                    f"all that ray.max_restarts={self.max_restarts} allows. See the log of the "
+                    "worker in Ray's session folder; a killed worker is often one out of memory")
+            self.restarts += 1
+            self._end(self.actors[number])  # what may be left of it
+            self.outdated.add(number)
+            self.actors[number] = self.make(number)
+            self.lives[number] = max(self.lives) + 1
+            try:
+                self.about[number] = self._wait_for(number, time.monotonic() + self.start_timeout)
+            except EngineDied:
+                continue  # noted, and tried again at the next call
+            del self.dead[number]
+        return gone
+
+    def close(self) -> None:
+        """End all workers."""
+        for actor in self.actors:
+            self._end(actor)
+        self.actors = []
+
+    def _end(self, actor: Any) -> None:
+        import ray
+
+        ray.kill(actor)
+
+
+class RayEngine:
+    """The :class:`~grpo.policies.handle.EngineHandle` of one worker of a pool.
+
+    Args:
+        pool: of the worker.
+        number: of the worker; a replaced one keeps it.
+    """
+
+    def __init__(self, pool: WorkerPool, number: int) -> None:
+        self.pool, self.number = pool, number
+
+    def __str__(self) -> str:
+        return f"vLLM engine of {self.pool.name(self.number)}"
+
+    def collective_rpc(self, method: str, *args: Any, timeout: float) -> list[Any]:
+        return self._ask("collective_rpc", method, args, timeout, timeout=timeout)
+
+    def reset_prefix_cache(self, timeout: float) -> bool:
+        return self._ask("reset_prefix_cache", timeout, timeout=timeout)
+
+    def pause(self, mode: PauseMode = "keep", *, timeout: float) -> None:
+        self._ask("pause", mode, timeout, timeout=timeout)
+
+    def resume(self, *, timeout: float) -> None:
+        self._ask("resume", timeout, timeout=timeout)
+
+    def set_version(self, version: int) -> None:
+        self._ask("set_version", version, timeout=60.0)
+
+    def alive(self) -> bool:
+        return self.number not in self.pool.dead
+
+    def _ask(self, method: str, *args: Any, timeout: float) -> Any:
+        return self.pool.ask(self.number, method, *args, timeout=timeout + _GRACE)
+
+
+class EngineFleet:
+    """Several engines as one handle: what is asked of it is asked of all at the same time.
+
+    Workers are numbered over all engines, so that they can join one group for a transfer.
+
+    Args:
+        engines: with the same number of workers each.
+        tensor_parallel_size: workers of an engine.
+
+    Examples:
+        >>> EngineFleet([]).alive()
+        True
+    """
+
+    def __init__(self, engines: Sequence[EngineHandle], *, tensor_parallel_size: int = 1) -> None:
+        self.engines, self.tensor_parallel_size = list(engines), tensor_parallel_size
+
+    def __str__(self) -> str:
+        return f"{len(self.engines)} engines"
+
+    def collective_rpc(self, method: str, *args: Any, timeout: float) -> list[Any]:
+        """One result for each worker of each engine, in the order of their numbers."""
+        calls = []
+        for number, engine in enumerate(self.engines):
+            if method == "transfer_connect":
+                config, plan = args
+                first = config.get("first_rank", 1) + number * self.tensor_parallel_size
+                calls.append((engine.collective_rpc, method, {**config, "first_rank": first}, plan))
+            else:
+                calls.append((engine.collective_rpc, method, *args))
+        return [result for results in _together(calls, timeout=timeout) for result in results]
+
+    def reset_prefix_cache(self, timeout: float) -> bool:
+        return all(self._all("reset_prefix_cache", timeout=timeout))
+
+    def pause(self, mode: PauseMode = "keep", *, timeout: float) -> None:
+        self._all("pause", mode, timeout=timeout)
+
+    def resume(self, *, timeout: float) -> None:
+        self._all("resume", timeout=timeout)
+
+    def set_version(self, version: int) -> None:
+        _together([(engine.set_version, version) for engine in self.engines])
+
+    def alive(self) -> bool:
+        return all(engine.alive() for engine in self.engines)
+
+    def _all(self, method: str, *args: Any, timeout: float) -> list[Any]:
+        return _together([(getattr(engine, method), *args) for engine in self.engines],
+                         timeout=timeout)
+
+
+def _together(calls: list[tuple], **options: Any) -> list[Any]:
+    """Make all calls at the same time; each ends by a deadline of its own.
+
+    An error is raised as soon as it is there: the others may wait for the very engine that failed.
+    """
+    waiting = [in_background(function, *args, **options) for function, *args in calls]
+    while not all(future.done() for future in waiting):
+        for future in waiting:
+            if future.done() and future.exception():
+                raise future.exception()
+        time.sleep(1e-3)
+    return [future.result() for future in waiting]

@@ -1,0 +1,411 @@
+"""What a person watching the terminal sees.
+
+On a terminal: a start-up panel and three live lines (progress, learning, where the time goes). In a
+log file or a pipe: one plain line a step, without control characters.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from grpo.report.loggers import Sample
+
+REWARD = "reward/mean"
+ACCURACY = "eval/accuracy"
+TOKENS_PER_SECOND = "tokens/per_second"
+STEP_TIME = "time/step"
+#: Iterations at both ends of a run whose mean rewards are compared.
+TREND_STEPS = 5
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as people say them.
+
+    Examples:
+        >>> [format_duration(s) for s in (0.42, 7.31, 75, 3_725, 180_000)]
+        ['0.42s', '7.3s', '1m 15s', '1h 02m', '2d 02h']
+    """
+    if seconds < 1:
+        return f"{seconds:.2f}s"
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02d}h"
+    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {rest:02d}s"
+
+
+def one_line(text: str, *, limit: int, newline: str = "⏎", ellipsis: str = "…") -> str:
+    """Text on one line of at most ``limit`` characters, its middle cut out if need be.
+
+    The head and the tail stay, because a completion says what it is at its head and gives its
+    answer at its tail. Characters that could steer a terminal become spaces.
+
+    Examples:
+        >>> one_line("first\\nlast", limit=20)
+        'first⏎last'
+        >>> one_line("0123456789" * 5, limit=12)
+        '0123456…6789'
+    """
+    text = text.strip().replace("\r\n", "\n").replace("\n", newline)
+    text = "".join(c if c.isprintable() else " " for c in text)
+    if len(text) <= limit:
+        return text
+    room = limit - len(ellipsis)
+    tail = room * 2 // 5
+    return text[: room - tail] + ellipsis + text[len(text) - tail :]
+
+
+def phase_times(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each phase of a step: the ``time/*`` metrics except ``time/step``.
+
+    Examples:
+        >>> phase_times({"time/step": 3.0, "time/train": 2.0, "reward/mean": 0.5})
+        {'train': 2.0}
+    """
+    times = {k: v for k, v in metrics.items() if k.startswith("time/") and k != STEP_TIME}
+    return {k.removeprefix("time/"): v for k, v in times.items() if math.isfinite(v)}
+
+
+def reward_parts(names: Iterable[str]) -> list[str]:
+    """Names of the rewards that are summed, from those of metrics.
+
+    Examples:
+        >>> reward_parts(["reward/mean", "reward/brevity/mean", "reward/std"])
+        ['brevity']
+    """
+    return [name.removeprefix("reward/").removesuffix("/mean") for name in names
+            if name.startswith("reward/") and name.endswith("/mean") and name != REWARD]
+
+
+@dataclass(frozen=True)
+class _Glyphs:
+    """Signs for terminals that can show them, and for those that cannot."""
+
+    newline: str = "⏎"
+    ellipsis: str = "…"
+    yes: str = "✓"
+    no: str = "✗"
+    dot: str = "·"
+    up: str = "▲"
+    down: str = "▼"
+    bars: str = "▁▂▃▄▅▆▇█"
+
+
+_UNICODE = _Glyphs()
+_ASCII = _Glyphs("\\n", "...", "yes", "no", "|", "+", "-", "_.-=^")
+
+
+class _Progress:
+    """What the display needs to know of the steps so far."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.metrics: dict[str, float] = {}
+        self.rewards: list[float] = []
+        self.accuracies: list[float] = []
+        self._step_seconds: deque[float] = deque(maxlen=20)
+        self._updated_at: float | None = None
+
+    def update(self, step: int, metrics: Mapping[str, float], now: float) -> None:
+        steps = step - self.step
+        if self._updated_at is not None and steps > 0:
+            self._step_seconds.append((now - self._updated_at) / steps)
+        self.step, self._updated_at = step, now
+        self.metrics = dict(metrics)
+        for key, history in ((REWARD, self.rewards), (ACCURACY, self.accuracies)):
+            if math.isfinite(metrics.get(key, math.nan)):
+                history.append(float(metrics[key]))
+
+    def seconds_left(self, total_steps: int) -> float | None:
+        """Time for the remaining steps at the pace of the last ones; None if not known yet."""
+        paces = self._step_seconds or [self.metrics.get(STEP_TIME, math.nan)]
+        pace = sum(paces) / len(paces)
+        return pace * max(total_steps - self.step, 0) if math.isfinite(pace) else None
+
+
+def _trend(history: Sequence[float]) -> float | None:
+    """Mean of the last :data:`TREND_STEPS` values minus that of the first ones; of fewer, as long
+    as both would overlap."""
+    k = min(TREND_STEPS, len(history) // 2)
+    return (sum(history[-k:]) - sum(history[:k])) / k if k else None
+
+
+def _sparkline(history: Sequence[float], bars: str, width: int = 16) -> str:
+    """The history as ``width`` bars at most, each the mean of its share of the values."""
+    n = min(width, len(history))
+    edges = [i * len(history) // n for i in range(n + 1)] if n else []
+    means = [sum(history[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    if len(means) < 2:
+        return ""
+    low, span = min(means), max(means) - min(means)
+    top = len(bars) - 1
+    return "".join(bars[round((mean - low) / span * top) if span else 0] for mean in means)
+
+
+class Console:
+    """The terminal side of a run; use it as a context manager around the training loop.
+
+    Args:
+        total_steps: number of steps of the run, at least 1.
+        quiet: show warnings only.
+        plain_every: without a terminal, print a line every so many steps. Steps with a held-out
+            accuracy, the first step and the last one are always printed.
+        console: the Rich console to write to; by default one on standard output.
+
+    Raises:
+        ValueError: if ``total_steps`` or ``plain_every`` is below 1.
+
+    Examples:
+        >>> import io
+        >>> out = RichConsole(file=io.StringIO(), width=100)
+        >>> with Console(2, console=out) as console:
+        ...     console.update(1, {"reward/mean": 0.25, "time/step": 1.5, "time/generate": 1.2})
+        ...     console.update(2, {"reward/mean": 0.75, "eval/accuracy": 0.5})
+        >>> print(out.file.getvalue().splitlines()[0])
+        step 1/2  reward 0.250  step time 1.5s (generate 1.2s)  left 1.5s
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        quiet: bool = False,
+        plain_every: int = 1,
+        console: RichConsole | None = None,
+    ) -> None:
+        for name, value in (("total_steps", total_steps), ("plain_every", plain_every)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self.total_steps = total_steps
+        self.quiet = quiet
+        self.plain_every = plain_every
+        self._out = console or RichConsole(highlight=False)
+        self._glyphs = _ASCII if self._out.options.ascii_only else _UNICODE
+        self._progress = _Progress()
+        self._clock = time.monotonic
+        self._live: Live | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the output is a terminal that can redraw lines."""
+        return self._out.is_terminal and not self._out.is_dumb_terminal
+
+    def __enter__(self) -> Console:
+        if self.is_live and not self.quiet:
+            self._live = Live(
+                get_renderable=self._render, console=self._out, refresh_per_second=4, transient=True
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_live()
+
+    def _stop_live(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    # Messages -------------------------------------------------------------------------------
+
+    def banner(self, rows: Mapping[str, str], *, title: str = "GRPO") -> None:
+        """Show what was resolved at start-up: model, engine, weight sharing, device, ..."""
+        if self.quiet:
+            return
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="cyan", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, value in {**rows, "changes": self._legend()}.items():
+            grid.add_row(Text(name), Text(self._clean(str(value), limit=2_000)))
+        panel = Panel(grid, title=Text(title, style="bold"), title_align="left", expand=False)
+        self._out.print(panel)
+
+    def info(self, message: str) -> None:
+        """Say something in passing."""
+        if not self.quiet:
+            self._print(Text(self._encodable(message)))
+
+    def warn(self, message: str) -> None:
+        """Say something the reader should act on; shown even when quiet."""
+        self._print(Text.assemble(("warning: ", "bold yellow"), self._encodable(message)))
+
+    def samples_table(
+        self, samples: Sequence[Sample], *, step: int | None = None, limit: int = 4
+    ) -> None:
+        """Print up to ``limit`` completions with their rewards."""
+        if self.quiet or not samples:
+            return
+        title = "samples" if step is None else f"samples at step {step}"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, expand=True)
+        table.title_style = "bold"
+        table.add_column("prompt", ratio=3, style="dim", overflow="fold")
+        table.add_column("completion", ratio=5, overflow="fold")
+        table.add_column("answer", max_width=12, overflow="fold")
+        table.add_column("reward", justify="right", no_wrap=True)
+        for sample in samples[:limit]:
+            completion = Text(self._clean(sample.completion, limit=320))
+            if sample.truncated:
+                completion.append(" [cut by the length limit]", style="yellow")
+            yes, no = (self._glyphs.yes, "green"), (self._glyphs.no, "red")
+            mark, style = yes if sample.success else no
+            table.add_row(
+                Text(self._clean(sample.prompt, limit=200)),
+                completion,
+                Text(self._clean(sample.answer, limit=60)),
+                Text(f"{mark} {sample.reward:.2f}", style=style),
+            )
+        self._out.print(table)
+
+    def finish(
+        self, paths: Mapping[str, Path], headline: str, *, tick: bool = True
+    ) -> None:
+        """End the display: the result in one line, and where everything lies.
+
+        Args:
+            paths: places by name.
+            headline: the result.
+            tick: False for a run that ended early, or had nothing to learn from.
+        """
+        self._stop_live()
+        if self.quiet:
+            return
+        mark, style = (self._glyphs.yes, "green") if tick else (self._glyphs.no, "red")
+        headline = self._encodable(headline)
+        self._print(Text.assemble((f"{mark} ", f"bold {style}"), (headline, "bold")))
+        width = max(map(len, paths), default=0)
+        for name, path in paths.items():
+            place = self._encodable(str(path))
+            self._print(Text.assemble("  ", (f"{name:<{width}}", "cyan"), "  ", place))
+
+    def _legend(self) -> str:
+        """What the arrows of the lines to come compare."""
+        return (f"{self._glyphs.up} {self._glyphs.down} beside the reward: mean of the last "
+                f"{TREND_STEPS} iterations less that of the first {TREND_STEPS}; beside held-out: "
+                "points since the first evaluation; both since this start")
+
+    def _clean(self, text: str, *, limit: int) -> str:
+        glyphs = self._glyphs
+        text = one_line(text, limit=limit, newline=glyphs.newline, ellipsis=glyphs.ellipsis)
+        return self._encodable(text)
+
+    def _encodable(self, text: str) -> str:
+        """The text with "?" for what the output cannot encode: a message must not end a run."""
+        return text.encode(self._out.encoding, "replace").decode(self._out.encoding)
+
+    def _print(self, text: Text) -> None:
+        # Long lines are left to the terminal, so that a path can be copied in one piece.
+        self._out.print(text, soft_wrap=True, highlight=False)
+
+    # Progress -------------------------------------------------------------------------------
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of a finished step, 1 to ``total_steps``; 0 is before training."""
+        first = not self._progress.metrics
+        self._progress.update(step, metrics, self._clock())
+        if self.quiet:
+            return
+        evaluated = ACCURACY in metrics
+        if self._live is None:
+            due = step % self.plain_every == 0 or step == self.total_steps
+            if first or evaluated or due:
+                self._print(self._plain_line())
+        else:
+            if evaluated:  # stays above the live lines, so that the run leaves a history
+                self._print(Text.assemble(self._count(), "  ", self._learning()))
+            self._live.refresh()
+
+    def _count(self) -> str:
+        total = str(self.total_steps)
+        return f"step {self._progress.step:>{len(total)}}/{total}"
+
+    def _learning(self, *, live: bool = False) -> Text:
+        """Reward, held-out accuracy and throughput of a step; ``live`` keeps the last accuracy."""
+        progress, parts = self._progress, []
+        if REWARD in progress.metrics:
+            reward = Text.assemble("reward ", (f"{progress.metrics[REWARD]:.3f}", "bold"))
+            reward.append(self._arrow(_trend(progress.rewards), "{:.3f}"))
+            bars = _sparkline(progress.rewards, self._glyphs.bars) if live else ""
+            reward.append(f" {bars}" if bars else "", style="cyan")
+            if parts_of := ", ".join(f"{name} {progress.metrics[f'reward/{name}/mean']:.3f}"
+                                     for name in reward_parts(progress.metrics)):
+                reward.append(f" ({parts_of})")
+            parts.append(reward)
+        if progress.accuracies and (live or ACCURACY in progress.metrics):
+            first, last = progress.accuracies[0], progress.accuracies[-1]
+            accuracy = Text.assemble("held-out ", (f"{last:.1%}", "bold"))
+            change = 100 * (last - first) if len(progress.accuracies) > 1 else None
+            parts.append(accuracy.append(self._arrow(change, "{:.1f}")))
+        if TOKENS_PER_SECOND in progress.metrics:
+            parts.append(Text(f"{progress.metrics[TOKENS_PER_SECOND]:,.0f} tok/s"))
+        return Text("  ").join(parts)
+
+    def _arrow(self, change: float | None, form: str) -> Text:
+        if change is None:
+            return Text()
+        size = form.format(abs(change))
+        if float(size) == 0:
+            return Text()
+        sign, style = (self._glyphs.up, "green") if change > 0 else (self._glyphs.down, "red")
+        return Text(f" {sign}{size}", style=style)
+
+    def _phases(self) -> str:
+        """The longest phases of the last step, those above one percent of it."""
+        phases = phase_times(self._progress.metrics)
+        floor = 0.01 * sum(phases.values())
+        longest = sorted(phases.items(), key=lambda item: -item[1])[:4]
+        shown = [f"{name} {format_duration(s)}" for name, s in longest if s > floor]
+        return f" {self._glyphs.dot} ".join(shown)
+
+    def _plain_line(self) -> Text:
+        progress = self._progress
+        parts = [Text(self._count()), self._learning()]
+        if STEP_TIME in progress.metrics:
+            phases = self._phases()
+            took = f"step time {format_duration(progress.metrics[STEP_TIME])}"
+            parts.append(Text(took + (f" ({phases})" if phases else "")))
+        left = progress.seconds_left(self.total_steps)
+        if left:
+            parts.append(Text(f"left {format_duration(left)}"))
+        return Text("  ").join(part for part in parts if part.plain)
+
+    def _render(self) -> Group:
+        """The three live lines; each fits 80 columns and is cut, not wrapped, below that."""
+        progress = self._progress
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        left = progress.seconds_left(self.total_steps)
+        if progress.step >= self.total_steps:
+            status = "done"
+        else:
+            status = "starting" if left is None else f"left {format_duration(left)}"
+        bar.add_row(
+            Text(self._count(), style="bold"),
+            ProgressBar(total=self.total_steps, completed=progress.step),
+            Text(status, style="dim"),
+        )
+        lines = [self._learning(live=True)]
+        if STEP_TIME in progress.metrics:
+            took = f"step time {format_duration(progress.metrics[STEP_TIME])}  {self._phases()}"
+            lines.append(Text(took, style="dim"))
+        for line in lines:
+            line.no_wrap, line.overflow = True, "ellipsis"
+        return Group(bar, *(line for line in lines if line.plain))

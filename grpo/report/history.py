@@ -1,0 +1,119 @@
+"""The metrics of a run, read back from its record: series, phase times, thinning, smoothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo.report.console import phase_times
+from grpo.report.loggers import METRICS_FILE, read_jsonl
+
+PHASE_ORDER = ("generate", "reward", "train", "optimizer", "sync", "canary", "eval")
+
+
+@dataclass(frozen=True)
+class History:
+    """The metrics of a run, one row a step, in order of steps.
+
+    Examples:
+        >>> rows = [{"step": 1, "reward/mean": 0.5}, {"step": 1, "eval/accuracy": None}]
+        >>> history = History.from_rows(rows)
+        >>> history.steps, history.series("reward/mean"), history.series("eval/accuracy")
+        ([1], ([1], [0.5]), ([], []))
+    """
+
+    rows: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[dict[str, Any]]) -> History:
+        """Join rows of the same step; a later value replaces an earlier one."""
+        by_step: dict[int, dict[str, Any]] = {}
+        for row in rows:
+            by_step.setdefault(row["step"], {}).update(row)
+        return cls(tuple(by_step[step] for step in sorted(by_step)))
+
+    @classmethod
+    def read(cls, run_dir: Path) -> History:
+        """Read ``metrics.jsonl`` of a run."""
+        return cls.from_rows(read_jsonl(run_dir / METRICS_FILE))
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have a row."""
+        return [row["step"] for row in self.rows]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all metrics, sorted."""
+        return sorted({name for row in self.rows for name in row} - {"step", "time"})
+
+    def series(self, *names: str) -> tuple[list[int], list[float]]:
+        """Steps and values of the first of ``names`` that has finite values."""
+        for name in names:
+            rows = [row for row in self.rows if row.get(name) is not None]
+            if rows:
+                return [row["step"] for row in rows], [float(row[name]) for row in rows]
+        return [], []
+
+    def phases(self) -> tuple[list[int], dict[str, list[float]]]:
+        """The steps with times, and for each phase its seconds in each of them (0 where absent).
+
+        The phase ``other`` fills up ``time/step``, unless it is negligible.
+        """
+        times = {
+            row["step"]: {k: v for k, v in row.items() if k.startswith("time/") and v is not None}
+            for row in self.rows
+        }
+        times = {step: row for step, row in times.items() if row}
+        totals = [row.get("time/step", 0.0) for row in times.values()]
+        seconds = [phase_times(row) for row in times.values()]
+        found = {name for row in seconds for name in row}
+        order = [*(p for p in PHASE_ORDER if p in found), *sorted(found - set(PHASE_ORDER))]
+        phases = {name: [row.get(name, 0.0) for row in seconds] for name in order}
+        other = [max(0.0, t - sum(row.values())) for t, row in zip(totals, seconds, strict=True)]
+        if sum(other) > 0.01 * sum(totals):
+            phases["other"] = other
+        return list(times), phases
+
+
+def thin(steps: Sequence[int], values: Sequence[float], *, limit: int = 300) -> tuple:
+    """At most ``limit`` points: neighbours are joined, each group at its mean step and value.
+
+    Examples:
+        >>> thin([1, 2, 3, 4], [0.0, 1.0, 4.0, 6.0], limit=2)
+        ([1.5, 3.5], [0.5, 5.0])
+    """
+    n = len(steps)
+    if n <= limit:
+        return list(steps), list(values)
+    edges = [i * n // limit for i in range(limit + 1)]
+    groups = list(zip(edges[:-1], edges[1:], strict=True))
+    return tuple([sum(column[a:b]) / (b - a) for a, b in groups] for column in (steps, values))
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Moving average with exponential weights on both sides, so that it does not lag behind.
+
+    The weights halve every fortieth of the run.
+
+    Examples:
+        >>> smooth([1.0, 1.0, 1.0])
+        [1.0, 1.0, 1.0]
+    """
+    decay = 0.5 ** (1 / max(1.0, len(values) / 40))
+
+    def one_sided(values: Sequence[float]) -> list[tuple[float, float]]:
+        sums, total, weight = [], 0.0, 0.0
+        for value in values:
+            total, weight = decay * total + value, decay * weight + 1.0
+            sums.append((total, weight))
+        return sums
+
+    left, right = one_sided(values), one_sided(values[::-1])[::-1]
+    # The value itself is in both sums and counts once.
+    return [
+        (a + b - value) / (m + n - 1.0)
+        for value, (a, m), (b, n) in zip(values, left, right, strict=True)
+    ]

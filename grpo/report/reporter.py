@@ -1,0 +1,103 @@
+"""Where a run's numbers go: screen, files, loggers, report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from grpo import data
+from grpo.envs.tasks.base import Problem
+from grpo.report.console import Console
+from grpo.report.history import History
+from grpo.report.learning_signal import SignalWarning, silence_at_end
+from grpo.report.loggers import LoggerGroup, MetricLogger, Sample
+from grpo.report.page import write_report
+
+
+class Reporter:
+    """Console, loggers and the final report behind one object.
+
+    Args:
+        console: the screen.
+        loggers: metrics and samples on disk and elsewhere.
+        tokenizer: turns rows into text.
+        run_dir: folder of the run.
+        num_samples: completions shown and saved at each evaluation.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        loggers: MetricLogger,
+        tokenizer: Any,
+        *,
+        run_dir: Path,
+        num_samples: int,
+    ) -> None:
+        self.console, self.tokenizer = console, tokenizer
+        self.loggers = LoggerGroup([loggers, SignalWarning(console.warn)])
+        self.run_dir, self.num_samples = run_dir, num_samples
+        self.sample_rows: list[int] | None = None
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """A finished iteration."""
+        self.loggers.log(step, metrics)
+        self.console.update(step, metrics)
+
+    def samples(self, step: int, batch: TensorDictBase, problems: Sequence[Problem]) -> None:
+        """Show and save completions of a batch, of the same rows each time.
+
+        The rows are chosen at the first call: as many that failed then as that succeeded, so that
+        later calls show what has been learnt and what has been kept.
+        """
+        if self.sample_rows is None:
+            success = batch[data.SUCCESS].flatten()
+            failed, solved = (~success).nonzero()[:, 0].tolist(), success.nonzero()[:, 0].tolist()
+            mixed = [row for pair in zip_longest(failed, solved) for row in pair]
+            self.sample_rows = [row for row in mixed if row is not None][: self.num_samples]
+        if self.sample_rows:
+            chosen = [problems[row] for row in self.sample_rows]
+            samples = self._samples(batch[torch.tensor(self.sample_rows)], chosen)
+            self.loggers.log_samples(step, samples)
+            self.console.samples_table(samples, step=step)
+
+    def finish(
+        self, config: dict[str, Any], *, title: str, headline: str, result: Path,
+        early: bool = False,
+    ) -> None:
+        """Write the report and say where everything lies, the trained ``result`` included.
+
+        A run that ends ``early`` gets no tick; nor does one whose rewards never told completions
+        apart, which ends with a warning.
+        """
+        report: Path | str
+        try:
+            report = write_report(self.run_dir, title=title, config=config)
+        except OSError as error:  # the metrics that it is drawn from are kept
+            report = f"not written: {error}"
+        silence = silence_at_end(History.read(self.run_dir).rows)
+        self.console.finish(
+            {"report": report, "model": result,
+             "metrics": self.run_dir / "metrics.jsonl", "run": self.run_dir}, headline,
+            tick=not (early or silence and silence.whole))
+        if silence:
+            self.console.warn(str(silence))
+
+    def _samples(self, batch: TensorDictBase, problems: Sequence[Problem]) -> list[Sample]:
+        reward = torch.where(batch[data.REWARD_ERROR], torch.nan, batch[data.REWARD])
+        rows = range(batch.batch_size[0])
+        return [Sample(
+            prompt=self._text(batch[i][data.PROMPT_TOKENS], batch[i][data.PROMPT_MASK]),
+            completion=self._text(batch[i][data.TOKENS], batch[i][data.ASSISTANT_MASK]),
+            reward=float(reward[i]),
+            success=bool(batch[i][data.SUCCESS]),
+            truncated=bool(batch[i][data.TRUNCATED]),
+            answer=problems[i].answer) for i in rows]
+
+    def _text(self, tokens: torch.Tensor, mask: torch.Tensor) -> str:
+        return self.tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=True)

@@ -1,0 +1,1 @@
+"""From the configuration to a run: its parts, its devices, its commands."""

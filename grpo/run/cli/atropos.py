@@ -1,0 +1,79 @@
+"""``atropos-grpo``: train on the groups of Atropos environments.
+
+The API (a hub of this library or atroposlib's ``run-api``) and the environments run elsewhere, in
+any order; ``atropos-grpo-run`` starts them too. An engine that answers at ``--vllm-port`` is used;
+else one is started there, and ended with the run.
+
+    atropos-grpo --model-name Qwen/Qwen2.5-1.5B-Instruct --training-steps 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from grpo.config.unread import ALONE, refuse_unread
+from grpo.run.cli.flags import add_flags, choose_gpu, in_flags, to_config
+from grpo.run.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from grpo.config.atropos import AtroposConfig
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = Parser(
+        prog="atropos-grpo", description=__doc__.split("\n\n")[0],
+        epilog="What the flags stand for is configured by key, too: section.key=value. Guide: "
+               "examples/atropos/README.md")
+    add_flags(parser)
+    return parser
+
+
+def set_up(args: argparse.Namespace) -> AtroposConfig:
+    """Logging of a command, and its configuration."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    logging.getLogger("grpo").setLevel(logging.DEBUG if args.debug_loading else logging.INFO)
+    config = to_config(args)
+    choose_gpu(args, config)
+    return config
+
+
+@contextmanager
+def errors_as_messages() -> Iterator[None]:
+    """End the command with a message instead of a traceback, unless ``GRPO_TRACEBACK=1``.
+
+    For what is nearly always bad input, or something outside that failed.
+    """
+    from grpo.training.stopping import signals_end_the_process  # takes seconds, which help has not
+
+    try:
+        # Signals unwind the stack, and so end what was started.
+        with signals_end_the_process():
+            yield
+    except (ValueError, OSError, ImportError, ArithmeticError, RuntimeError) as error:
+        if os.environ.get("GRPO_TRACEBACK") == "1":
+            raise
+        sys.exit(f"error: {in_flags(str(error))}\n"
+                 "(set GRPO_TRACEBACK=1 to see where it was raised)")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run until all steps are done."""
+    args = parser().parse_intermixed_args(argv)
+    with errors_as_messages():
+        config = set_up(args)
+        refuse_unread(config, ALONE)
+        from grpo.run.build_atropos import atropos_trainer
+
+        with atropos_trainer(config) as trainer:
+            trainer.fit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Names of configuration keys, checked before PyTorch is imported.
+
+The recipes in ``config/`` have every key of the schema, except for section ``atropos``, whose
+schema is light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from grpo.config.aliases import ALIASES
+from grpo.config.keys import unknown_key
+
+
+def key_error(path: str, value: object, known: DictConfig, *, adds: bool) -> str | None:
+    """What is wrong with the name of a key; None if nothing is.
+
+    Args:
+        path: ``section.key`` as given.
+        value: as given, for the message.
+        known: a configuration with every key.
+        adds: keys may be added where any are possible, such as options of an objective.
+
+    Examples:
+        >>> known = OmegaConf.create({"train": {"seed": 0}, "env": {"task": {"seed": 0}}})
+        >>> key_error("train.sead", 1, known, adds=False)
+        "train.sead: unknown key (given 1); did you mean 'seed'?"
+        >>> key_error("train.seed", 1, known, adds=False) is None
+        True
+    """
+    *parents, name = path.split(".")
+    section = known
+    for depth, parent in enumerate(parents, start=1):
+        if parent not in section:
+            return unknown_key(".".join(parents[:depth]), value, section)
+        section = section[parent]
+        if not OmegaConf.is_dict(section):
+            return None if adds else (
+                f"{path}: {'.'.join(parents[:depth])} has no keys before it is given one; write "
+                f"'{'.'.join(parents)}={{{name}: {value}}}'")
+    if name in section or (adds and parents == ["env", "task"]):
+        return None
+    if parents in ([], ["train"]) and name in ALIASES:
+        return None if adds else (
+            f"{path}: is now called {'.'.join(ALIASES[name])}; write that (given {value})")
+    return unknown_key(path, value, section, elsewhere=_paths(known))
+
+
+def _paths(section: DictConfig, prefix: str = "") -> Iterator[str]:
+    for name, value in section.items_ex(resolve=False):
+        if OmegaConf.is_dict(value):
+            yield from _paths(value, f"{prefix}{name}.")
+        else:
+            yield prefix + str(name)
+
+
+def atropos_key_errors(overrides: Sequence[str]) -> list[str]:
+    """What is wrong with ``section.key=value`` of a run on Atropos environments, one line each.
+
+    Examples:
+        >>> atropos_key_errors(["train.sead=1", "atropos.step=3", "train.epochs=2", "seed"])
+        ... # doctest: +NORMALIZE_WHITESPACE
+        ["train.sead: unknown key (given 1); did you mean 'seed'?",
+         "atropos.step: unknown key (given 3); did you mean 'steps'?",
+         'seed: has no value; write section.key=value']
+    """
+    from grpo.config.atropos_section import AtroposSection
+
+    with hydra.initialize_config_dir(str(recipes()), version_base=None):
+        known = OmegaConf.merge({"atropos": dict.fromkeys(AtroposSection.model_fields)},
+                                hydra.compose("grpo"))
+    found = []
+    for text in overrides:
+        path, equals, value = text.partition("=")
+        if not equals:
+            found.append(f"{text}: has no value; write section.key=value")
+        elif error := key_error(path, plain(value), known, adds=True):
+            found.append(error)
+    return found
+
+
+def plain(text: str) -> object:
+    """What the text of a value stands for, as far as that is needed to print it."""
+    return OmegaConf.from_dotlist([f"value={text}"]).value
+
+
+def recipes() -> Path:
+    """The folder of the Hydra recipes, of a clone or of the installed package."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "config"

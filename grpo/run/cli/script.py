@@ -1,0 +1,156 @@
+"""The command line of a Hydra script, looked at before PyTorch is imported.
+
+Importing PyTorch and vLLM takes some ten seconds, which nobody should wait for help or to learn of
+a misspelt key. What is checked here are names: keys against the recipes in ``config/``, which have
+every key of the schema, and the options of a task. Values are the schema's, later.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+try:
+    import hydra
+    from hydra._internal.utils import get_args_parser
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Override
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig
+    from omegaconf.errors import OmegaConfBaseException
+
+    from grpo.config.keys import ConfigError, errors_text
+    from grpo.envs.tasks.base import check_options
+    from grpo.run.cli.names import key_error, plain
+    from grpo.run.cli.parser import end_with
+    from grpo.run.model_source import look_for
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error.name} is not installed for {sys.executable}; activate the environment "
+             "that `make setup` builds (source .venv/bin/activate), or pip install this package")
+
+
+def look_ahead(folder: Path, config_name: str) -> None:
+    """Show help, or what is wrong with the names on the command line, and exit; else return.
+
+    The arguments are put into an order that Hydra reads: it takes no options between overrides.
+
+    Args:
+        folder: the recipes.
+        config_name: the recipe that runs where none is named.
+
+    Raises:
+        SystemExit: with a message, or after what was asked for is printed.
+    """
+    parser = get_args_parser()
+    parser.error = partial(end_with, parser)
+    args = parser.parse_intermixed_args()
+    sys.argv[1:] = [a for a in sys.argv[1:] if a not in args.overrides] + args.overrides
+    # Recipes of somebody's own are found by Hydra alone.
+    if not (args.config_path or args.config_dir or args.experimental_rerun):
+        _check_names(folder, args.config_name or config_name, args.overrides)
+    if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
+        def show(config: DictConfig) -> None:
+            raise AssertionError("Hydra runs nothing where it is asked to show something")
+
+        show.__module__ = Path(sys.argv[0]).stem  # which Hydra calls the application
+        hydra.main(version_base=None, config_path=str(folder), config_name=config_name)(show)()
+        sys.exit()
+    _check_model(args.overrides)
+    _check_run_folder(args.overrides, "hydra.sweep.dir" if args.multirun else "hydra.run.dir")
+
+
+def _check_names(folder: Path, config_name: str, overrides: list[str]) -> None:
+    if not (folder / config_name).with_suffix(".yaml").is_file():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        sys.exit(f"error: --config-name {config_name}: there is no such recipe; known: {known}; "
+                 "with --config-dir FOLDER your own are found, too")
+    try:
+        errors = [*_name_errors(folder, config_name, overrides)] if overrides else []
+    except (HydraException, OmegaConfBaseException) as error:
+        sys.exit(f"error: {error}")
+    if errors:
+        sys.exit(f"error: {errors_text(errors)}")
+
+
+def _check_model(overrides: list[str]) -> None:
+    """Refuse a model that is not there; which files it has is looked at later."""
+    given = {key: value.strip("'\"") for key, _, value in (
+        text.partition("=") for text in overrides)}
+    name = given.get("model.name", "embedded")
+    if name == "embedded" or "," in name or "resume" in given:
+        return
+    try:
+        look_for(name, key="model.name")
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+
+
+def _check_run_folder(overrides: list[str], key: str) -> None:
+    """Refuse a folder of runs that cannot be written to, which Hydra would make later."""
+    given = [text.partition("=")[2] for text in overrides if text.partition("=")[0] == key]
+    default = "multirun/" if "sweep" in key else "outputs/"
+    before, filled_in, _ = (given or [default])[-1].strip("'\"").partition("${")
+    whole = not filled_in or before.endswith("/")
+    folder = Path(before) if whole else Path(before).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        problem = error.strerror
+    if problem:
+        sys.exit(f"error: {key}={folder}: runs cannot be written there ({problem}); give another "
+                 f"folder, such as {key}=/tmp/run")
+
+
+def _name_errors(folder: Path, config_name: str, overrides: list[str]) -> Iterator[str]:
+    """What is wrong with the names of keys, and of the task's options where all keys are right."""
+    bare = [text for text in overrides if "=" not in text and not text.startswith("~")]
+    if bare:
+        yield from (f"{text}: has no value; write {text}=VALUE" for text in bare)
+        return
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    groups = [override for override in parsed if _is_group(override, folder)]
+    with hydra.initialize_config_dir(str(folder), version_base=None):
+        known = hydra.compose(config_name, overrides=[_first(override) for override in groups])
+        errors = [error for override in parsed if override not in groups
+                  for error in _key_errors(override, known)]
+        yield from errors
+        if errors:
+            return
+        config = hydra.compose(config_name, overrides=[_first(override) for override in parsed])
+    yield from _task_errors(config, folder)
+
+
+def _is_group(override: Override, folder: Path) -> bool:
+    key = override.key_or_group
+    return override.package is not None or "/" in key or (folder / key).is_dir()
+
+
+def _first(override: Override) -> str:
+    """The override; of a sweep its first job."""
+    if not override.is_sweep_override():
+        return override.input_line
+    return f"{override.get_key_element()}={next(override.sweep_string_iterator())}"
+
+
+def _key_errors(override: Override, known: DictConfig) -> Iterator[str]:
+    if override.is_hydra_override() or override.is_delete():
+        return
+    value = plain(override.input_line.partition("=")[2])
+    adds = override.is_add() or override.is_force_add()
+    if error := key_error(override.key_or_group, value, known, adds=adds):
+        yield error
+
+
+def _task_errors(config: DictConfig, folder: Path) -> Iterator[str]:
+    """An option that the task does not have, as where only ``env.dataset`` was changed."""
+    name = config.env.dataset
+    try:
+        check_options(name, config.env.task or {})
+    except ValueError as error:
+        recipe = (folder / "env" / f"{name}.yaml").exists()
+        yield f"env.dataset={name}: {error}" + recipe * (
+            f"; env={name} chooses the task and its options, --config-name the whole recipe")

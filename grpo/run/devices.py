@@ -1,0 +1,297 @@
+"""The devices of a run: how much memory they have, and what the run will need of it.
+
+    ledger = run_ledger(config, model_path, device, dtype, backend, max_model_len=...)
+    print("\n".join(ledger.table(available(config, device))))
+    check_fits(ledger, available(config, device))  # grpo.run.ledger
+
+Where trainer, engines and reference have devices of their own: :func:`role_ledgers`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.model import LORA_SLOTS
+from grpo.config.schema import Config
+from grpo.objectives.registry import get_objective
+from grpo.policies.inprocess import engine_lora_rank, kv_cache_bytes
+from grpo.run.ledger import Ledger, Row, check_fits, human
+from grpo.run.memory import Head, LoRA, ModelShape
+from grpo.run.memory_plan import (
+    MemoryPlan,
+    Sharing,
+    engine_bytes,
+    engine_ledger,
+    memory_ledger,
+    reference_ledger,
+)
+from grpo.run.placement import DevicePlan
+from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH, GPU_WIDTH_MULTIPLE
+
+
+def run_ledger(
+    config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str, *,
+    max_model_len: int | None = None, trained_tokens: int | None = None,
+    engine_apart: bool = False,
+) -> Ledger:
+    """The ledger of a run, before its model and engine are started.
+
+    Args:
+        config: the run's.
+        model_path: folder or hub id of the model; only its ``config.json`` is read.
+        device: that trains, and generates unless the engine is one that runs already.
+        dtype: of the weights.
+        backend: ``"vllm"`` or ``"transformers"``.
+        max_model_len: prompt plus response in tokens, once the prompts are known; None: the
+            configuration's, or else the model's context, which is often far too much.
+        trained_tokens: of the longest row that is trained, where rows are cut; None: what the
+            engine may make.
+        engine_apart: the engine has another device, see :func:`server_ledger`.
+
+    Raises:
+        ValueError: if ``max_model_len`` is None and neither the configuration nor the model says,
+            and for adapters of layers that the model does not have.
+    """
+    sharing = "apart" if engine_apart else _sharing(config, device, backend == "vllm")
+    return memory_ledger(_memory_plan(config, model_path, device, dtype, backend, max_model_len,
+                                      sharing=sharing, trained_tokens=trained_tokens))
+
+
+def server_ledger(
+    config: Config, model_path: str, device: torch.device, dtype: torch.dtype, *,
+    max_model_len: int,
+) -> Ledger:
+    """The ledger of an engine server that the run starts on a ``device`` of its own."""
+    return engine_ledger(_memory_plan(config, model_path, device, dtype, "vllm", max_model_len,
+                                      sharing="two_copies"))
+
+
+def role_ledgers(
+    config: AsyncConfig, places: DevicePlan, model_path: str, device: torch.device,
+    dtype: torch.dtype, backend: str, *, max_model_len: int | None = None,
+) -> dict[str, Ledger]:
+    """The ledgers of a device that trains, one that generates and one that holds the reference.
+
+    Args:
+        config: of an asynchronous run.
+        places: who computes where.
+        model_path: see :func:`run_ledger`, as for the others.
+        device: of the trainer; the others are taken to be like it.
+        dtype: of the weights.
+        backend: ``"vllm"`` or ``"transformers"``.
+        max_model_len: prompt plus response in tokens.
+
+    Returns:
+        By role: ``train``, ``engine`` and, where it has a device of its own, ``reference``.
+
+    Raises:
+        ValueError: see :func:`run_ledger`.
+    """
+    shared = (config, model_path, device, dtype, backend, max_model_len)
+    trainer = _memory_plan(*shared, sharing="apart")
+    engine = _memory_plan(*shared, sharing="two_copies", alone=True)
+    ledgers = {}
+    if places.reference:
+        reference = next(size for name, size in trainer.frozen if name == "reference")
+        trainer = replace(trainer, frozen=tuple(
+            model for model in trainer.frozen if model[0] != "reference"))
+        ledgers["reference"] = reference_ledger(trainer, reference)
+    return {"train": memory_ledger(trainer),
+            "engine": engine_ledger(engine, devices=config.inference_model.tensor_parallel_size),
+            **ledgers}
+
+
+def check_roles_fit(ledgers: dict[str, Ledger], places: DevicePlan, capacity: int) -> None:
+    """Refuse a run of which a role does not fit on its device, or on a CPU all do not together.
+
+    Args:
+        ledgers: from :func:`role_ledgers`.
+        places: who computes where.
+        capacity: bytes of a device.
+
+    Raises:
+        DoesNotFitError: naming the role, its greatest rows and what would help by how much.
+    """
+    if places.kind == "cuda":
+        for role, ledger in ledgers.items():
+            check_fits(ledger, capacity, who=f"{role}: a device of it")
+        return
+    counts = {"train": 1, "engine": len(places.engines), "reference": len(places.reference)}
+    rows = [Row(f"{role}s" if counts[role] > 1 else role, counts[role] * ledger.total,
+                f"{counts[role]} x {human(ledger.total)}") for role, ledger in ledgers.items()]
+    check_fits(Ledger(tuple(rows)), capacity)
+
+
+def _memory_plan(
+    config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str,
+    max_model_len: int | None, *, sharing: Sharing, alone: bool = False,
+    trained_tokens: int | None = None,
+) -> MemoryPlan:
+    shape, lora = ModelShape.of(model_path), _lora(config)
+    generated = max_model_len or _longest_row(config, shape)
+    row = min(generated, trained_tokens or generated)
+    if device.type == "cuda":
+        row = -(-row // GPU_WIDTH_MULTIPLE) * GPU_WIDTH_MULTIPLE
+    in_engine = backend == "vllm"
+    rows = config.turns_per_batch if alone else config.env.num_envs * config.env.repeats
+    plan = MemoryPlan(
+        shape=shape, dtype=dtype, device=device.type, row_tokens=row,
+        # On a CPU the ranks share one memory, and have all of the model in it together.
+        ranks=config.train_model.ranks if device.type == "cuda" else 1,
+        tokens=_micro_batch_tokens(config, row), sharing=sharing,
+        in_engine=in_engine,
+        cuda_graphs=not config.inference_model.enforce_eager, generated_rows=rows,
+        prompt_tokens=max(1, generated - config.max_tokens),
+        frozen=tuple(_frozen(config, shape, lora)),
+        gradient_checkpointing=config.train_model.gradient_checkpointing,
+        compiled=bool(config.train_model.compile),
+        eager_attention=(config.train_model.attn_implementation
+                         or "eager" * shape.caps_attention) == "eager",
+        head=_head(config, shape), head_chunk_size=config.train_model.head_chunk_size,
+        fp32_head=config.train_model.fp32_head, lora=lora,
+        optimizer=config.optimizer.name,
+        trained_layers=config.train_model.layer_indices and tuple(config.train_model.layer_indices),
+        **_slots(config, lora, in_engine), pieces=config.train.gradient_accumulation_steps)
+    return _with_kv_cache(plan, config, model_path, device, tokens=generated, alone=alone)
+
+
+def _sharing(config: Config, device: torch.device, in_engine: bool) -> Sharing:
+    """An engine that runs already has taken its memory, shared or not, before this run."""
+    if not in_engine:
+        return "one_copy"
+    if config.inference_model.url is not None:
+        # Of a GPU there is what that engine has left; a CPU's memory is counted as a whole.
+        return "lent" if config.shares_weights and device.type == "cuda" else "apart"
+    return "one_copy" if config.shares_weights else "two_copies"
+
+
+def _lora(config: Config) -> LoRA | None:
+    lora = config.train_model.lora
+    if not lora.enabled:
+        return None
+    return LoRA(rank=lora.r, targets=lora.target_modules and tuple(lora.target_modules),
+                layers=lora.layer_indices and tuple(lora.layer_indices))
+
+
+def _slots(config: Config, lora: LoRA | None, in_engine: bool) -> dict[str, int]:
+    if lora is None or not in_engine:
+        return {}
+    return {"lora_slots": LORA_SLOTS[config.inference_model.engine],
+            "lora_slot_rank": engine_lora_rank(lora.rank)}
+
+
+def _longest_row(config: Config, shape: ModelShape) -> int:
+    inference, prompt = config.inference_model, config.env.max_prompt_tokens
+    known = inference.max_model_len or (prompt and prompt + config.max_tokens) or shape.context
+    if known is None:
+        raise ValueError("the model does not say how long its context is; set "
+                         "inference_model.max_model_len")
+    return known
+
+
+def _micro_batch_tokens(config: Config, row: int) -> int:
+    """Tokens that the largest micro-batch may have, whatever the lengths of the rows."""
+    train, rows = config.train, config.rows_per_optimizer_step
+    together = config.env.repeats if get_objective(train.objective).scope == "group" else 1
+    if train.gradient_accumulation_steps is not None:
+        units = -(-rows // together)
+        return -(-units // min(units, train.gradient_accumulation_steps)) * together * row
+    budget = train.max_tokens_per_micro_batch or DEFAULT_TOKENS_PER_MICRO_BATCH
+    return min(rows * row, max(budget, together * row))
+
+
+def _frozen(config: Config, shape: ModelShape, lora: LoRA | None) -> Iterator[tuple[str, int]]:
+    name = config.ref_model.name
+    # The reference of adapters is the model without them.
+    if config.needs_reference and (name or lora is None):
+        yield "reference", (ModelShape.of(name) if name else shape).parameters
+    if config.distill.teacher is not None:
+        yield "teacher", ModelShape.of(config.distill.teacher).parameters
+
+
+def _head(config: Config, shape: ModelShape) -> Head:
+    chosen = config.train_model.head
+    if chosen == "logits" or not shape.tiled:
+        return "logits"
+    fusible = (config.distill.topk_coeff is None
+               and get_objective(config.train.objective).scope != "group")
+    return "fused" if fusible and chosen != "chunked" else "chunked"
+
+
+def _with_kv_cache(
+    plan: MemoryPlan, config: Config, model_path: str, device: torch.device, *, tokens: int,
+    alone: bool,
+) -> MemoryPlan:
+    """The plan with the KV cache that :func:`grpo.policies.inprocess.start_engine` will take, for
+    rows of so many ``tokens``."""
+    inference, per_token = config.inference_model, plan.shape.kv_bytes_per_token(plan.dtype)
+    if not plan.engine_counts:
+        return plan
+    if not plan.in_engine:
+        return replace(plan, kv_cache_bytes=plan.generated_rows * tokens * per_token)
+    rows = inference.max_num_seqs or min(plan.generated_rows, 1024)
+    plan = replace(plan, generated_rows=rows)
+    if inference.gpu_memory_utilization is not None:
+        engine = int(inference.gpu_memory_utilization * capacity(device))
+        return replace(plan, kv_cache_bytes=max(0, engine - engine_bytes(plan)))
+    return replace(plan, kv_cache_bytes=inference.kv_cache_memory_bytes or kv_cache_bytes(
+        model_path, rows=rows, tokens=tokens, dtype=plan.dtype, device=device,
+        devices=getattr(inference, "tensor_parallel_size", 1), alone=alone))
+
+
+# -- the device -----------------------------------------------------------------------------------
+
+
+def capacity(device: torch.device) -> int:
+    """Bytes of memory of a device: all of a GPU's, or the RAM this process may use.
+
+    Examples:
+        >>> capacity(torch.device("cpu")) > 0
+        True
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *cgroup_limits()])
+
+
+def available(config: Config, device: torch.device) -> int:
+    """Bytes of a device's memory that a run may take, of which its ledger is.
+
+    All of it, unless the run uses an engine that runs already: on a GPU that may have taken its
+    part, which is in no ledger.
+    """
+    if config.inference_model.url is None or device.type != "cuda":
+        return capacity(device)
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def cgroup_limits(root: Path = Path("/")) -> list[int]:
+    """Memory limits of the control groups this process is in, as a container sets them.
+
+    Args:
+        root: where ``proc`` and ``sys`` are found.
+    """
+    membership = root / "proc/self/cgroup"
+    if not os.access(membership, os.R_OK):
+        return []
+    limits = []
+    for line in membership.read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root / "sys/fs/cgroup" / controllers
+        file = "memory.limit_in_bytes" if controllers else "memory.max"
+        folder = top / group.strip("/")
+        # A limit of any group above holds as well.
+        for place in (folder, *folder.parents):
+            if place.is_relative_to(top) and os.access(place / file, os.R_OK):
+                text = (place / file).read_text().strip()
+                limits += [int(text)] if text.isdigit() else []
+    return limits

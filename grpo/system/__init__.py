@@ -1,0 +1,1 @@
+"""Processes, threads, ports and HTTP: nothing here knows of reinforcement learning."""
