@@ -56,7 +56,8 @@ def test_an_environment_that_asks_its_own_ports_trains(tmp_path, python, free):
     done = subprocess.run(
         [sys.executable, "-m", "grpo.run.cli.launch", "--model-name", "embedded", "--env",
          str(script), "--env-python", str(python), "--atropos-url", f"http://127.0.0.1:{hub}",
-         "--vllm-port", str(engine), "--weight-bridge-mode", "bridge", "--training-steps", "2", "--batch-size",
+         "--vllm-port", str(engine), "--weight-bridge-mode", "bridge", "--training-steps", "2",
+         "--batch-size",
          "8", "--gradient-accumulation-steps", "2", "--max-model-len", "64", "--forward-ports",
          ",".join(map(str, ATROPOSLIB_PORTS)), "inference_model.backend=transformers",
          "model.warm_start_steps=20"], cwd=tmp_path, capture_output=True, text=True, timeout=280,
