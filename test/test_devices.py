@@ -16,6 +16,7 @@ from grpo import data
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, load_config
 from grpo.policies.inprocess import kv_cache_bytes
+from grpo.policies.model_shape import LoRA, ModelShape
 from grpo.run import devices
 from grpo.run.devices import (
     available,
@@ -26,7 +27,6 @@ from grpo.run.devices import (
     run_ledger,
 )
 from grpo.run.ledger import GIB, PHASES, DoesNotFitError, Ledger
-from grpo.run.memory import LoRA, ModelShape
 from grpo.run.placement import DevicePlan
 
 from .configs import small

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from grpo.config.schema import load_config
+from grpo.policies.model_shape import ModelShape
 from grpo.run.fast_defaults import BUDGETS, choose
 from grpo.run.ledger import GIB, Ledger, Row
-from grpo.run.memory import ModelShape
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 ROW = 320

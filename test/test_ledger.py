@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo import GRPOLoss, total_loss
+from grpo.policies.model_shape import LoRA, ModelShape
 from grpo.run.ledger import GIB, PHASES, DoesNotFitError, Ledger, Row, Saving, check_fits
-from grpo.run.memory import LoRA, ModelShape
 from grpo.run.memory_plan import MemoryPlan, memory_ledger
 from grpo.training.optim import MasterAdamW
 

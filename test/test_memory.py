@@ -14,7 +14,8 @@ from grpo.objectives.head import (
     linear_log_probs,
     log_probs_from_logits,
 )
-from grpo.run.memory import LoRA, ModelShape, head_bytes, layer_bytes, outer_bytes
+from grpo.policies.model_shape import LoRA, ModelShape
+from grpo.run.memory import head_bytes, layer_bytes, outer_bytes
 
 from .memory_probe import AllocationTracker, family, real_model
 

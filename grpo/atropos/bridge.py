@@ -30,10 +30,11 @@ from fastapi import FastAPI
 from grpo.atropos.calls import Ask, Call
 from grpo.atropos.records import Records
 from grpo.server import routes_generate, routes_openai
-from grpo.server.api import IMPOSSIBLE, ApiError, SamplingFields
+from grpo.server.api import IMPOSSIBLE, SamplingFields
 from grpo.server.app import MAX_BODY_BYTES
 from grpo.server.generation import Answer, Generation, Position, Sample
 from grpo.server.versioned import Spans
+from grpo.system.json_api import ApiError
 from grpo.system.plumbing import bare_app
 
 # What a policy that knows only a temperature cannot do, with the values that ask for nothing.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from grpo.server.api import ApiError, SamplingFields
+from grpo.server.api import SamplingFields
 from grpo.server.generation import Sample
+from grpo.system.json_api import ApiError
 
 
 @dataclass(frozen=True)

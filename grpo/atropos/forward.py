@@ -19,6 +19,7 @@ from contextlib import suppress
 
 from grpo.system.child import bind
 from grpo.system.http_call import split_url
+from grpo.system.ports import check_ports
 
 #: Where atroposlib asks of its own accord.
 ATROPOSLIB_PORTS = (9004, 9005, 9006, 9007)
@@ -169,26 +170,6 @@ async def _refuse(
 async def _discard(reader: asyncio.StreamReader) -> None:
     while await reader.read(_PIECE):
         pass
-
-
-def check_ports(ports: Sequence[int], url: str) -> None:
-    """Refuse ports that cannot lead to the server.
-
-    Raises:
-        ValueError: for one that is the server's own, or is named twice.
-
-    Examples:
-        >>> check_ports([9001], "http://127.0.0.1:9001")
-        Traceback (most recent call last):
-        ...
-        ValueError: port 9001 is that of the engine itself, http://127.0.0.1:9001; leave it out
-    """
-    host, own = split_url(url)
-    for at, port in enumerate(ports):
-        if port and port in ports[:at]:
-            raise ValueError(f"port {port} is named twice; leave one out")
-        if port == own and host in (_HOST, "localhost", "::1"):
-            raise ValueError(f"port {port} is that of the engine itself, {url}; leave it out")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,7 +18,7 @@ from grpo.atropos.hub import Hub, NotRegisteredError, UnknownEnvironmentError, U
 from grpo.atropos.hub_body import read_model, unpacked_body, validate
 from grpo.atropos.schemas import EnvRegistration, Registration, check_wire
 from grpo.atropos.wire_json import GroupError, read_json, restandardised, write_json
-from grpo.server.api import ApiError, json_response
+from grpo.system.json_api import ApiError, json_response
 from grpo.system.plumbing import bare_app, from_browser
 
 MAX_BODY_BYTES = 32 << 20

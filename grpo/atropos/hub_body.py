@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from grpo.atropos.wire_json import GroupError, read_json, restandardised
-from grpo.server.api import ApiError, shorten
+from grpo.system.json_api import ApiError, shorten
 
 _MOST_MEMBERS = 8  # of a gzip file: each costs a copy of all that follow
 Model = TypeVar("Model", bound=BaseModel)

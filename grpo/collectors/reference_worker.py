@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -36,27 +36,12 @@ class ReferenceWorker:
     """Score groups with the frozen reference, while others generate and train.
 
     Args:
-        config: a :class:`grpo.config.asynchronous.AsyncConfig` as plain values.
+        build: loads the reference, in the process of the worker.
         path: folder or hub id of the reference.
-        device: ``cuda`` or ``cpu``.
-        dtype: of the weights, without ``torch.``.
     """
 
-    def __init__(self, config: dict[str, Any], path: str, device: str, dtype: str) -> None:
-        from grpo.config.asynchronous import AsyncConfig
-        from grpo.config.schema import load_config
-        from grpo.run import build
-        from grpo.run.build_model import load_model
-        from grpo.run.build_objective import scoring_budget
-
-        build.quiet_libraries()
-        checked = load_config(config, AsyncConfig)
-        model = load_model(path, checked, device=torch.device(device),
-                           dtype=getattr(torch, dtype))
-        self.scorer = ReferenceScorer(
-            model, temperature=checked.inference_model.temperature,
-            max_tokens=scoring_budget(checked), fp32_head=checked.train_model.fp32_head)
-        self.path = path
+    def __init__(self, build: Callable[[], ReferenceScorer], path: str) -> None:
+        self.scorer, self.path = build(), path
         self._busy, self._started, self._started_at = 0.0, time.monotonic(), time.time()
 
     def describe(self) -> dict[str, Any]:

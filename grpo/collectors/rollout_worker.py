@@ -23,18 +23,14 @@ from grpo import data
 from grpo.collectors.sync import DROPPED
 from grpo.envs import Prompt, VerifiableEnv
 from grpo.envs.rewards.batch import first_failures
-from grpo.policies import Policy, Sampling, TransformersPolicy, VLLMPolicy
+from grpo.policies import Policy
 from grpo.policies.base import Completions
 from grpo.policies.driver import EngineDriver, Job, TransformersSampler, VLLMSampler
 from grpo.policies.handle import EngineError, InProcessEngine, PauseMode
-from grpo.weights.adapters import make_lora
 from grpo.weights.fingerprint import fingerprints
-from grpo.weights.lora_slot import AdapterSlot, lora_request
+from grpo.weights.lora_slot import AdapterSlot
 from grpo.weights.packed import Packed
 from grpo.weights.worker.lora import nested
-
-# Groups that are scored at a time, at least, where rewards run side by side.
-_SCORING_THREADS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +61,27 @@ class WorkerSetup:
 
 
 @dataclass(frozen=True)
+class WorkerParts:
+    """What a worker works with.
+
+    Attributes:
+        policy: samples.
+        engine: the policy's, where weights can be brought to; None with Transformers.
+        sampler: what the thread of the engine drives.
+        environments: one for each thread that scores, and one to begin groups in.
+        groups_a_call: groups that are begun together.
+        group_rows: completions of a prompt.
+    """
+
+    policy: Policy
+    engine: InProcessEngine | None
+    sampler: TransformersSampler | VLLMSampler
+    environments: list[VerifiableEnv]
+    groups_a_call: int
+    group_rows: int
+
+
+@dataclass(frozen=True)
 class Report:
     """What a worker has to say.
 
@@ -89,38 +106,22 @@ class RolloutWorker:
     """Generate groups by their numbers.
 
     Args:
+        build: makes the parts, in the process of the worker.
         setup: what all workers are built from.
         number: of this worker; engines that are not seeded by row draw by it.
         prompts: to train on, the same in every worker.
     """
 
-    def __init__(self, setup: WorkerSetup, number: int, prompts: list[Prompt]) -> None:
-        from grpo.config.asynchronous import AsyncConfig
-        from grpo.config.schema import load_config
-        from grpo.run import build
-        from grpo.run.build_model import eos_token_ids
-
-        build.quiet_libraries()
-        self.setup, config = setup, load_config(setup.config, AsyncConfig)
-        tokenizer = build.load_tokenizer(setup.path)
-        sampling = Sampling(max_tokens=config.max_tokens, seed=config.train.seed,
-                            temperature=config.inference_model.temperature)
-        options = {"pad_token_id": tokenizer.pad_token_id,
-                   "eos_token_ids": eos_token_ids(setup.path, tokenizer),
-                   "ignore_eos": config.inference_model.ignore_eos}
-        self.policy, self.engine, sampler = _start_engine(setup, config, sampling, options, number)
-        # The engine's thread draws random numbers, too, so nobody can tell who has drawn.
-        score = build.reward_function(config, build.build_task(config), try_first=False)
-        workers = config.env.reward_workers  # a group waits in its thread while its calls run there
-        threads = 1 if workers == 1 else _SCORING_THREADS + workers // config.env.repeats
+    def __init__(self, build: Callable[[WorkerSetup, int, list[Prompt]], WorkerParts],
+                 setup: WorkerSetup, number: int, prompts: list[Prompt]) -> None:
+        parts = build(setup, number, prompts)
+        self.setup, self.policy, self.engine = setup, parts.policy, parts.engine
+        threads = len(parts.environments) - 1
         self._envs: queue.SimpleQueue[VerifiableEnv] = queue.SimpleQueue()
-        for _ in range(threads + 1):
-            self._envs.put(VerifiableEnv(
-                prompts, score, tokenizer, num_prompts=1, group_size=config.env.repeats,
-                max_prompt_tokens=setup.prompt_width, max_response_tokens=sampling.max_tokens,
-                eos_token_ids=options["eos_token_ids"], seed=config.train.seed))
-        self._groups_a_call, self._group_rows = config.env.num_envs, config.env.repeats
-        self.driver = EngineDriver(sampler)
+        for environment in parts.environments:
+            self._envs.put(environment)
+        self._groups_a_call, self._group_rows = parts.groups_a_call, parts.group_rows
+        self.driver = EngineDriver(parts.sampler)
         self._slot: AdapterSlot | None = None
         self._jobs: dict[int, Job] = {}
         self._finished: queue.SimpleQueue[tuple[int, Any, str | None]] = queue.SimpleQueue()
@@ -345,36 +346,3 @@ def _all_of(waiting: queue.SimpleQueue) -> list[Any]:
     while not waiting.empty():
         taken.append(waiting.get_nowait())
     return taken
-
-
-def _start_engine(setup: WorkerSetup, config: Any, sampling: Sampling, options: dict[str, Any],
-                  number: int) -> tuple[Policy, InProcessEngine | None, Any]:
-    """Policy, handle of its engine, and what its driver drives."""
-    device, dtype = torch.device(setup.device), getattr(torch, setup.dtype)
-    inference, lora = config.inference_model, config.train_model.lora
-    if setup.backend == "transformers":
-        from grpo.run.build_model import load_model
-
-        model = load_model(setup.path, config, device=device, dtype=dtype)
-        if lora.enabled:
-            make_lora(model, **lora.options())
-        model.eval()
-        policy = TransformersPolicy(model.requires_grad_(False), sampling,
-                                    max_model_len=setup.max_model_len, **options)
-        return policy, None, TransformersSampler(policy)
-    from grpo.policies.inprocess import start_engine
-
-    parallel = {} if setup.tensor_parallel_size == 1 else {
-        "separate_process": True, "tensor_parallel_size": setup.tensor_parallel_size}
-    llm = start_engine(
-        setup.path, device=device, dtype=dtype, max_model_len=setup.max_model_len,
-        max_num_seqs=setup.rows, seed=config.train.seed + number,
-        enforce_eager=inference.enforce_eager,
-        gpu_memory_utilization=inference.gpu_memory_utilization,
-        kv_cache_memory_bytes=inference.kv_cache_memory_bytes, alone=True,
-        max_lora_rank=lora.r if lora.enabled else None,
-        fp32_head=config.train_model.fp32_head and dtype != torch.float32, **parallel)
-    policy = VLLMPolicy(llm, sampling, lora_request=lora_request() if lora.enabled else None,
-                        **options)
-    # Seeds make a run repeatable where its arithmetic is; on a GPU they only cost time.
-    return policy, InProcessEngine(llm), VLLMSampler(policy, seeded=setup.device == "cpu")

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from grpo.atropos.forward import check_ports
 from grpo.config.atropos_section import AtroposSection
 from grpo.config.schema import Config, TrainConfig
 from grpo.config.unread import ATROPOS
+from grpo.system.ports import check_ports
 
 
 class AtroposTrainConfig(TrainConfig):

@@ -12,12 +12,12 @@ from torch import nn
 
 from grpo.policies.first_import import import_vllm
 from grpo.policies.lifecycle import remember, starting, stop_engine
+from grpo.policies.model_shape import ModelShape
 from grpo.policies.unpacked import (
     keep_weights_unpacked,
     plain_expert_options,
     refuse_experts_after_dense,
 )
-from grpo.run.memory import ModelShape
 from grpo.system.cores import share_cores
 from grpo.weights.shared_loader import LOAD_FORMAT, check_handover, register_shared_loader
 

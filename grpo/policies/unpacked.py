@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo.weights.layout import ATTENTION_LINEARS
-
+#: The linear modules of attention, which alone get adapters in mixtures of experts.
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # Classes of vLLM whose kernels have been changed in this process.
 _CHANGED: list[type] = []
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 
 import grpo
 from grpo.collectors.ray import RayCollector
+from grpo.collectors.reference_worker import ReferenceWorker
 from grpo.collectors.rollout_worker import RolloutWorker, WorkerSetup
 from grpo.collectors.schedule import RolloutSchedule
 from grpo.config.asynchronous import AsyncConfig
@@ -30,6 +32,7 @@ from grpo.run.build_engine import Actor, Setup
 from grpo.run.build_model import load_model, prepare_model
 from grpo.run.build_objective import build_learner, build_loss
 from grpo.run.build_team import start_others
+from grpo.run.build_worker import build_reference, build_worker
 from grpo.run.placement import Kind, Places, plan_devices
 from grpo.system.cores import share_cores
 from grpo.training.checkpoint import Checkpoint
@@ -237,14 +240,12 @@ def build_reference_pool(
         return None
     import ray
 
-    from grpo.collectors.reference_worker import ReferenceWorker
-
     actor_class = ray.remote(ReferenceWorker)
-    values, name = _sent(config), str(dtype).removeprefix("torch.")
     path = _absolute(path)
+    build = partial(build_reference, _sent(config), path, places.plan.kind,
+                    str(dtype).removeprefix("torch."))
     pool = WorkerPool(
-        lambda number: actor_class.options(**places.reference()).remote(
-            values, path, places.plan.kind, name),
+        lambda number: actor_class.options(**places.reference()).remote(build, path),
         count=1, kind="reference worker", **_patience(config))
     pool.start()
     return pool
@@ -322,7 +323,7 @@ def _make_worker(
     worker = worker_setup(setup, prompts, places, backend)
     train = ray.put(prompts.train)
     return lambda number: actor_class.options(**places.engine(number)).remote(
-        worker, number, train)
+        build_worker, worker, number, train)
 
 
 def _grouped() -> type:

@@ -151,7 +151,8 @@ def start_others(
              "asynchronous": isinstance(config, AsyncConfig), "checkpoint": checkpoint and (
                  str(checkpoint.folder.absolute()), checkpoint.step)}
     return LocalRanks(
-        order, count=count, device_type=setup.device.type, folder=setup.folder, environments=[
+        "grpo.run.rank_worker", order, count=count, device_type=setup.device.type,
+        folder=setup.folder, environments=[
             {**child_environment(), **_variables(devices[rank:rank + 1])}
             for rank in range(1, count)])
 

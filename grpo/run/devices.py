@@ -21,8 +21,9 @@ from grpo.config.model import LORA_SLOTS
 from grpo.config.schema import Config
 from grpo.objectives.registry import get_objective
 from grpo.policies.inprocess import engine_lora_rank, kv_cache_bytes
+from grpo.policies.model_shape import LoRA, ModelShape
 from grpo.run.ledger import Ledger, Row, check_fits, human
-from grpo.run.memory import Head, LoRA, ModelShape
+from grpo.run.memory import Head
 from grpo.run.memory_plan import (
     MemoryPlan,
     Sharing,

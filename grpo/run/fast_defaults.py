@@ -16,8 +16,8 @@ import torch
 
 from grpo.config.schema import Config
 from grpo.objectives.packed_attention import no_kernel
+from grpo.policies.model_shape import ModelShape
 from grpo.run.ledger import Ledger, human
-from grpo.run.memory import ModelShape
 from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)

@@ -14,17 +14,9 @@ from typing import Literal
 import torch
 
 from grpo.config.keys import OptimizerName
+from grpo.policies.model_shape import LoRA, ModelShape
 from grpo.run.ledger import GIB, PHASES, Ledger, Row, Saving, human
-from grpo.run.memory import (
-    DeviceType,
-    Head,
-    LoRA,
-    ModelShape,
-    head_bytes,
-    layer_bytes,
-    outer_bytes,
-    transient_bytes,
-)
+from grpo.run.memory import DeviceType, Head, head_bytes, layer_bytes, outer_bytes, transient_bytes
 
 Sharing = Literal["one_copy", "two_copies", "apart", "lent"]
 

@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from grpo.server import routes_bridge, routes_generate, routes_lora, routes_openai
-from grpo.server.api import ApiError
 from grpo.server.generation import Generation
 from grpo.server.versioned import Constructors, VersionedEngine
+from grpo.system.json_api import ApiError
 from grpo.system.plumbing import bare_app, fault
 
 MAX_BODY_BYTES = 32 << 20

@@ -8,18 +8,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from grpo.server.api import (
-    ApiError,
-    DeadlineRequest,
-    PauseRequest,
-    RpcRequest,
-    SleepRequest,
-    VersionRequest,
-    json_response,
-    read_body,
-)
+from grpo.server.api import DeadlineRequest, PauseRequest, RpcRequest, SleepRequest, VersionRequest
 from grpo.server.routes_generate import before
 from grpo.server.versioned import VersionedEngine
+from grpo.system.json_api import ApiError, json_response, read_body
 
 ALIASES = ("VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_BRIDGE_CONFIG_PATH", "LOGDIR")
 router = APIRouter()

@@ -10,15 +10,9 @@ import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from grpo.server.api import (
-    ApiError,
-    GenerateRequest,
-    Prompt,
-    SamplingFields,
-    json_response,
-    read_body,
-)
+from grpo.server.api import GenerateRequest, Prompt, SamplingFields
 from grpo.server.generation import Answer, Generation, Position, Sample
+from grpo.system.json_api import ApiError, json_response, read_body
 
 Result = TypeVar("Result")
 _LONG_TEXT = 20_000  # characters, which take some milliseconds to tokenize

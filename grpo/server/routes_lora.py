@@ -12,15 +12,12 @@ from fastapi import APIRouter, Request, Response
 from grpo.server.api import (
     AdapterFolderRequest,
     AdapterNameRequest,
-    ApiError,
     DeadlineRequest,
     LoraLoadRequest,
-    json_response,
-    read_body,
-    shorten,
 )
 from grpo.server.routes_generate import before
 from grpo.server.versioned import Adapter, VersionedEngine
+from grpo.system.json_api import ApiError, json_response, read_body, shorten
 
 router = APIRouter()
 

@@ -12,10 +12,11 @@ from typing import Any
 import jinja2
 from fastapi import APIRouter, Request, Response
 
-from grpo.server.api import ApiError, ChatRequest, CompletionRequest, json_response, read_body
+from grpo.server.api import ChatRequest, CompletionRequest
 from grpo.server.generation import Answer, Generation, Sample
 from grpo.server.request_template import render_apart
 from grpo.server.routes_generate import before, stream_json, token_ids_of, while_connected
+from grpo.system.json_api import ApiError, json_response, read_body
 
 router = APIRouter()
 _RENDER_SECONDS = 20.0  # for the model's own template, and for tokenizing what it makes

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo.policies.handle import PauseMode
-from grpo.server.api import ApiError
+from grpo.system.json_api import ApiError
 
 Spans = list[tuple[int, int]]
 # Position behind every token that a finished sample can have.

@@ -22,7 +22,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from grpo.server.api import ApiError
+from grpo.system.json_api import ApiError
 
 # Times the limit, of a body that is read to its end so that its sender can read the refusal.
 _MOST_DISCARDED = 16

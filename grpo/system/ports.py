@@ -1,8 +1,11 @@
-"""Who listens at a port of this machine."""
+"""Ports of this machine: who listens there, and which cannot lead to a server."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+from grpo.system.http_call import split_url
 
 _LISTENING = "0A"
 
@@ -36,3 +39,23 @@ def _holds(process: Path, inodes: set[str]) -> bool:
         return any(str(link.readlink()) in inodes for link in (process / "fd").iterdir())
     except OSError:  # another user's, or it has just ended
         return False
+
+
+def check_ports(ports: Sequence[int], url: str) -> None:
+    """Refuse ports that cannot lead to the server.
+
+    Raises:
+        ValueError: for one that is the server's own, or is named twice.
+
+    Examples:
+        >>> check_ports([9001], "http://127.0.0.1:9001")
+        Traceback (most recent call last):
+        ...
+        ValueError: port 9001 is that of the engine itself, http://127.0.0.1:9001; leave it out
+    """
+    host, own = split_url(url)
+    for at, port in enumerate(ports):
+        if port and port in ports[:at]:
+            raise ValueError(f"port {port} is named twice; leave one out")
+        if port == own and host in ("127.0.0.1", "localhost", "::1"):
+            raise ValueError(f"port {port} is that of the engine itself, {url}; leave it out")

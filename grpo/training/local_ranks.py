@@ -1,7 +1,5 @@
 """The other ranks of a trainer as child processes on this machine, started and watched.
 
-    python -m grpo.training.local_ranks READY '{"config": ...}'      # one of them
-
 The rank that leads runs in the process of the script and starts them (:class:`LocalRanks`). Each
 writes to a log of its own and ends with the script, however that ends.
 """
@@ -9,7 +7,6 @@ writes to a log of its own and ends with the script, however that ends.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import tempfile
@@ -21,7 +18,6 @@ from types import TracebackType
 from typing import Any
 
 from grpo.system.processes import Child, log_tail
-from grpo.training.rank_worker import TrainerRank
 from grpo.training.ranks import Ranks
 
 _POLL = 0.2
@@ -39,8 +35,9 @@ class LocalRanks:
     queue for ever, it is ended ``patience`` seconds later with the reason on standard error.
 
     Args:
-        order: arguments of each rank's :class:`~grpo.training.rank_worker.TrainerRank`, but for
-            ``join``.
+        module: what is run for each: ``python -m module READY ORDER`` reads the order, makes the
+            file ``READY`` when there is nothing left to do but to meet, and meets the others.
+        order: what the module needs, but for ``join``.
         count: ranks in all.
         device_type: ``"cuda"`` or ``"cpu"``.
         folder: for the logs, ``trainer_rank_1.log`` and so on.
@@ -49,13 +46,12 @@ class LocalRanks:
         timeout: seconds that a rank waits for another, as while the leader generates or evaluates.
         patience: see above.
         settle: seconds after an error here until a rank whose death has caused it must have ended.
-        module: what is run; others are for tests.
     """
 
     def __init__(
-        self, order: Mapping[str, Any], *, count: int, device_type: str, folder: Path,
+        self, module: str, order: Mapping[str, Any], *, count: int, device_type: str, folder: Path,
         environments: Sequence[Mapping[str, str]], timeout: float = 24 * 3600.0,
-        patience: float = 60.0, settle: float = 5.0, module: str = "grpo.training.local_ranks",
+        patience: float = 60.0, settle: float = 5.0,
     ) -> None:
         self.order, self.folder, self.module = order, folder, module
         self.environments = environments
@@ -143,14 +139,3 @@ class LocalRanks:
                 print(f"error: {reason}\nthe run waited {self.patience:g} s for it and ends",
                       file=sys.stderr, flush=True)
                 os._exit(1)  # whoever waits for a dead rank in a GPU's queue cannot be interrupted
-
-
-def main() -> None:
-    """Be the rank that the command line describes."""
-    logging.basicConfig(level=logging.WARNING)
-    ready, order = sys.argv[1:]
-    TrainerRank(**json.loads(order)).run(Path(ready).touch)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from grpo import data
 from grpo.objectives.scorer import TokenScorer
 from grpo.policies.scoring import score_rollout
+from grpo.policies.unpacked import ATTENTION_LINEARS
 from grpo.weights.gather import TrainerRanks
-from grpo.weights.layout import ATTENTION_LINEARS, PEFT_PREFIX, is_experts
+from grpo.weights.layout import PEFT_PREFIX, is_experts
 
 #: The linear modules of a decoder layer.
 DECODER_LINEARS = (*ATTENTION_LINEARS, "gate_proj", "up_proj", "down_proj")

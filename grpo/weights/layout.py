@@ -27,9 +27,6 @@ Params: TypeAlias = Mapping[str, Tensor]
 #: What peft puts before the names of a model that it wraps whole.
 PEFT_PREFIX = "base_model.model."
 
-#: The linear modules of attention, which alone get adapters in mixtures of experts.
-ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
-
 # Engine module -> the Hugging Face modules whose rows it holds, in order.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}

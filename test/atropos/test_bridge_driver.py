@@ -12,8 +12,9 @@ from hypothesis import given
 from grpo.atropos.bridge import Bridge
 from grpo.atropos.bridge_engine import EngineDriver
 from grpo.atropos.calls import Ask, Call
-from grpo.server.api import ApiError, SamplingFields
+from grpo.server.api import SamplingFields
 from grpo.server.versioned import Constructors
+from grpo.system.json_api import ApiError
 
 from ..engines.fake_engine import flat
 

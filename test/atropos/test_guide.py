@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
-from grpo.run.memory import LoRA, ModelShape
+from grpo.policies.model_shape import LoRA, ModelShape
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDER = REPO / "examples" / "atropos"

@@ -14,6 +14,7 @@ from grpo.config.schema import Config, load_config
 from grpo.policies.handle import EngineError
 from grpo.policies.ray_engine import Call, EngineDied, WorkerPool
 from grpo.run import build_async
+from grpo.run.build_worker import build_worker
 from grpo.system.threads import in_background
 
 REPO = Path(__file__).resolve().parents[2]
@@ -126,4 +127,4 @@ class LocalRay:
     @staticmethod
     def _make_worker(setup, prompts, places, backend):
         worker = build_async.worker_setup(setup, prompts, places, backend)
-        return lambda number: RolloutWorker(worker, number, prompts.train)
+        return lambda number: RolloutWorker(build_worker, worker, number, prompts.train)

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from grpo import data
 from grpo.collectors.ray import RolloutsFailed, _since
 from grpo.collectors.reference_worker import ReferenceWorker, Scored
 from grpo.policies.ray_engine import WorkersLost
+from grpo.run.build_worker import build_reference
 from grpo.training.checkpoint import list_checkpoints
 from grpo.weights import StaleWeightsError
 from grpo.weights.packed import Packed
@@ -253,8 +255,9 @@ def test_the_reference_scores_groups_as_they_come_and_is_replaced_when_it_dies(s
     trainer = start(**options)
     here = trainer.frozen["reference"]
     config = async_config(folder, **options).model_dump(mode="json")
-    pool = LocalPool(lambda number: ReferenceWorker(config, str(folder), "cpu", "float32"),
-                     count=1, kind="reference worker")
+    build = partial(build_reference, config, str(folder), "cpu", "float32")
+    pool = LocalPool(lambda number: ReferenceWorker(build, str(folder)), count=1,
+                     kind="reference worker")
     pool.start()
     trainer.collector.reference, trainer.frozen["reference"] = pool, None
     for step in range(3):

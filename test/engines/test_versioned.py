@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo.server.api import ApiError, SamplingFields
+from grpo.server.api import SamplingFields
 from grpo.server.generation import Generation
 from grpo.server.versioned import VersionedEngine
+from grpo.system.json_api import ApiError
 
 from .fake_engine import FIRST, MAKE, FakeEngine
 

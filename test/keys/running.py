@@ -20,7 +20,6 @@ from unittest.mock import MagicMock
 import pytest
 
 from grpo.atropos.schemas import ScoredGroup
-from grpo.collectors import rollout_worker
 from grpo.config.schema import load_config
 from grpo.policies import inprocess
 from grpo.report import loggers
@@ -30,6 +29,7 @@ from grpo.run import (
     build_bridge,
     build_engine,
     build_team,
+    build_worker,
     start_atropos,
 )
 from grpo.run.build_objective import build_learner, build_loss
@@ -147,8 +147,7 @@ class Runner:
                 options=lambda **options: SimpleNamespace(remote=cls)))
             patch(build_async, "FleetTransfer", _fleet(seen))
             patch(build_async, "FleetLoRA", _fleet(seen))
-            patch(rollout_worker, "_start_engine", _worker_engine(
-                seen, rollout_worker._start_engine))
+            patch(build_worker, "_start_engine", _worker_engine(seen, build_worker._start_engine))
         if mode.script == "atropos":
             patch(start_atropos, "find_engine", lambda config: seen.note(
                 "looked for", (config.atropos.vllm_port, config.atropos.bridge_config)))

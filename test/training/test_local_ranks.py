@@ -31,8 +31,8 @@ def team(tmp_path):
 
     def make(*sources: str, **options) -> LocalRanks:
         (tmp_path / "made_up_rank.py").write_text(RANK)
-        return LocalRanks({"sources": sources}, count=1 + len(sources), device_type="cpu",
-                          folder=tmp_path / "logs", module="made_up_rank",
+        return LocalRanks("made_up_rank", {"sources": sources}, count=1 + len(sources),
+                          device_type="cpu", folder=tmp_path / "logs",
                           environments=[{"PYTHONPATH": f"{tmp_path}:{REPO}"}] * len(sources),
                           **{"settle": 0.0, **options})
 

@@ -1,17 +1,28 @@
-"""A trainer's rank other than the first; :mod:`grpo.training.local_ranks` starts its process."""
+"""A trainer's rank other than the first; :mod:`grpo.training.local_ranks` starts its process.
+
+    python -m grpo.run.rank_worker READY '{"config": ...}'
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.schema import Config, load_config
+from grpo.run.build import load_tokenizer, quiet_libraries
+from grpo.run.build_model import load_model, prepare_model
+from grpo.run.build_objective import build_learner, build_loss
 from grpo.training.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    from grpo.weights.transfer import Backend
+from grpo.training.ranks import Ranks
+from grpo.training.team import obey
+from grpo.weights.transfer import Backend, WeightTransfer
 
 
 class TrainerRank:
@@ -41,25 +52,28 @@ class TrainerRank:
         Args:
             ready: called when there is nothing left to do but to meet.
         """
-        from grpo.config.asynchronous import AsyncConfig
-        from grpo.config.schema import Config, load_config
-        from grpo.run import build, build_objective
-        from grpo.run.build_model import load_model, prepare_model
-        from grpo.training.ranks import Ranks
-        from grpo.training.team import obey
-        from grpo.weights.transfer import WeightTransfer
-
-        build.quiet_libraries()
+        quiet_libraries()
         config = load_config(self.config, AsyncConfig if self.asynchronous else Config)
         model = load_model(self.path, config, device=torch.device("cpu"), dtype=self.dtype)
         resumed = self.checkpoint if config.train_model.lora.enabled else None
         prepare_model(model, config, adapter=resumed and resumed.adapter_folder)
-        loss = build_objective.build_loss(config, model, build.load_tokenizer(self.path))
+        loss = build_loss(config, model, load_tokenizer(self.path))
         ready()
         ranks = Ranks.join(**self.join)
-        learner = build_objective.build_learner(config, loss, ranks)
+        learner = build_learner(config, loss, ranks)
         if self.checkpoint is not None:
             learner.optimizer.load_state_dict(self.checkpoint.state()["optimizer"])
         weights = self.transfer and WeightTransfer(model, None, backend=self.transfer)
         obey(learner, weights)
         ranks.leave()
+
+
+def main() -> None:
+    """Be the rank that the command line describes."""
+    logging.basicConfig(level=logging.WARNING)
+    ready, order = sys.argv[1:]
+    TrainerRank(**json.loads(order)).run(Path(ready).touch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""From the configuration to the parts of a worker of an asynchronous run, in its own process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from grpo.collectors.rollout_worker import WorkerParts, WorkerSetup
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.schema import load_config
+from grpo.envs import Prompt, VerifiableEnv
+from grpo.policies import Policy, Sampling, TransformersPolicy, VLLMPolicy
+from grpo.policies.driver import TransformersSampler, VLLMSampler
+from grpo.policies.handle import InProcessEngine
+from grpo.policies.scoring import ReferenceScorer
+from grpo.run.build import build_task, load_tokenizer, quiet_libraries, reward_function
+from grpo.run.build_model import eos_token_ids, load_model
+from grpo.run.build_objective import scoring_budget
+from grpo.weights.adapters import make_lora
+from grpo.weights.lora_slot import lora_request
+
+# Groups that are scored at a time, at least, where rewards run side by side.
+_SCORING_THREADS = 4
+
+
+def build_worker(setup: WorkerSetup, number: int, prompts: list[Prompt]) -> WorkerParts:
+    """What the rollout worker of a number works with."""
+    quiet_libraries()
+    config = load_config(setup.config, AsyncConfig)
+    tokenizer = load_tokenizer(setup.path)
+    sampling = Sampling(max_tokens=config.max_tokens, seed=config.train.seed,
+                        temperature=config.inference_model.temperature)
+    options = {"pad_token_id": tokenizer.pad_token_id,
+               "eos_token_ids": eos_token_ids(setup.path, tokenizer),
+               "ignore_eos": config.inference_model.ignore_eos}
+    policy, engine, sampler = _start_engine(setup, config, sampling, options, number)
+    # The engine's thread draws random numbers, too, so nobody can tell who has drawn.
+    score = reward_function(config, build_task(config), try_first=False)
+    workers = config.env.reward_workers  # a group waits in its thread while its calls run there
+    threads = 1 if workers == 1 else _SCORING_THREADS + workers // config.env.repeats
+    environments = [
+        VerifiableEnv(prompts, score, tokenizer, num_prompts=1, group_size=config.env.repeats,
+                      max_prompt_tokens=setup.prompt_width,
+                      max_response_tokens=sampling.max_tokens,
+                      eos_token_ids=options["eos_token_ids"], seed=config.train.seed)
+        for _ in range(threads + 1)]
+    return WorkerParts(policy, engine, sampler, environments,
+                       groups_a_call=config.env.num_envs, group_rows=config.env.repeats)
+
+
+def build_reference(
+    config: dict[str, Any], path: str, device: str, dtype: str
+) -> ReferenceScorer:
+    """The frozen reference.
+
+    Args:
+        config: a :class:`grpo.config.asynchronous.AsyncConfig` as plain values.
+        path: folder or hub id of the reference.
+        device: ``cuda`` or ``cpu``.
+        dtype: of the weights, without ``torch.``.
+    """
+    quiet_libraries()
+    checked = load_config(config, AsyncConfig)
+    model = load_model(path, checked, device=torch.device(device), dtype=getattr(torch, dtype))
+    return ReferenceScorer(model, temperature=checked.inference_model.temperature,
+                           max_tokens=scoring_budget(checked),
+                           fp32_head=checked.train_model.fp32_head)
+
+
+def _start_engine(setup: WorkerSetup, config: Any, sampling: Sampling, options: dict[str, Any],
+                  number: int) -> tuple[Policy, InProcessEngine | None, Any]:
+    """Policy, handle of its engine, and what its driver drives."""
+    device, dtype = torch.device(setup.device), getattr(torch, setup.dtype)
+    inference, lora = config.inference_model, config.train_model.lora
+    if setup.backend == "transformers":
+        model = load_model(setup.path, config, device=device, dtype=dtype)
+        if lora.enabled:
+            make_lora(model, **lora.options())
+        model.eval()
+        policy = TransformersPolicy(model.requires_grad_(False), sampling,
+                                    max_model_len=setup.max_model_len, **options)
+        return policy, None, TransformersSampler(policy)
+    from grpo.policies.inprocess import start_engine
+
+    parallel = {} if setup.tensor_parallel_size == 1 else {
+        "separate_process": True, "tensor_parallel_size": setup.tensor_parallel_size}
+    llm = start_engine(
+        setup.path, device=device, dtype=dtype, max_model_len=setup.max_model_len,
+        max_num_seqs=setup.rows, seed=config.train.seed + number,
+        enforce_eager=inference.enforce_eager,
+        gpu_memory_utilization=inference.gpu_memory_utilization,
+        kv_cache_memory_bytes=inference.kv_cache_memory_bytes, alone=True,
+        max_lora_rank=lora.r if lora.enabled else None,
+        fp32_head=config.train_model.fp32_head and dtype != torch.float32, **parallel)
+    policy = VLLMPolicy(llm, sampling, lora_request=lora_request() if lora.enabled else None,
+                        **options)
+    # Seeds make a run repeatable where its arithmetic is; on a GPU they only cost time.
+    return policy, InProcessEngine(llm), VLLMSampler(policy, seeded=setup.device == "cpu")
