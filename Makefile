@@ -44,8 +44,9 @@ test-slow: $(READY)  ## run slow tests, a part at each commit; ARGS="--budget 17
 gpu-acceptance: $(READY)  ## run on the GPUs what the pages promise, in nine minutes; ARGS=--list
 	$(BIN)/python tools/gpu_acceptance.py $(ARGS)
 
-lint: $(READY)  ## check the style with ruff
+lint: $(READY)  ## check the style, and that imports between rooms run one way
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 
 clean:  ## remove both .venv, builds and caches; what runs wrote stays
 	rm -rf .venv .venv-atropos build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -27,8 +27,8 @@ EXTRAS = {
     "optim": ["torchao>=0.12", "bitsandbytes>=0.45"],  # either for optimizer.name=adamw_8bit
     "datasets": ["datasets>=3"],
     "logging": LOGGING,
-    "dev": ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6",
-            "ruff>=0.6", *LOGGING, *LORA, *RAY],
+    "dev": ["hypothesis>=6.100", "import-linter>=2.6", "pytest>=8", "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6", "ruff>=0.6", *LOGGING, *LORA, *RAY],
 }
 
 

@@ -17,7 +17,7 @@ from grpo.config.schema import Config, ConfigError, load_config
 from grpo.server.serve import check, parser
 from grpo.training.checkpoint import save_trained
 from grpo.weights.adapters import make_lora
-from grpo.weights.canary import TOLERANCE
+from grpo.weights.tolerance import TOLERANCE
 
 from .configs import FOLDER, composed
 

@@ -6,13 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from grpo.weights.canary import Canary, CanaryReport, StaleWeightsError
+    from grpo.weights.canary import Canary, StaleWeightsError
     from grpo.weights.layout import LayoutError
     from grpo.weights.proof import WeightProof
     from grpo.weights.shared import SameModule, SharedCopy, SingleCopy, WeightSync
+    from grpo.weights.tolerance import CanaryReport
 
 _MODULE_OF = {
-    "Canary": "canary", "CanaryReport": "canary", "StaleWeightsError": "canary",
+    "Canary": "canary", "CanaryReport": "tolerance", "StaleWeightsError": "canary",
     "LayoutError": "layout", "WeightProof": "proof",
     "SameModule": "shared", "SharedCopy": "shared", "SingleCopy": "shared", "WeightSync": "shared",
 }

@@ -9,7 +9,6 @@ a model that is computed differently. When it fails, :mod:`grpo.weights.diagnosi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -18,48 +17,17 @@ from torch import Tensor
 from grpo import data
 from grpo.objectives.scorer import TokenScorer
 from grpo.policies.base import Policy
+from grpo.weights.diagnosis import diagnose
 from grpo.weights.replay import ReplayedScorer
 from grpo.weights.shared import WeightSync, some_names
-
-#: Greatest allowed mean and maximum difference of log-probs, in nats. Half precision rounds the
-#: two forward passes differently; float32 leaves only the order of summation. In half precision the
-#: numbers alone cannot see one small missed update; :mod:`grpo.weights.proof` compares the bits.
-TOLERANCE = {
-    torch.float64: (1e-6, 1e-5),
-    torch.float32: (2e-5, 1e-4),
-    torch.float16: (0.05, 0.5),
-    torch.bfloat16: (0.1, 1.0),
-}
-
-#: Attention kernels of GPUs multiply float32 in reduced precision.
-CUDA_FLOAT32_TOLERANCE = (1e-3, 2e-2)
+from grpo.weights.tolerance import CanaryReport, canary_tolerance
 
 # Share of the longest prompt's length that the shortest must have for all to be cut to its length.
 _NEARLY = 0.75
 
 
-def canary_tolerance(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """``(mean, max)`` in nats for a model that computes in ``dtype``."""
-    on_gpu = device.type == "cuda"
-    return CUDA_FLOAT32_TOLERANCE if on_gpu and dtype == torch.float32 else TOLERANCE[dtype]
-
-
 class StaleWeightsError(RuntimeError):
     """The engine does not generate with the trainer's weights."""
-
-
-@dataclass(frozen=True)
-class CanaryReport:
-    """Agreement of engine and trainer on the fixed prompts, in nats."""
-
-    mean_abs_diff: float
-    max_abs_diff: float
-
-    @classmethod
-    def of(cls, differences_N: Tensor) -> CanaryReport:
-        """Summary of some tokens' differences."""
-        sizes_N = differences_N.abs()
-        return cls(*torch.stack([sizes_N.mean(), sizes_N.max()]).tolist())
 
 
 class Canary:
@@ -138,8 +106,6 @@ class Canary:
         sampled, self._sampled = self._sampled, None
         report = CanaryReport.of(self.differences(self._to_score(sampled()), scorer=self._fast))
         if not self.agrees(report):
-            from grpo.weights.diagnosis import diagnose  # which knows this class
-
             self.failures += 1
             raise StaleWeightsError(
                 f"policy version {self.weights.version}: engine and trainer disagree on the same "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import nan
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
@@ -19,9 +20,12 @@ from grpo.policies.base import Policy
 from grpo.policies.handle import EngineHandle, InProcessEngine
 from grpo.policies.inprocess import engine_module
 from grpo.policies.server import ServerPolicy
-from grpo.weights.canary import Canary, CanaryReport
 from grpo.weights.layout import FUSED
+from grpo.weights.tolerance import CanaryReport
 from grpo.weights.worker.layer_outputs import LayerRecorder
+
+if TYPE_CHECKING:
+    from grpo.weights.canary import Canary
 
 #: Relative difference that rounding explains, by dtype; attention sums in another order than the
 #: trainer's, and half precision adds a few thousandths in each layer.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from grpo.weights.canary import Canary, CanaryReport
+from grpo.weights.canary import Canary
 from grpo.weights.shared import WeightSync, WrappedSync
+from grpo.weights.tolerance import CanaryReport
 
 if TYPE_CHECKING:
     from grpo.policies.handle import EngineHandle

@@ -65,8 +65,8 @@ from grpo.training.evaluation import Evaluator  # noqa: E402
 from grpo.training.local_ranks import RankDied  # noqa: E402
 from grpo.training.stopping import signals_end_the_process  # noqa: E402
 from grpo.weights import Canary, StaleWeightsError  # noqa: E402
-from grpo.weights.canary import canary_tolerance  # noqa: E402
 from grpo.weights.channel import TransferError  # noqa: E402
+from grpo.weights.tolerance import canary_tolerance  # noqa: E402
 
 #: What may end a run that is not a mistake in the code.
 ENDINGS = (RolloutsFailed, WorkersLost, EngineError, TransferError, StaleWeightsError,
