@@ -6,7 +6,6 @@ Ray, workers on their devices, and the way of the weights to them. The rest is
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import grpo
 from grpo.collectors.ray import RayCollector
 from grpo.collectors.reference_worker import ReferenceWorker
 from grpo.collectors.rollout_worker import RolloutWorker, WorkerSetup
@@ -35,6 +33,7 @@ from grpo.run.build_team import start_others
 from grpo.run.build_worker import build_reference, build_worker
 from grpo.run.placement import Kind, Places, plan_devices
 from grpo.system.cores import share_cores
+from grpo.system.processes import package_environment
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.learner import Learner
 from grpo.training.stopping import handlers_kept
@@ -114,9 +113,7 @@ def _start_ray(**options: Any) -> Callable[[], None]:
     if ray.is_initialized():  # by whoever embeds this run
         return lambda: None
     # Workers find this very package, not what lies in the folder of a script.
-    package = str(Path(grpo.__file__).resolve().parents[1])
-    found = os.environ.get("PYTHONPATH")
-    variables = {"PYTHONPATH": package + (os.pathsep + found if found else ""), **share_cores()}
+    variables = {"PYTHONPATH": package_environment()["PYTHONPATH"], **share_cores()}
     try:
         with handlers_kept():
             ray.init(**options, runtime_env={"env_vars": variables}, log_to_driver=False,

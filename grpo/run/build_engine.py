@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-import grpo
 from grpo.config.model import LORA_SLOTS, Sync
 from grpo.config.schema import Config
 from grpo.policies import Policy, Sampling, ServerPolicy, TransformersPolicy, VLLMPolicy
@@ -28,6 +27,7 @@ from grpo.run.build_model import eos_token_ids, load_model, prepare_model
 from grpo.run.engine_attach import START_TIMEOUT, bring_to_start, check_device
 from grpo.server.process import EngineProcess, server_command
 from grpo.system.child import TOKEN_VARIABLE
+from grpo.system.processes import package_environment
 from grpo.weights import SameModule, SharedCopy, SingleCopy, WeightSync
 from grpo.weights.channel import address_towards
 from grpo.weights.lora import HTTPLoRASync, LoRASync
@@ -288,7 +288,7 @@ class RunServer:
         process = self._running = self._process.enter_context(EngineProcess(
             server_command(str(path), private=True, **self.options), port=self.port,
             token=self.token, log_path=self.log_path, start_timeout=START_TIMEOUT,
-            env={**child_environment(), **self.env}))
+            env={**package_environment(), **self.env}))
         self.port = process.port
         return process.client(timeout=_CALL_TIMEOUT)
 
@@ -323,13 +323,6 @@ class FreshServer:
 
     def lora_fingerprints(self, shapes: dict[str, list[int]]) -> list[dict[str, list]]:
         return self.client.lora_fingerprints(shapes)
-
-
-def child_environment() -> dict[str, str]:
-    """This very package for the child, whatever lies in the folder that it is started in."""
-    here = str(Path(grpo.__file__).resolve().parents[1])
-    path = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": here + (os.pathsep + path if path else ""), "PYTHONSAFEPATH": "1"}
 
 
 # -- in words --------------------------------------------------------------------------------------

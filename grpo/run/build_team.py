@@ -19,10 +19,11 @@ from grpo.config.schema import Config, ConfigError
 from grpo.objectives.scorer import TokenScorer
 from grpo.policies import VLLMPolicy
 from grpo.policies.handle import InProcessEngine
-from grpo.run.build_engine import Actor, Setup, build_actor, child_environment, start_engine_of
+from grpo.run.build_engine import Actor, Setup, build_actor, start_engine_of
 from grpo.run.build_model import load_model, prepare_model
 from grpo.run.build_objective import build_learner, build_loss
 from grpo.run.placement import visible
+from grpo.system.processes import package_environment
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.learner import Learner
 from grpo.training.local_ranks import LocalRanks
@@ -153,7 +154,7 @@ def start_others(
     return LocalRanks(
         "grpo.run.rank_worker", order, count=count, device_type=setup.device.type,
         folder=setup.folder, environments=[
-            {**child_environment(), **_variables(devices[rank:rank + 1])}
+            {**package_environment(), **_variables(devices[rank:rank + 1])}
             for rank in range(1, count)])
 
 

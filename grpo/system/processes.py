@@ -175,3 +175,11 @@ exec 3<&0 </dev/null
 exec 3<&-
 exec "$@"
 """
+
+
+def package_environment() -> dict[str, str]:
+    """Variables with which a child finds this very package, whatever lies in the folder that it is
+    started in."""
+    here = str(Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": here + (os.pathsep + path if path else ""), "PYTHONSAFEPATH": "1"}

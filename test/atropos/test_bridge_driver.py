@@ -16,7 +16,7 @@ from grpo.server.api import SamplingFields
 from grpo.server.versioned import Constructors
 from grpo.system.json_api import ApiError
 
-from ..engines.fake_engine import flat
+from ..server.fake_engine import flat
 
 
 class StepEngine:

@@ -14,8 +14,8 @@ from grpo.atropos.schemas import IGNORED, ScoredGroup
 from grpo.policies import Sampling, ServerPolicy
 from grpo.policies.client import EngineCallError, EngineClient
 
-from ..engines.fake_engine import FIRST
-from ..engines.serving import server
+from ..server.fake_engine import FIRST
+from ..server.serving import server
 from .environments import EOS, serving
 
 

@@ -16,8 +16,8 @@ import pytest
 from grpo.atropos.forward import PortForwarder
 from grpo.policies.client import EngineClient
 
-from ..cli.ports import free_ports
-from ..engines.serving import server
+from ..run.ports import free_ports
+from ..server.serving import server
 
 
 def wait_until(condition):

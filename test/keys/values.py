@@ -92,7 +92,7 @@ VALUES = {key: [value] for key, value in {
 
 #: Keys whose effect is outside of a run, or takes what is not here; and where it is shown.
 ELSEWHERE = {
-    "resume": "test/training/test_resume.py: it chooses the folder before anything is built",
+    "resume": "test/run/test_resume.py: it chooses the folder before anything is built",
     "ray.address": "test_config_async.py: test_without_an_address_ray_is_the_runs_own",
     "atropos.evaluate": "a mode of its own here, 'atropos, one copy, evaluated'",
 }

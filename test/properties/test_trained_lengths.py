@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from grpo.collectors.schedule import RolloutSchedule
 
-from ..test_benchmarks import load_benchmark
+from ..repository.test_benchmarks import load_benchmark
 
 simulation = load_benchmark("async_lengths")
 

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from grpo import data
+from grpo.system import deadline
 from grpo.system.deadline import LateError
 
 #: Different failures that are kept to be shown, and frames of each.
 SHOWN_FAILURES, _SHOWN_FRAMES = 3, 4
 #: Of those who make the calls; they say nothing about the function.
-_CALLERS = {str(Path(__file__).with_name(f"{name}.py")) for name in ("pool", "deadline", "scorer")}
+_CALLERS = {deadline.__file__,
+            *(str(Path(__file__).with_name(f"{name}.py")) for name in ("pool", "scorer"))}
 
 
 class Unusable(ValueError):

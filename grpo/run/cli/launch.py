@@ -25,6 +25,7 @@ from grpo.run.cli.parser import Parser
 from grpo.server.process import EngineProcess
 from grpo.system.child import TOKEN_VARIABLE
 from grpo.system.http_call import is_loopback, split_url
+from grpo.system.processes import package_environment
 
 if TYPE_CHECKING:
     from grpo.config.atropos import AtroposConfig
@@ -135,13 +136,6 @@ def start_hub(
         raise ConfigError(f"--atropos-url {url}: no Atropos API answers there, and no hub can be "
                           f"started: {error.strerror}") from error
     checks.append(hub.check)
-
-
-def package_environment() -> dict[str, str]:
-    """This very package for a child, whatever folder it is started in."""
-    here = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": here + (os.pathsep + path if path else ""), "PYTHONSAFEPATH": "1"}
 
 
 def environment_flags(args: argparse.Namespace) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+import grpo
 from grpo.config.aliases import ALIASES
 from grpo.config.keys import unknown_key
 
@@ -90,6 +91,6 @@ def plain(text: str) -> object:
 
 def recipes() -> Path:
     """The folder of the Hydra recipes, of a clone or of the installed package."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "recipes"
+    package = Path(grpo.__file__).resolve().parent
+    installed = package / "run" / "recipes"
     return installed if installed.is_dir() else package.parent / "config"

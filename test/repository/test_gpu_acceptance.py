@@ -18,9 +18,9 @@ import pytest
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, load_config
 
-from .configs import composed
+from ..config.configs import composed
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO / "tools"), str(REPO / "benchmarks")]
 
 from acceptance import rows  # noqa: E402

@@ -19,7 +19,7 @@ from grpo.training.checkpoint import save_trained
 from grpo.weights.adapters import make_lora
 from grpo.weights.tolerance import TOLERANCE
 
-from .configs import FOLDER, composed
+from ..config.configs import FOLDER, composed
 
 REPO = FOLDER.parent
 GUIDE = (REPO / "docs" / "weights.md").read_text()

@@ -27,7 +27,7 @@ from grpo.run.build import build_task
 from grpo.run.cli.flags import to_config
 from grpo.run.cli.launch import parser
 
-from .configs import composed_like
+from ..config.configs import composed_like
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = ("setup", "atropos-env", "train", "train-atropos", "test", "lint", "clean", "help")
@@ -170,7 +170,7 @@ def test_a_built_package_carries_the_recipes(tmp_path):
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     recipes = {path.relative_to(ROOT / "config") for path in (ROOT / "config").rglob("*.yaml")}
     assert recipes
-    shipped = tmp_path / "built" / "grpo" / "recipes"
+    shipped = tmp_path / "built" / "grpo" / "run" / "recipes"
     assert {path.relative_to(shipped) for path in shipped.rglob("*.yaml")} == recipes
 
 

@@ -23,7 +23,7 @@ from grpo.atropos.convert import GroupConverter
 from grpo.atropos.records import Records
 from grpo.policies.client import EngineCallError, EngineClient
 
-from ..atropos.environments import EOS, DicePolicy, Environment, Groups, playing, serving
+from .environments import EOS, DicePolicy, Environment, Groups, playing, serving
 
 
 def make_env(bridge, **options):

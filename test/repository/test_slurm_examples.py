@@ -16,9 +16,9 @@ import pytest
 
 from grpo.run.build import build_task
 
-from .configs import composed_like
+from ..config.configs import composed_like
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 LOCAL = REPO / "examples" / "slurm" / "local.sh"
 
 STAND_IN = f"""#!{sys.executable}

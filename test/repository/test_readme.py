@@ -26,7 +26,7 @@ from grpo.objectives.mismatch import make_mismatch
 from grpo.objectives.scorer import HeadKind
 from grpo.objectives.terms import Proximal
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 README = (REPO / "README.md").read_text()
 GUIDE = (REPO / "docs" / "objectives.md").read_text()
 ASYNC_GUIDE = (REPO / "docs" / "async.md").read_text()

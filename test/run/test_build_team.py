@@ -10,7 +10,7 @@ import torch
 from grpo.config.schema import ConfigError, load_config
 from grpo.run.build_team import _seeing, _variables, choose_devices
 
-from .configs import small
+from ..config.configs import small
 
 TWO = {"backend": "vllm", "engine": "process"}
 

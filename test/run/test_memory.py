@@ -19,7 +19,7 @@ from grpo.run.memory import head_bytes, layer_bytes, outer_bytes
 
 from .memory_probe import AllocationTracker, family, real_model
 
-MEASURED_HEAD = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "head_h200.json"
+MEASURED_HEAD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "head_h200.json"
 FAMILIES = ("Qwen2Config", "LlamaConfig", "Qwen3Config")
 HALF_AND_FULL = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 

@@ -29,7 +29,7 @@ from grpo.run.devices import (
 from grpo.run.ledger import GIB, PHASES, DoesNotFitError, Ledger
 from grpo.run.placement import DevicePlan
 
-from .configs import small
+from ..config.configs import small
 from .memory_probe import family
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

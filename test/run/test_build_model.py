@@ -9,8 +9,8 @@ from grpo.config.schema import ConfigError, load_config
 from grpo.objectives.agreement import say_once
 from grpo.run.build_model import load_model, switch_dropout_off
 
-from .configs import small
-from .objectives.causal_classes import make_class
+from ..config.configs import small
+from ..objectives.causal_classes import make_class
 
 CPU = torch.device("cpu")
 

@@ -21,9 +21,9 @@ from grpo.run.build_engine import FreshServer, RunServer, Setup, build_actor
 from grpo.system.child import TOKEN_VARIABLE
 from grpo.weights.adapters import adapters, has_adapters, make_lora, save_adapter
 
-from .configs import FOLDER, message, small
-from .engines.serving import server
-from .engines.test_process import SERVER
+from ..config.configs import FOLDER, message, small
+from ..server.serving import server
+from ..server.test_process import SERVER
 
 CPU = torch.device("cpu")
 LORA = {"enabled": True, "r": 4, "alpha": 8}

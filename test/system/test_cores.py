@@ -18,7 +18,7 @@ from grpo.report.loggers import METRICS_FILE, read_jsonl
 from grpo.run import build_async, build_model
 from grpo.system.cores import share_cores
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "VLLM_CPU_OMP_THREADS_BIND")
 SHARING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000",
            "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, ConfigError, load_config
 
-FOLDER = Path(__file__).resolve().parents[1] / "config"
+FOLDER = Path(__file__).resolve().parents[2] / "config"
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()
             if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)}
 MAXENT = {"train": {"objective": "maxent_listwise", "aggregation": "prompt"}}
