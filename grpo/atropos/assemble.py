@@ -152,7 +152,7 @@ class GroupAssembler:
             self._drop_stale()
         return self.waiting_rows >= self.rows
 
-    def batch(self, *, width: int | None = None) -> TensorDict:
+    def batch(self) -> TensorDict:
         """The groups that have waited longest, as many as fit, converted.
 
         Raises:
@@ -165,8 +165,7 @@ class GroupAssembler:
             rows += len(chosen[-1][0].tokens)
         self._used(group for group, _ in chosen)
         return self.converter([group for group, _ in chosen],
-                              sampled=[known for _, known in chosen], version=self.version(),
-                              width=width)
+                              sampled=[known for _, known in chosen], version=self.version())
 
     def metrics(self) -> dict[str, float]:
         """Everything that is counted, since the start."""

@@ -10,7 +10,6 @@ The routes, formats and checks are those of :mod:`grpo.server`. Drivers:
 
 * :class:`~grpo.atropos.bridge_engine.EngineDriver`: a vLLM engine in this process, which calls join
   as they come;
-* :class:`~grpo.atropos.bridge_remote.ServerDriver`: an engine server, likewise;
 * :class:`~grpo.atropos.bridge_env.StepDriver`: any policy, batch by batch, as a TorchRL
   environment.
 """

@@ -149,7 +149,6 @@ class GroupConverter:
         *,
         sampled: Sequence[Sampled | None] | None = None,
         version: int = 0,
-        width: int | None = None,
     ) -> TensorDict:
         """One batch of all rows of the groups, in order.
 
@@ -158,7 +157,6 @@ class GroupConverter:
             sampled: what the policy recorded of each; it takes precedence over what the
                 environment sent.
             version: the policy's present version; tokens that nobody dated count as sampled by it.
-            width: ``P``, ``R`` and ``T`` of the batch; None: the longest prompt, response and row.
 
         Raises:
             ValueError: without groups.
@@ -171,7 +169,7 @@ class GroupConverter:
             rows += self._rows(group, known, version)
         self.counts["groups"] += len(groups)
         self.counts["rows"] += len(rows)
-        return self._stack(rows, width)
+        return self._stack(rows)
 
     def check(self, group: ScoredGroup) -> None:
         """See whether the model can be trained on a group.
@@ -253,13 +251,13 @@ class GroupConverter:
             values = torch.where(recorded.isnan(), values, recorded)
         return torch.where(trained, values, 0.0)
 
-    def _stack(self, rows: list[_Row], width: int | None) -> TensorDict:
+    def _stack(self, rows: list[_Row]) -> TensorDict:
         B = len(rows)
         starts = [row.start for row in rows]
         sizes = torch.tensor([len(row.tokens) for row in rows])
-        P = width or max(1, *starts)
-        R = width or max(1, *(len(row.tokens) - s for row, s in zip(rows, starts, strict=True)))
-        T = width or int(sizes.max())
+        P = max(1, *starts)
+        R = max(1, *(len(row.tokens) - s for row, s in zip(rows, starts, strict=True)))
+        T = int(sizes.max())
         out = TensorDict({}, batch_size=[B])
 
         def token_values(values: list[Tensor], fill: float, dtype: torch.dtype) -> Tensor:

@@ -12,13 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo.atropos.bridge_remote import ServerDriver
-from grpo.policies.base import Sampling
 from grpo.policies.client import EngineCallError, EngineClient
-from grpo.policies.server import ServerPolicy
 from grpo.server.process import EngineProcess, server_command
 
-from ..atropos.environments import EOS, serving
+from ..atropos.environments import serving
 from .real import wait_until
 from .serving import raw, refusal, server
 
@@ -164,24 +161,3 @@ def test_a_real_engine_that_is_killed_says_so_in_stream_and_answer(dying):
         for stream in (True, False):
             error = refusal(client, path, {**LONG, "stream": stream})
             assert error.status == 503 and "the engine died" in str(error)
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_a_bridge_whose_engine_server_is_killed_says_so(dying, tokenizer):
-    process, kill = dying
-    policy = ServerPolicy(process.client(), Sampling(max_tokens=2000), pad_token_id=0,
-                          eos_token_ids=(EOS,))
-    with ThreadPoolExecutor(2) as pool:
-        with (pytest.raises(EngineCallError) as info,
-              serving(tokenizer, temperature_only=False, max_model_len=2048) as (bridge, url)):
-            driver = ServerDriver(bridge, policy)
-            stream, whole = (pool.submit(raw, EngineClient(url), "POST", "/v1/completions",
-                                         json.dumps({**LONG, "stream": streamed}).encode())
-                             for streamed in (True, False))
-            wait_until(lambda: driver.advance(0.01) or driver.running == 2)
-            wait_until(lambda: process.client().info()["open_requests"] == 2)
-            kill()
-            wait_until(lambda: driver.advance(0.01))
-        assert info.value.status == 503
-        check_told(stream, whole, "ended with EngineCallError", "the engine died")
