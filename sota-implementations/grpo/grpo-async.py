@@ -46,6 +46,7 @@ from grpo.config.asynchronous import AsyncConfig  # noqa: E402
 from grpo.config.schema import load_config  # noqa: E402
 from grpo.envs.rewards import RewardsFailed  # noqa: E402
 from grpo.policies.handle import EngineError  # noqa: E402
+from grpo.policies.model_shape import ModelShape  # noqa: E402
 from grpo.policies.ray_engine import WorkersLost  # noqa: E402
 from grpo.report.bottleneck import bottleneck_table  # noqa: E402
 from grpo.report.console import Console  # noqa: E402
@@ -56,7 +57,6 @@ from grpo.run import build_objective as objective  # noqa: E402
 from grpo.run.build_engine import Setup  # noqa: E402
 from grpo.run.build_model import load_model  # noqa: E402
 from grpo.run.devices import capacity, check_roles_fit, role_ledgers  # noqa: E402
-from grpo.run.memory import ModelShape  # noqa: E402
 from grpo.run.resume import open_run  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
 from grpo.training.checkpoint import Checkpoint  # noqa: E402

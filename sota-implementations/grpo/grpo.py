@@ -46,6 +46,7 @@ from grpo.config.presets import describe_preset  # noqa: E402
 from grpo.config.schema import Config, load_config  # noqa: E402
 from grpo.envs.rewards import RewardsFailed  # noqa: E402
 from grpo.policies.handle import EngineError  # noqa: E402
+from grpo.policies.model_shape import ModelShape  # noqa: E402
 from grpo.report.console import Console  # noqa: E402
 from grpo.report.loggers import make_loggers  # noqa: E402
 from grpo.report.reporter import Reporter  # noqa: E402
@@ -55,7 +56,6 @@ from grpo.run.build_engine import Setup  # noqa: E402
 from grpo.run.build_model import load_model  # noqa: E402
 from grpo.run.devices import available, run_ledger  # noqa: E402
 from grpo.run.ledger import check_fits  # noqa: E402
-from grpo.run.memory import ModelShape  # noqa: E402
 from grpo.run.resume import open_run  # noqa: E402
 from grpo.training import Trainer  # noqa: E402
 from grpo.training.checkpoint import Checkpoint  # noqa: E402
