@@ -7,11 +7,10 @@ weights, which the first update replaces. Measured in turn:
 
 * NCCL alone: the same tensors broadcast between two bare processes, one by one, grouped, and as one
   buffer of the same size: what the hardware gives;
-* ``WeightTransfer(loader="direct")`` with several sizes of buckets, and of the tensors that travel
+* ``WeightTransfer(backend="nccl")`` with several sizes of buckets, and of the tensors that travel
   packed: a whole update, and of it the send as the engine's worker sees it; the rest is pausing,
   control messages and resetting the cache;
 * ``WeightTransfer(backend="ipc")``: the worker copies out of the trainer's memory over NVLink;
-* ``WeightTransfer(loader="vllm")``: vLLM's own receiver and loader;
 * generating with the engine, for the ratio of an update to a rollout.
 
 After the timing, fingerprints prove that the engine holds the trainer's weights.
@@ -129,8 +128,6 @@ def measure(size: str, args: argparse.Namespace) -> Iterator[dict]:
         weights = WeightTransfer(model, engine, backend="ipc", timeout=TIMEOUT)
         measured["ipc"] = time_updates(weights, model, engine, args.repeats)
         yield measured
-        weights = WeightTransfer(model, engine, backend="nccl", loader="vllm", timeout=TIMEOUT)
-        measured["vllm_loader"] = time_updates(weights, model, engine, args.repeats)
         measured["generate"] = time_generate(llm, args.repeats)
         for key, value in measured.items():
             if isinstance(value, dict) and "seconds" in value and key != "generate":
@@ -147,7 +144,6 @@ def start(size: str, folder: str):
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from vllm import LLM
-    from vllm.config import WeightTransferConfig
 
     from grpo.policies.handle import InProcessEngine
 
@@ -166,8 +162,7 @@ def start(size: str, folder: str):
     llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
               max_model_len=PROMPT + RESPONSE, max_num_seqs=ROWS, gpu_memory_utilization=0.6,
               distributed_executor_backend="mp", disable_log_stats=True,
-              worker_extension_cls="grpo.weights.worker.extension.WeightWorker",
-              weight_transfer_config=WeightTransferConfig(backend="nccl"))
+              worker_extension_cls="grpo.weights.worker.extension.WeightWorker")
     if before is None:
         del os.environ["CUDA_VISIBLE_DEVICES"]
     else:

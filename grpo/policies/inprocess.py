@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,6 @@ from grpo.policies.unpacked import (
     refuse_experts_after_dense,
 )
 from grpo.system.cores import share_cores
-from grpo.weights.shared_loader import LOAD_FORMAT, check_handover, register_shared_loader
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -59,7 +57,6 @@ def start_engine(
     enable_prefix_caching: bool = True,
     separate_process: bool = False,
     tensor_parallel_size: int = 1,
-    handover: str | Path | None = None,
     max_lora_rank: int | None = None,
     max_loras: int = 1,
     fp32_head: bool = False,
@@ -92,9 +89,6 @@ def start_engine(
             :class:`~grpo.policies.handle.InProcessEngine`.
         tensor_parallel_size: devices that share each layer; more than one needs
             ``separate_process``.
-        handover: file of weights that the trainer owns (from
-            :func:`~grpo.weights.shared_loader.own_weights`) and the engine maps instead of loading
-            a checkpoint; needs ``separate_process``.
         max_lora_rank: take LoRA adapters up to this rank (rounded up to a rank that vLLM has);
             None: none at all.
         max_loras: adapters that can be in use at a time.
@@ -103,8 +97,6 @@ def start_engine(
     Raises:
         ModuleNotFoundError: if vLLM is not installed.
         ValueError: for options that do not fit the device or each other.
-        HandoverError: if the trainer that owns the handed over weights is gone, or they are those
-            of another model or dtype.
     """
     if not vllm_available():
         raise ModuleNotFoundError(
@@ -119,11 +111,6 @@ def start_engine(
     if tensor_parallel_size > 1 and not separate_process:
         raise ValueError(f"tensor_parallel_size={tensor_parallel_size} needs a process for each "
                          "device; set separate_process=True")
-    if handover is not None and not separate_process:
-        raise ValueError(f"handover={str(handover)!r} is for an engine in another process; set "
-                         "separate_process=True, or share an in-process engine by SingleCopy")
-    if handover is not None:
-        check_handover(handover, model_path, dtype)
     if enforce_eager is None:
         enforce_eager = device.type == "cpu"
     _prepare_environment(device, enforce_eager=enforce_eager)
@@ -140,7 +127,7 @@ def start_engine(
     if device.type == "cpu":
         keep_weights_unpacked()
     if separate_process:
-        options |= _separate_process_options(handover)
+        options["distributed_executor_backend"] = "mp"
     else:
         refuse_experts_after_dense(model_path)
     if fp32_head:
@@ -247,15 +234,6 @@ def _prepare_environment(device: torch.device, *, enforce_eager: bool) -> None:
         os.environ["TORCHDYNAMO_DISABLE"] = "0"
     elif importlib.util.find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-
-
-def _separate_process_options(handover: str | Path | None) -> dict[str, Any]:
-    options: dict[str, Any] = {"distributed_executor_backend": "mp"}
-    if handover is not None:
-        register_shared_loader()
-        options |= {"load_format": LOAD_FORMAT,
-                    "model_loader_extra_config": {"handover": str(Path(handover).absolute())}}
-    return options
 
 
 def fp32_head_options() -> dict[str, Any]:

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 _CPU_KV_CACHE_BYTES = 256 << 20
 _CPU_LORAS = 16  # each takes host memory once it is loaded
 WORKER = "grpo.weights.worker.extension.WeightWorker"
-# vLLM's own calls for weight transfer; their arguments are JSON values.
-TRANSFER_METHODS = ("init_weight_transfer_engine", "start_weight_update", "update_weights",
-                    "finish_weight_update")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -235,9 +232,8 @@ async def _export(
 def _rpc_methods() -> tuple[str, ...]:
     from grpo.weights.worker.extension import WeightWorker
 
-    own = tuple(name for name in dir(WeightWorker)
-                if not name.startswith("_") and callable(getattr(WeightWorker, name)))
-    return own + TRANSFER_METHODS
+    return tuple(name for name in dir(WeightWorker)
+                 if not name.startswith("_") and callable(getattr(WeightWorker, name)))
 
 
 def _prepare_environment() -> None:

@@ -27,12 +27,11 @@ from grpo.weights.handover_file import (
     StaleHandoverError,
     StorageEntry,
     TensorEntry,
-    check_match,
     process_start,
 )
 
 __all__ = ["FILE_NAME", "Handover", "HandoverError", "Kind", "Owner", "StaleHandoverError",
-           "StorageEntry", "TensorEntry", "check_match", "export_cuda_ipc", "export_shared_memory",
+           "StorageEntry", "TensorEntry", "export_cuda_ipc", "export_shared_memory",
            "export_tensors", "map_tensors", "process_start", "release"]
 
 # Tensors start at multiples of a cache line, as torch's own allocations do.

@@ -7,13 +7,11 @@ import binascii
 import json
 import os
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
 
 Kind = Literal["shared_memory", "cuda_ipc"]
 Owner = Literal["engine", "trainer"]
@@ -231,28 +229,6 @@ def process_start(pid: int) -> int | None:
     # The command name, in parentheses, may itself contain spaces and parentheses.
     state, *others = stat.rpartition(")")[2].split()
     return None if state in "ZX" else int(others[18])
-
-
-def check_match(expected: Mapping[str, Tensor], handover: Handover, *, what: str) -> None:
-    """Check that a handover has exactly the tensors that ``what`` needs.
-
-    Raises:
-        HandoverError: naming every tensor that is missing, unknown, or has another shape or dtype.
-    """
-    entries = {entry.name: entry for entry in handover.tensors}
-    problems = [f"{name}: missing in the handover" for name in expected if name not in entries]
-    problems += [f"{name}: unknown to {what}" for name in entries if name not in expected]
-    for name, tensor in expected.items():
-        entry = entries.get(name)
-        if entry and entry.shape != tuple(tensor.shape):
-            problems.append(f"{name}: shape {entry.shape} in the handover, {tuple(tensor.shape)} "
-                            f"in {what}")
-        elif entry and entry.torch_dtype != tensor.dtype:
-            problems.append(f"{name}: dtype torch.{entry.dtype} in the handover, {tensor.dtype} in "
-                            f"{what}")
-    if problems:
-        raise HandoverError(f"the handover of {handover.model} does not fit {what}; load the same "
-                            "model with the same dtype on both sides:\n  " + "\n  ".join(problems))
 
 
 def _wrong(where: str, field: str, value: Any, need: str) -> HandoverError:

@@ -48,7 +48,7 @@ SHUFFLED_EXPERTS = ("the engine's kernel keeps experts in an order of its own, w
 _FEED_FORWARD = (".mlp.", ".block_sparse_moe.")
 _HEAD = "lm_head.weight"
 # Matrices whose rows are vocabulary entries; vLLM pads them to a multiple of 64.
-VOCABULARY, VOCABULARY_BLOCK = ("embed_tokens.weight", _HEAD), 64
+_VOCABULARY, _VOCABULARY_BLOCK = ("embed_tokens.weight", _HEAD), 64
 
 
 class LayoutError(ValueError):
@@ -236,7 +236,7 @@ def _wrongly_covered(
                     "of the trainer"]
         end = places[ours].stop
     ownerless = _rows(tensor) - end
-    padded = end > 0 and name.endswith(VOCABULARY) and ownerless < VOCABULARY_BLOCK
+    padded = end > 0 and name.endswith(_VOCABULARY) and ownerless < _VOCABULARY_BLOCK
     if ownerless > 0 and not padded:
         return [f"{name}: {end} of the engine's {_rows(tensor)} rows have a counterpart in the "
                 "trainer"]

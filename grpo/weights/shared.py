@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from grpo.policies.inprocess import engine_module
 from grpo.weights.fingerprint import ALL, Part, fingerprints
-from grpo.weights.handover import Handover, Kind, map_tensors
+from grpo.weights.handover import Handover, map_tensors
 from grpo.weights.layout import (
     SHUFFLED_EXPERTS,
     Place,
@@ -189,17 +189,13 @@ class SingleCopy:
 class SharedCopy:
     """The trainer's parameters are views into memory that an engine in another process uses too.
 
-    On a CPU the memory is a shared file, on a GPU a CUDA IPC mapping. Either side may own it: the
-    engine, which then exports it here, or the trainer, which made it with
-    :func:`~grpo.weights.shared_loader.own_weights` before it started the engine. As with
-    :class:`SingleCopy`, an optimizer that writes in place has already updated the engine.
+    The engine owns the memory and exports it: on a CPU a shared file, on a GPU a CUDA IPC mapping.
+    As with :class:`SingleCopy`, an optimizer that writes in place has already updated the engine.
 
     Args:
         model: the trainer's model, loaded from the same checkpoint as the engine. Its parameters
             are moved into the shared memory; its buffers stay its own, on the memory's device.
         engine: handle of an engine with :class:`~grpo.weights.worker.extension.WeightWorker`.
-        tensors: memory that the trainer owns, by engine name; None: the engine owns it.
-        kind: of memory the engine exports; None: what its device needs.
         timeout: seconds :meth:`publish` may take, and each question to the engine.
         version: number of updates so far.
 
@@ -214,16 +210,11 @@ class SharedCopy:
         model: nn.Module,
         engine: EngineHandle,
         *,
-        tensors: dict[str, Tensor] | None = None,
-        kind: Kind | None = None,
         timeout: float = 60.0,
         version: int = 0,
     ) -> None:
-        if tensors is not None and kind is not None:
-            raise ValueError(f"kind={kind!r} is for memory that the engine exports; leave it out "
-                             "where the trainer owns the tensors")
         self.model, self.engine, self.timeout, self.version = model, engine, timeout, version
-        self.tensors = self._map_engine(kind) if tensors is None else tensors
+        self.tensors = self._map_engine()
         params = base_parameters(model)
         self.places: dict[str, Place] = engine_layout(params, self.tensors)
         self.device = next(iter(self.tensors.values())).device
@@ -238,8 +229,8 @@ class SharedCopy:
                 if buffer is not None:
                     module._buffers[key] = buffer.to(self.device)
 
-    def _map_engine(self, kind: Kind | None) -> dict[str, Tensor]:
-        answers = self.engine.collective_rpc("export_weights", kind, timeout=self.timeout)
+    def _map_engine(self) -> dict[str, Tensor]:
+        answers = self.engine.collective_rpc("export_weights", timeout=self.timeout)
         if len(answers) != 1:
             raise ValueError(f"{self.engine} has {len(answers)} workers, each with a part of every "
                              "tensor; one copy needs tensor_parallel_size=1, use weights that are "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from grpo.weights.channel import Deadline, TransferError
 from grpo.weights.fingerprint import ALL, Part, fingerprints
 from grpo.weights.gather import TrainerRanks
-from grpo.weights.layout import LayoutError, engine_layout
+from grpo.weights.layout import engine_layout
 from grpo.weights.paths import DirectPath, MappedPath, WrittenPath
 from grpo.weights.worker.receiver import part_of, pieces_of
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from grpo.policies.handle import EngineHandle
 
 Backend = Literal["nccl", "gloo", "ipc"]
-Loader = Literal["direct", "vllm"]
 PauseMode = Literal["keep", "wait", "abort"]
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -36,11 +35,9 @@ _RETRY = ("if it still runs, the engine stays paused because its weights may be 
 class WeightTransfer:
     """Send the trainer's parameters to an engine's workers.
 
-    With ``loader="direct"`` each parameter is broadcast straight into the rows of vLLM's fused
-    tensor that it makes up: no packing, no staging, no second copy on either side. A worker of a
-    tensor-parallel engine receives whole parameters, a bucket at a time, and keeps its shard. With
-    ``loader="vllm"`` the parameters go through vLLM's own weight-transfer engine, which loads them
-    as it loads a checkpoint; slower, and right for every architecture, quantised ones included.
+    Each parameter is broadcast straight into the rows of vLLM's fused tensor that it makes up: no
+    packing, no staging, no second copy on either side. A worker of a tensor-parallel engine
+    receives whole parameters, a bucket at a time, and keeps its shard.
 
     A trainer sharded by FSDP2 calls every method on all ranks. Parameters are gathered one by one;
     rank 0 holds the engine and sends while the next bucket is gathered, so that no more than three
@@ -50,10 +47,8 @@ class WeightTransfer:
     An update: pause the engine, send, reset its prefix cache, count the version, resume. If sending
     fails the engine stays paused, because its weights may be partly new.
 
-    No pickle crosses the network with ``loader="direct"``: the control messages are JSON, the
-    rendezvous carries addresses, the data are the tensors' bytes. vLLM's own rendezvous
-    (``loader="vllm"``) unpickles NCCL's id from a store that it opens on ``host``; keep that on
-    loopback or a trusted network.
+    No pickle crosses the network: the control messages are JSON, the rendezvous carries addresses,
+    the data are the tensors' bytes.
 
     Args:
         model: the trainer's; parameters may be ``DTensor`` shards and of another float type than
@@ -62,7 +57,6 @@ class WeightTransfer:
         backend: ``nccl`` between GPUs; ``ipc`` where trainer and engine may map each other's
             memory (one host, also one GPU; ranks of a sharded trainer on the GPUs of the engine's
             workers); ``gloo`` for engines on a CPU.
-        loader: what stores the parameters, see above.
         bucket_bytes: parameters in flight at a time.
         host: interface of the trainer that the workers connect to.
         pause_mode: what happens to running requests: ``keep`` lets them go on with the new weights,
@@ -82,7 +76,6 @@ class WeightTransfer:
         engine: EngineHandle | None,
         *,
         backend: Backend = "nccl",
-        loader: Loader = "direct",
         bucket_bytes: int = 512 << 20,
         host: str = "127.0.0.1",
         pause_mode: PauseMode = "keep",
@@ -90,16 +83,12 @@ class WeightTransfer:
         version: int = 0,
     ) -> None:
         check_option("backend", backend, Backend)
-        check_option("loader", loader, Loader)
         check_option("pause_mode", pause_mode, PauseMode)
-        if loader == "vllm" and backend != "nccl":
-            raise ValueError(f"loader='vllm' sends with NCCL, but backend={backend!r}; use "
-                             "loader='direct' or backend='nccl'")
         if bucket_bytes <= 0 or timeout <= 0:
             raise ValueError(f"bucket_bytes={bucket_bytes} and timeout={timeout} must be positive")
         self.model, self.engine, self.version = model, engine, version
-        self.backend, self.loader, self.bucket_bytes = backend, loader, bucket_bytes
-        self.host, self.pause_mode, self.timeout = host, pause_mode, timeout
+        self.backend, self.bucket_bytes, self.host = backend, bucket_bytes, host
+        self.pause_mode, self.timeout = pause_mode, timeout
         params = dict(model.named_parameters())
         self.device = next(iter(params.values())).device
         self.trainer = TrainerRanks(model)
@@ -113,12 +102,11 @@ class WeightTransfer:
         self._path: Any = None
         self.workers: list[dict[str, Any]] = []  # known to the leading rank
         self.plan: list[dict[str, Any]] = []
-        self._layout: list[dict[str, Any]] | None = None  # where each parameter lies
         matches = False
         try:
             if self.trainer.leads:
                 self.workers = describe_workers(engine, timeout=timeout)
-                self.plan = make_plan(params, self.workers, loader=loader)
+                self.plan = make_plan(params, self.workers)
             matches = True
         finally:
             self.trainer.agree(matches)
@@ -156,17 +144,10 @@ class WeightTransfer:
 
         Args:
             part: of the parameters; only these are compared, and gathered.
-
-        Raises:
-            LayoutError: with ``loader="vllm"``, for an architecture whose fused tensors have no
-                rule here, so that it is not known where its parameters lie.
         """
         if not self.trainer.leads:
             return list(self._gathered(part=part))  # empty; takes part in the gathering
-        if self._layout is None:
-            self._layout = self.plan if self.loader == "direct" else make_plan(
-                dict(self.model.named_parameters()), self.workers)
-        plan = part.choose(self._layout)
+        plan = part.choose(self.plan)
         return compare(self._gathered(plan, part), self.engine, plan, self.workers,
                        timeout=self.timeout)
 
@@ -229,12 +210,6 @@ class WeightTransfer:
         if self.backend == "ipc":
             return MappedPath(self.model, self.engine, self.plan, workers=len(self.workers),
                               deadline=deadline)
-        if self.loader == "vllm":
-            from grpo.weights.vllm_transfer import VLLMTransfer
-
-            return VLLMTransfer(self.engine, self.plan, device=self.device, host=self.host,
-                                workers=len(self.workers), bucket_bytes=self.bucket_bytes,
-                                deadline=deadline)
         return DirectPath(self.model, self.engine, self.plan, transport=self.backend,
                           host=self.host, workers=len(self.workers),
                           bucket_bytes=self.bucket_bytes, deadline=deadline)
@@ -284,24 +259,17 @@ def describe_workers(engine: EngineHandle, *, timeout: float) -> list[dict[str, 
     return engine.collective_rpc("transfer_describe", timeout=timeout)
 
 
-def make_plan(params: dict[str, Tensor], workers: list[dict[str, Any]], *,
-              loader: Loader = "direct") -> list[dict[str, Any]]:
+def make_plan(params: dict[str, Tensor], workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What is sent, in order: name, engine tensor, first row, shape and type of each parameter.
 
     Args:
         params: the trainer's, by Hugging Face name.
         workers: from the workers' ``transfer_describe``.
-        loader: vLLM's loader needs no rule for the layout, only the names' agreement.
 
     Raises:
         LayoutError: if the models do not match.
     """
     described = {name: tensor for worker in workers for name, tensor in worker["tensors"].items()}
-    if loader == "vllm":
-        _check_totals(params, described)
-        return [{"name": name, "tensor": name, "start": 0, "shape": list(param.shape),
-                 "dtype": str(param.dtype).removeprefix("torch.")}
-                for name, param in params.items()]
     places = engine_layout(
         {name: _stand_in(param.shape, param.dtype) for name, param in params.items()},
         {name: _stand_in(tensor["shape"], getattr(torch, tensor["dtype"]))
@@ -309,23 +277,6 @@ def make_plan(params: dict[str, Tensor], workers: list[dict[str, Any]], *,
     return [{"name": name, "tensor": places[name].name, "start": places[name].start,
              "shape": list(param.shape), "dtype": described[places[name].name]["dtype"]}
             for name, param in params.items()]
-
-
-def _check_totals(params: dict[str, Tensor], described: dict[str, dict[str, Any]]) -> None:
-    """Without a rule for the layout: equal names have equal shapes, and nothing is left over."""
-    problems = [f"{name}: shape {tuple(params[name].shape)} here, "
-                f"{tuple(described[name]['shape'])} in the engine"
-                for name in params.keys() & described.keys()
-                if list(params[name].shape) != described[name]["shape"]]
-    ours = sum(param.numel() for param in params.values())
-    theirs = sum(torch.Size(tensor["shape"]).numel() for tensor in described.values())
-    if ours != theirs:
-        alone = sorted(params.keys() ^ described.keys())
-        problems.append(f"{ours} values here, {theirs} in the engine; names of one side only: "
-                        f"{', '.join(alone[:12])}")
-    if problems:
-        raise LayoutError("the trainer's and the engine's parameters do not match:\n  "
-                          + "\n  ".join(sorted(problems)))
 
 
 def _stand_in(shape: Any, dtype: torch.dtype) -> Tensor:

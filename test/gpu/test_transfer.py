@@ -44,10 +44,8 @@ def visible(devices: str):
 
 
 def start(folder, devices: str):
-    """An engine that vLLM's own transfer reaches, too: ``start_engine`` has no use for that."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
-    from vllm.config import WeightTransferConfig
 
     from grpo.policies.lifecycle import remember, starting
 
@@ -57,8 +55,7 @@ def start(folder, devices: str):
                   kv_cache_memory_bytes=1 << 30, logprobs_mode="processed_logprobs",
                   distributed_executor_backend="mp",
                   worker_extension_cls="grpo.weights.worker.extension.WeightWorker",
-                  tensor_parallel_size=len(devices.split(",")),
-                  weight_transfer_config=WeightTransferConfig(backend="nccl"))
+                  tensor_parallel_size=len(devices.split(",")))
     remember(llm)
     return llm
 
@@ -122,13 +119,12 @@ def check_updates(llm, engine, model, weights) -> None:
     weights.close()
 
 
-@pytest.mark.parametrize("loader", ["direct", "vllm"])
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 512 << 20])
-def test_another_gpus_engine_generates_with_each_update(other_gpu, folder, loader, bucket_bytes):
+def test_another_gpus_engine_generates_with_each_update(other_gpu, folder, bucket_bytes):
     llm, engine = other_gpu
-    model = changed(folder, seed=bucket_bytes + len(loader))
+    model = changed(folder, seed=bucket_bytes)
     check_updates(llm, engine, model, WeightTransfer(
-        model, engine, backend="nccl", loader=loader, bucket_bytes=bucket_bytes, timeout=60.0))
+        model, engine, backend="nccl", bucket_bytes=bucket_bytes, timeout=60.0))
 
 
 @pytest.mark.parametrize("fault", ["a skipped update", "one tensor"])
@@ -204,8 +200,7 @@ def test_a_hanging_transfer_is_an_error_and_a_later_one_succeeds(
     assert weights.differing() == []
 
 
-@pytest.mark.parametrize("loader", ["direct", "vllm"])
-def test_two_workers_hold_their_shards(folder, loader):
+def test_two_workers_hold_their_shards(folder):
     """Tensor parallel on GPUs 1 and 2; also with GPU 0's, NCCL has three members."""
     need(3)
     from grpo.policies.handle import InProcessEngine
@@ -216,6 +211,6 @@ def test_two_workers_hold_their_shards(folder, loader):
         engine = InProcessEngine(llm)
         model = changed(folder, seed=7)
         check_updates(llm, engine, model, WeightTransfer(
-            model, engine, backend="nccl", loader=loader, timeout=60.0))
+            model, engine, backend="nccl", timeout=60.0))
     finally:
         stop_engine(llm)

@@ -36,13 +36,13 @@ def step(params, loss):
     return max((param - old).abs().max().item() for param, old in zip(params, before, strict=True))
 
 
-def test_one_copy_through_the_handover_file_follows_every_update(client, server, folders):
+def test_one_copy_and_what_the_handover_file_maps_follow_every_update(client, server, folders):
     from grpo.weights.handover import Handover, map_tensors
     from grpo.weights.shared import SharedCopy
 
     model = load(folders[0])
-    weights = SharedCopy(model, client, tensors=map_tensors(Handover.read(server.log_dir)),
-                         version=client.version)
+    weights = SharedCopy(model, client, version=client.version)
+    mapped = map_tensors(Handover.read(server.log_dir))
     assert weights.unshared() == []
     check_follows(client, model, version=weights.version)
     for _ in range(3):
@@ -51,6 +51,8 @@ def test_one_copy_through_the_handover_file_follows_every_update(client, server,
         assert weights.publish() == client.version == version + 1
         check_follows(client, model, version=version + 1)
         assert weights.differing() == []
+        assert mapped.keys() == weights.tensors.keys()
+        assert all(torch.equal(mapped[name], ours) for name, ours in weights.tensors.items())
 
 
 def test_adapters_over_http_follow_every_update(client, folders, tmp_path):
@@ -81,15 +83,13 @@ def test_adapters_over_http_follow_every_update(client, folders, tmp_path):
 
 @pytest.mark.parametrize("way", ["one memory", "transfer", "adapters"])
 def test_a_server_that_misses_an_update_fails_the_proof_where_no_canary_sees_it(
-        client, server, folders, tmp_path, way):
-    from grpo.weights.handover import Handover, map_tensors
+        client, folders, tmp_path, way):
     from grpo.weights.shared import SharedCopy
     from grpo.weights.transfer import WeightTransfer
 
     model, old = load(folders[0]), client.version
     if way == "one memory":
-        weights = SharedCopy(model, client, tensors=map_tensors(Handover.read(server.log_dir)),
-                             version=old)
+        weights = SharedCopy(model, client, version=old)
 
         def lose():  # a mapping of memory that the engine does not use any more
             weights.tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
@@ -174,13 +174,11 @@ def test_requests_that_end_before_the_update_are_the_old_weights_alone(client, f
 
 
 @pytest.mark.slow
-def test_a_kept_cache_makes_the_prefix_cache_busy_and_the_update_says_so(client, server, folders):
-    from grpo.weights.handover import Handover, map_tensors
+def test_a_kept_cache_makes_the_prefix_cache_busy_and_the_update_says_so(client, folders):
     from grpo.weights.shared import SharedCopy
 
     model, old = load(folders[0]), client.version
-    weights = SharedCopy(model, client, tensors=map_tensors(Handover.read(server.log_dir)),
-                         version=old, timeout=0.5)
+    weights = SharedCopy(model, client, version=old, timeout=0.5)
     request = InFlight(client)
     client.pause("keep", clear_cache=False)
     assert client.reset_prefix_cache() is False

@@ -85,13 +85,6 @@ def test_experts_that_the_engine_has_shuffled_are_told_from_other_weights():
         SingleCopy(module(ours), Engine(module(swapped)))
 
 
-def test_memory_that_the_trainer_owns_is_refused_in_one_line():
-    from grpo.weights.shared_loader import own_weights
-
-    with pytest.raises(LayoutError, match="not supported for mixture-of-experts .*single_copy"):
-        own_weights(make_family("mixtral"), name="tiny")
-
-
 def worker_layer(w13: torch.Tensor, w2: torch.Tensor, rank: int, size: int, experts: int = EXPERTS
                  ) -> nn.Module:
     """The experts that one of several workers of an engine has."""

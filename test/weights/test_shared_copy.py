@@ -1,6 +1,6 @@
-"""One memory in two processes with a real vLLM engine, owned by either side.
+"""One memory in two processes with a real vLLM engine, which owns it.
 
-Three engines are started in all. Tests of an engine run from top to bottom: the last kills it.
+Two engines are started in all. Tests of the first run from top to bottom: the last kills it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from grpo.policies.handle import EngineError, InProcessEngine
 from grpo.policies.inprocess import start_engine, stop_engine
 from grpo.training import MasterAdamW
 from grpo.weights import Canary, StaleWeightsError
-from grpo.weights.handover import FILE_NAME, Handover, StaleHandoverError, process_start
+from grpo.weights.handover import Handover, StaleHandoverError, process_start
 from grpo.weights.shared import SharedCopy
-from grpo.weights.shared_loader import own_weights
 
 from .steps import PROMPTS, load, policy_of, train_once
 from .traces import Traces
@@ -39,17 +38,17 @@ OPTIONS = {"device": torch.device("cpu"), "dtype": torch.float32, "max_model_len
 class Run:
     """An engine in another process, its policy, and everything that must be gone afterwards."""
 
-    def __init__(self, folder, **options) -> None:
+    def __init__(self, folder) -> None:
         self.traces = Traces()
-        self.llm = start_engine(str(folder), **OPTIONS, **options)
+        self.llm = start_engine(str(folder), **OPTIONS)
         self.engine = InProcessEngine(self.llm)
         self.policy = policy_of(self.llm, self.engine)
         self.worker = self.engine.workers[0].proc.pid
         self.traces.watch(self.worker)
 
-    def share(self, model, **options) -> None:
+    def share(self, model) -> None:
         self.model = model
-        self.weights = SharedCopy(model, self.engine, **options)
+        self.weights = SharedCopy(model, self.engine, timeout=20.0)
         # The longest alone: it cuts all to the length of the shortest, which fills no block of a
         # cache.
         self.canary = Canary(self.policy, TokenScorer(model), self.weights, prompts=PROMPTS[-1:])
@@ -62,13 +61,10 @@ class Run:
         self.traces.check_nothing_is_left()
 
 
-# --- the engine owns the memory ----------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def run(model_folder):
     run = Run(model_folder)
-    run.share(load(model_folder), timeout=20.0)
+    run.share(load(model_folder))
     yield run
     stop_engine(run.llm)
 
@@ -232,56 +228,19 @@ def test_the_trainer_keeps_its_weights_when_the_engine_is_killed(run, tmp_path):
     run.check_nothing_is_left()
 
 
-# --- the trainer owns the memory ---------------------------------------------------------------
-
-
-def test_an_engine_is_born_in_the_trainers_memory(model_folder, tmp_path):
-    model = load(model_folder)
-    with torch.no_grad():
-        model.model.norm.weight.mul_(1.5)  # not what the checkpoint holds
-    handover, tensors = own_weights(model, name=str(model_folder))
-    path = handover.write(tmp_path)
-    assert path.name == FILE_NAME
-    run = Run(model_folder, handover=path)
-    run.share(model, tensors=tensors, timeout=20.0)
-    assert run.weights.unshared() == []
-    inode = handover.storages[0].handle["inode"]
-    assert f" {inode} " in Path(f"/proc/{run.worker}/maps").read_text()
-    assert run.canary.check().max_abs_diff < 1e-4  # weights that no file on disk has
-
-    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
-    for version in (1, 2):
-        run.train(optimizer)
-        assert run.weights.publish() == version
-        assert run.canary.check().max_abs_diff < 1e-4
-        assert run.weights.differing() == []
-
-    with pytest.raises(EngineError, match="in the trainer's memory already"):
-        run.engine.collective_rpc("export_weights", timeout=10)
-    os.kill(run.worker, signal.SIGKILL)
-    with pytest.raises(EngineError, match="worker process ended"):
-        run.weights.publish()
-    with torch.no_grad():
-        model.model.norm.weight.add_(1.0)
-    assert Handover.read(path) == handover  # the owner lives: another engine can take over
-    run.check_nothing_is_left()
-
-
 TRAINER = """
 import sys, torch
 from transformers import AutoModelForCausalLM
 from grpo.policies.handle import InProcessEngine
 from grpo.policies.inprocess import start_engine
-from grpo.weights.shared_loader import own_weights
 from grpo.weights import SharedCopy
-folder, log_dir = sys.argv[1:]
+folder = sys.argv[1]
 if __name__ == "__main__":  # the worker imports this file again
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    handover, tensors = own_weights(model, name=folder)
     llm = start_engine(folder, device=torch.device("cpu"), dtype=torch.float32, max_model_len=64,
-                       separate_process=True, handover=handover.write(log_dir))
+                       separate_process=True)
     engine = InProcessEngine(llm)
-    weights = SharedCopy(model, engine, tensors=tensors)
+    weights = SharedCopy(model, engine)
     print("worker", engine.workers[0].proc.pid, flush=True)
     while True:
         with torch.no_grad():
@@ -295,7 +254,7 @@ def test_nothing_is_left_when_a_trainer_is_killed_between_its_updates(model_fold
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
     traces = Traces()
-    trainer = subprocess.Popen([sys.executable, str(script), str(model_folder), str(tmp_path)],
+    trainer = subprocess.Popen([sys.executable, str(script), str(model_folder)],
                                stdout=subprocess.PIPE, text=True,
                                env=os.environ | {"PYTHONPATH": str(REPO)})
     worker = int(trainer.stdout.readline().split()[1])
@@ -308,5 +267,3 @@ def test_nothing_is_left_when_a_trainer_is_killed_between_its_updates(model_fold
         time.sleep(0.1)
     assert process_start(worker) is None, "the engine outlived its trainer"
     traces.check_nothing_is_left()
-    with pytest.raises(StaleHandoverError, match=f"process {trainer.pid}, the trainer"):
-        start_engine(str(model_folder), **OPTIONS, handover=tmp_path / FILE_NAME)

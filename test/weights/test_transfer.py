@@ -245,9 +245,7 @@ def test_a_refused_cache_reset_is_an_error(model):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"backend": "mpi"}, "backend='mpi' is unknown; choose one of nccl, gloo, ipc"),
-    ({"loader": "fast"}, "loader='fast' is unknown"),
     ({"pause_mode": "stop"}, "pause_mode='stop' is unknown"),
-    ({"loader": "vllm"}, "loader='vllm' sends with NCCL, but backend='gloo'"),
     ({"backend": "nccl"}, "the model is on cpu; use backend='gloo'"),
     ({"bucket_bytes": 0}, "bucket_bytes=0"),
     ({"timeout": -1.0}, "timeout=-1.0"),

@@ -21,14 +21,12 @@ from grpo.system.child import leave_interrupts_to_parent
 from grpo.weights.fingerprint import fingerprints
 from grpo.weights.handover import Kind, export_tensors
 from grpo.weights.layout import base_parameters, without_adapters
-from grpo.weights.shared_loader import LOAD_FORMAT, register_shared_loader
 from grpo.weights.worker.layer_outputs import LayerMethods
 from grpo.weights.worker.lora import LoRAMethods
 from grpo.weights.worker.receiver import TransferMethods
 
 if "vllm" in sys.modules:  # a vLLM worker imports this module; others only look at it
     keep_weights_unpacked()
-    register_shared_loader()
     leave_interrupts_to_parent()
 
 
@@ -51,9 +49,6 @@ class WeightMethods:
         if kind not in (None, suits):
             raise ValueError(f"kind={kind!r} does not suit weights on "
                              f"{next(iter(params.values())).device}; use {suits!r} or None")
-        if self.load_config.load_format == LOAD_FORMAT:
-            raise RuntimeError("the weights lie in the trainer's memory already; hand its tensors "
-                               "to SharedCopy(tensors=...) instead of exporting them again")
         # A second trainer of the same shared file needs no second file; CUDA counts its users.
         if suits == "cuda_ipc" or getattr(self, "_exported_weights", None) is None:
             self._exported_weights = export_tensors(
