@@ -4,8 +4,8 @@
 
 Each arrangement has a process of its own, one after another on the same device: ``bare`` is vLLM as
 it comes, with the same engine settings and sampling parameters and nothing of ours; the others
-generate through :class:`~grpo.policies.VLLMPolicy`, batch and log-prob tensors included, while the
-trainer's model shares or sends its weights. Before each timed rollout the weights are moved and
+generate through :class:`~grpo.policies.vllm.VLLMPolicy`, batch and log-prob tensors included, while
+the trainer's model shares or sends its weights. Before each timed rollout the weights are moved and
 published, and afterwards the canary must agree. ``ratio_to_bare`` compares the best rollouts.
 """
 
@@ -118,7 +118,8 @@ def time_ours(name: str, engine, path: str, prompts: list[list[int]], device,
     import torch
 
     from grpo.objectives import TokenScorer
-    from grpo.policies import Sampling, VLLMPolicy
+    from grpo.policies.base import Sampling
+    from grpo.policies.vllm import VLLMPolicy
     from grpo.weights import Canary
 
     model = load(path, device)

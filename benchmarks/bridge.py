@@ -122,8 +122,9 @@ def measure(args: argparse.Namespace, folder: Path, recording: Recording) -> Non
     from grpo.atropos.bridge_engine import EngineDriver
     from grpo.atropos.bridge_server import BridgeServer
     from grpo.envs.embedded import byte_tokenizer
-    from grpo.policies import Sampling, VLLMPolicy
+    from grpo.policies.base import Sampling
     from grpo.policies.inprocess import start_engine
+    from grpo.policies.vllm import VLLMPolicy
 
     make_model(folder, args)
     cuda = torch.cuda.is_available()

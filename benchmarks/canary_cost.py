@@ -49,8 +49,9 @@ def measure(args: argparse.Namespace, folder: Path, recording: Recording) -> Non
     from transformers import AutoModelForCausalLM
 
     from grpo.objectives import TokenScorer
-    from grpo.policies import Sampling, VLLMPolicy
+    from grpo.policies.base import Sampling
     from grpo.policies.inprocess import start_engine
+    from grpo.policies.vllm import VLLMPolicy
     from grpo.weights import Canary, SingleCopy
 
     recording.add(parameters=make_model(args.shape, folder))

@@ -152,7 +152,8 @@ def log_prob_gap(llm, whole) -> float:
     """Mean difference of the sampled tokens' log-probs between engine and unsharded model, nats."""
     from grpo import data
     from grpo.objectives import TokenScorer
-    from grpo.policies import Sampling, VLLMPolicy
+    from grpo.policies.base import Sampling
+    from grpo.policies.vllm import VLLMPolicy
 
     policy = VLLMPolicy(llm, Sampling(max_tokens=12), pad_token_id=0, eos_token_ids=(1,))
     batch = policy.generate_from_ids(PROMPTS).to(next(whole.parameters()).device)

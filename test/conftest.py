@@ -89,7 +89,7 @@ def byte_model(tokenizer):
 @pytest.fixture(scope="session")
 def prompts(tokenizer):
     """Twenty rendered additions of one-digit numbers, ``3+4=``."""
-    from grpo.envs import render_all
+    from grpo.envs.prompts import render_all
     from grpo.envs.tasks import make_task
 
     task = make_task("arithmetic", max_operand=9, num_train=20, num_test=4)

@@ -21,10 +21,10 @@ from tensordict import TensorDictBase
 
 from grpo import data
 from grpo.collectors.sync import DROPPED
-from grpo.envs import Prompt, VerifiableEnv
+from grpo.envs.prompts import Prompt
 from grpo.envs.rewards.batch import first_failures
-from grpo.policies import Policy
-from grpo.policies.base import Completions
+from grpo.envs.verifiable import VerifiableEnv
+from grpo.policies.base import Completions, Policy
 from grpo.policies.driver import EngineDriver, Job, TransformersSampler, VLLMSampler
 from grpo.policies.handle import EngineError, InProcessEngine, PauseMode
 from grpo.weights.fingerprint import fingerprints

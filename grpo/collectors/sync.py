@@ -39,7 +39,8 @@ class SyncCollector:
             group is used, whatever its rewards.
 
     Groups are scored as they are finished, where policy and environment know how
-    (:meth:`~grpo.policies.base.Policy.stream`, :meth:`~grpo.envs.VerifiableEnv.row_finished`).
+    (:meth:`~grpo.policies.base.Policy.stream`,
+    :meth:`~grpo.envs.verifiable.VerifiableEnv.row_finished`).
 
     Attributes:
         seconds: what the last batch spent in ``"generate"``, and then waited for ``"reward"``.

@@ -19,7 +19,7 @@ from torchrl.collectors.llm import LLMCollector, RayLLMCollector
 from torchrl.envs import EnvBase
 
 from grpo.collectors.sync import DROPPED
-from grpo.policies import Policy
+from grpo.policies.base import Policy
 from grpo.policies.ray_engine import answer, require_ray
 
 
@@ -49,7 +49,8 @@ class DenseRayLLMCollector(RayLLMCollector):
 
     Args:
         env: makes the environment, in the actor.
-        policy_factory: makes a :class:`~grpo.policies.TransformersPolicy`, in the actor.
+        policy_factory: makes a :class:`~grpo.policies.transformers.TransformersPolicy`, in the
+            actor.
         dialog_turns_per_batch: rows of a batch, a multiple of the environment's batch size.
         total_dialog_turns: rows in all; -1: without end.
         sync_iter: False collects the next batch while the caller uses the last one.

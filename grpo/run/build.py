@@ -11,11 +11,12 @@ import torch
 
 from grpo.config.schema import Config, ConfigError
 from grpo.config.unread import ON_A_CPU, TRANSFORMERS, refuse_unread
-from grpo.envs import Prompt, VerifiableEnv, render_all
 from grpo.envs.embedded import EmbeddedSpec, embedded_model
+from grpo.envs.prompts import Prompt, render_all
 from grpo.envs.rewards import RewardFn, RewardScorer, get_reward
 from grpo.envs.tasks import Task, make_task
-from grpo.policies import Policy
+from grpo.envs.verifiable import VerifiableEnv
+from grpo.policies.base import Policy
 from grpo.policies.client import EngineClient
 from grpo.policies.inprocess import vllm_available
 from grpo.run.build_engine import Actor, describe_engine

@@ -38,7 +38,7 @@ from grpo.envs.prompts import render_all
 from grpo.envs.text_tokens import text_tokens
 from grpo.envs.tokenizer_files import environment_tokenizer
 from grpo.envs.verifiable import VerifiableEnv
-from grpo.policies import Policy
+from grpo.policies.base import Policy
 from grpo.report.console import Console
 from grpo.report.loggers import LoggerGroup, MetricLogger, make_loggers
 from grpo.report.reporter import Reporter

@@ -19,10 +19,13 @@ from torch import nn
 
 from grpo.config.model import LORA_SLOTS, Sync
 from grpo.config.schema import Config
-from grpo.policies import Policy, Sampling, ServerPolicy, TransformersPolicy, VLLMPolicy
+from grpo.policies.base import Policy, Sampling
 from grpo.policies.client import EngineClient
 from grpo.policies.handle import EngineHandle, InProcessEngine
 from grpo.policies.inprocess import engine_lora_rank, kv_cache_bytes, start_engine, stop_engine
+from grpo.policies.server import ServerPolicy
+from grpo.policies.transformers import TransformersPolicy
+from grpo.policies.vllm import VLLMPolicy
 from grpo.run.build_model import eos_token_ids, load_model, prepare_model
 from grpo.run.engine_attach import START_TIMEOUT, bring_to_start, check_device
 from grpo.server.process import EngineProcess, server_command

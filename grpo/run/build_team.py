@@ -17,8 +17,8 @@ import torch
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, ConfigError
 from grpo.objectives.scorer import TokenScorer
-from grpo.policies import VLLMPolicy
 from grpo.policies.handle import InProcessEngine
+from grpo.policies.vllm import VLLMPolicy
 from grpo.run.build_engine import Actor, Setup, build_actor, start_engine_of
 from grpo.run.build_model import load_model, prepare_model
 from grpo.run.build_objective import build_learner, build_loss

@@ -9,11 +9,14 @@ import torch
 from grpo.collectors.rollout_worker import WorkerParts, WorkerSetup
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import load_config
-from grpo.envs import Prompt, VerifiableEnv
-from grpo.policies import Policy, Sampling, TransformersPolicy, VLLMPolicy
+from grpo.envs.prompts import Prompt
+from grpo.envs.verifiable import VerifiableEnv
+from grpo.policies.base import Policy, Sampling
 from grpo.policies.driver import TransformersSampler, VLLMSampler
 from grpo.policies.handle import InProcessEngine
 from grpo.policies.scoring import ReferenceScorer
+from grpo.policies.transformers import TransformersPolicy
+from grpo.policies.vllm import VLLMPolicy
 from grpo.run.build import build_task, load_tokenizer, quiet_libraries, reward_function
 from grpo.run.build_model import eos_token_ids, load_model
 from grpo.run.build_objective import scoring_budget

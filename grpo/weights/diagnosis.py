@@ -15,11 +15,12 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from grpo import data
-from grpo.policies import TransformersPolicy, VLLMPolicy
 from grpo.policies.base import Policy
 from grpo.policies.handle import EngineHandle, InProcessEngine
 from grpo.policies.inprocess import engine_module
 from grpo.policies.server import ServerPolicy
+from grpo.policies.transformers import TransformersPolicy
+from grpo.policies.vllm import VLLMPolicy
 from grpo.weights.layout import FUSED
 from grpo.weights.tolerance import CanaryReport
 from grpo.weights.worker.layer_outputs import LayerRecorder

@@ -12,8 +12,9 @@ import torch
 
 from grpo.atropos.bridge_engine import EngineDriver
 from grpo.atropos.schemas import IGNORED, ScoredGroup
-from grpo.policies import Sampling, VLLMPolicy
+from grpo.policies.base import Sampling
 from grpo.policies.client import EngineCallError, EngineClient
+from grpo.policies.vllm import VLLMPolicy
 
 from .environments import EOS, serving
 

@@ -435,7 +435,8 @@ def test_a_policy_learns_through_the_bridge(tokenizer, byte_model):
     from grpo.atropos.advantages import GivenAdvantage
     from grpo.objectives import GRPOLoss
     from grpo.objectives.advantages import GroupAdvantage
-    from grpo.policies import Sampling, TransformersPolicy
+    from grpo.policies.base import Sampling
+    from grpo.policies.transformers import TransformersPolicy
     from grpo.training.learner import Learner
     from grpo.training.optim import MasterAdamW
     from grpo.weights import SameModule

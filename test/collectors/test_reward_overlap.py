@@ -10,10 +10,10 @@ import torch
 
 from grpo import data
 from grpo.collectors import SyncCollector
-from grpo.envs import VerifiableEnv
 from grpo.envs.rewards import RewardScorer, batch_reward
-from grpo.policies import Sampling, TransformersPolicy
-from grpo.policies.base import Completions, Policy
+from grpo.envs.verifiable import VerifiableEnv
+from grpo.policies.base import Completions, Policy, Sampling
+from grpo.policies.transformers import TransformersPolicy
 
 EOS, GROUP, PROMPTS, RESPONSE = 1, 3, 4, 6
 PATIENCE = 60.0

@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 
 from grpo import data
 from grpo.collectors import SyncCollector
-from grpo.envs import VerifiableEnv
 from grpo.envs.rewards import compute_rewards
-from grpo.policies import Sampling, TransformersPolicy
+from grpo.envs.verifiable import VerifiableEnv
+from grpo.policies.base import Sampling
+from grpo.policies.transformers import TransformersPolicy
 
 
 @pytest.fixture

@@ -189,8 +189,9 @@ def test_workers_get_whole_paths_because_they_run_in_another_folder(model, sent,
             return cls
 
         @staticmethod
-        def remote(values, path, *rest):
-            assert (values["env"]["data_path"], path) == expected
+        def remote(build, path):
+            assert (build.args[0]["env"]["data_path"], build.args[1]) == expected == (
+                expected[0], path)
             raise Stop
 
     for folder in ("models/tiny", "data"):

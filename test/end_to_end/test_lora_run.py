@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from grpo.policies import Policy
+from grpo.policies.base import Policy
 from grpo.report.loggers import read_jsonl
 from grpo.run.identity import identity_changes
 from grpo.training.checkpoint import find_checkpoint

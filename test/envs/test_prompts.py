@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.envs import Prompt, PromptStream, render, render_all
+from grpo.envs.prompts import Prompt, PromptStream, render, render_all
 from grpo.envs.tasks.base import Problem
 
 CHAT = ({"role": "user", "content": "hi"},)

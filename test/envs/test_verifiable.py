@@ -15,11 +15,12 @@ from torchrl.envs import check_env_specs
 
 from grpo import data
 from grpo.collectors import SyncCollector
-from grpo.envs import VerifiableEnv
 from grpo.envs.rewards import RewardResult, compute_rewards
+from grpo.envs.verifiable import VerifiableEnv
 from grpo.objectives import GroupAdvantage, GRPOLoss
 from grpo.objectives.grpo import total_loss
-from grpo.policies import Sampling, TransformersPolicy
+from grpo.policies.base import Sampling
+from grpo.policies.transformers import TransformersPolicy
 
 EOS, PAD = 1, 0
 WIDTH, RESPONSE = 6, 5

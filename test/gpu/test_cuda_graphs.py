@@ -9,8 +9,9 @@ import torch
 
 from grpo import GRPOLoss, data, total_loss
 from grpo.objectives import TokenScorer, packed_attention
-from grpo.policies import Sampling, VLLMPolicy
+from grpo.policies.base import Sampling
 from grpo.policies.inprocess import start_engine, stop_engine
+from grpo.policies.vllm import VLLMPolicy
 from grpo.training import MasterAdamW
 from grpo.weights import Canary, SingleCopy, StaleWeightsError
 

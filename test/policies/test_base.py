@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo import data
-from grpo.policies import Completions, Policy, Sampling
+from grpo.policies.base import Completions, Policy, Sampling
 
 PAD = 0
 

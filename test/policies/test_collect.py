@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from grpo.policies import Sampling, VLLMPolicy, collect
+from grpo.policies import collect
+from grpo.policies.base import Sampling
+from grpo.policies.vllm import VLLMPolicy
 
 pytestmark = pytest.mark.vllm
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo.policies import Completions, Sampling
+from grpo.policies.base import Completions, Sampling
 from grpo.policies.driver import EngineDriver, Job, VLLMSampler
 from grpo.policies.handle import EngineError
 

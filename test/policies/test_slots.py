@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo.policies import Sampling, VLLMPolicy, collect
+from grpo.policies import collect
+from grpo.policies.base import Sampling
 from grpo.policies.slots import blocks_asked_for_at_borders
+from grpo.policies.vllm import VLLMPolicy
 
 pytestmark = pytest.mark.vllm
 BLOCK = 16

@@ -9,7 +9,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from grpo import data
-from grpo.policies import Sampling, TransformersPolicy
+from grpo.policies.base import Sampling
+from grpo.policies.transformers import TransformersPolicy
 
 EOS, PAD = 1, 0
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13], [14, 15, 16, 17]]

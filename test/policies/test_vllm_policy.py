@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from grpo import data
-from grpo.policies import Sampling, VLLMPolicy
+from grpo.policies.base import Sampling
+from grpo.policies.vllm import VLLMPolicy
 
 pytestmark = pytest.mark.vllm
 

@@ -29,7 +29,7 @@ from grpo.run.cli.launch import parser
 
 from ..config.configs import composed_like
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TARGETS = ("setup", "atropos-env", "train", "train-atropos", "test", "lint", "clean", "help")
 
 

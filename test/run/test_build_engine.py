@@ -15,7 +15,8 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from grpo.config.schema import ConfigError, load_config
-from grpo.policies import Sampling, ServerPolicy
+from grpo.policies.base import Sampling
+from grpo.policies.server import ServerPolicy
 from grpo.run import build, build_engine
 from grpo.run.build_engine import FreshServer, RunServer, Setup, build_actor
 from grpo.system.child import TOKEN_VARIABLE

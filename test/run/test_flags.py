@@ -219,10 +219,10 @@ def test_both_commands_know_the_same_flags():
 
 def test_every_command_of_the_guide_and_the_makefile_is_a_configuration():
     guide = (REPO / "examples/atropos/README.md").read_text().replace("\\\n", " ")
-    lines = re.findall(r"^(?:atropos-grpo(?:-run)?|\S+ -m grpo\.cli\.\w+) (.*)$", guide,
+    lines = re.findall(r"^(?:atropos-grpo(?:-run)?|\S+ -m grpo\.run\.cli\.\w+) (.*)$", guide,
                        re.MULTILINE)
     make = (REPO / "Makefile").read_text().replace("\\\n", " ")
-    lines += re.findall(r"-m grpo\.cli\.run (.*) \$\(ARGS\)", make)
+    lines += re.findall(r"-m grpo\.run\.cli\.launch (.*) \$\(ARGS\)", make)
     assert len(lines) == 5
     for line in lines:
         to_config(launch.parser().parse_intermixed_args(shlex.split(line)))

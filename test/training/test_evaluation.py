@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from grpo import data
-from grpo.envs import VerifiableEnv
 from grpo.envs.rewards import RewardResult, compute_rewards
-from grpo.policies import Sampling, TransformersPolicy
+from grpo.envs.verifiable import VerifiableEnv
+from grpo.policies.base import Sampling
+from grpo.policies.transformers import TransformersPolicy
 from grpo.training.evaluation import Evaluator
 
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from grpo import data
 from grpo.objectives import TokenScorer
-from grpo.policies import Sampling, VLLMPolicy
+from grpo.policies.base import Sampling
+from grpo.policies.vllm import VLLMPolicy
 from grpo.weights import Canary, SingleCopy, StaleWeightsError
 from grpo.weights.diagnosis import engine_outputs, trainer_outputs
 from grpo.weights.layout import engine_layout, hf_names, split_engine_tensor

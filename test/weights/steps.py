@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from grpo import GRPOLoss, data, total_loss
-from grpo.policies import Sampling, VLLMPolicy
+from grpo.policies.base import Sampling
+from grpo.policies.vllm import VLLMPolicy
 
 # The longest fills a block of the prefix cache (128 tokens on a CPU).
 PROMPTS = [[5 + (7 * row + i) % 200 for i in range(40 + 50 * row)] for row in range(4)]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from grpo.objectives.scorer import TokenScorer
-from grpo.policies import Sampling, TransformersPolicy
+from grpo.policies.base import Sampling
+from grpo.policies.transformers import TransformersPolicy
 from grpo.weights import Canary, SameModule, StaleWeightsError
 
 PROMPTS = [[5, 6, 7], [8], [9, 10]]

@@ -15,7 +15,8 @@ import torch
 
 from grpo import data
 from grpo.objectives import TokenScorer
-from grpo.policies import Sampling, VLLMPolicy
+from grpo.policies.base import Sampling
+from grpo.policies.vllm import VLLMPolicy
 from grpo.weights import Canary, StaleWeightsError
 from grpo.weights.channel import TransferError
 from grpo.weights.layout import LayoutError

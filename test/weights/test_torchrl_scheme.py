@@ -12,9 +12,10 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.weight_update import WeightSyncScheme
 
 from grpo import data
-from grpo.envs import VerifiableEnv
 from grpo.envs.rewards import RewardResult, compute_rewards
-from grpo.policies import Sampling, TransformersPolicy
+from grpo.envs.verifiable import VerifiableEnv
+from grpo.policies.base import Sampling
+from grpo.policies.transformers import TransformersPolicy
 from grpo.weights import SameModule
 from grpo.weights.torchrl import as_torchrl_scheme
 from grpo.weights.transfer import WeightTransfer

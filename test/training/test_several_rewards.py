@@ -19,8 +19,8 @@ from grpo.report.loggers import JsonlLogger, read_jsonl
 from grpo.report.page import write_report
 from grpo.training.checkpoint import find_checkpoint
 
-from ..training import runs
-from ..training.runs import make_trainer, timeless, weights
+from . import runs
+from .runs import make_trainer, timeless, weights
 
 _calls = [0]
 _lock = threading.Lock()

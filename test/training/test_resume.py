@@ -17,7 +17,7 @@ from grpo.run.resume import PARENT_FILE
 from grpo.training.checkpoint import list_checkpoints
 from grpo.training.run_lock import LOCK_FILE
 
-from ..training.runs import make_trainer, timeless
+from .runs import make_trainer, timeless
 
 
 def open_run(config, run_dir):
@@ -36,7 +36,7 @@ def finished(tiny_folder, tmp_path_factory):
     """A folder with the run ``outputs/first``: four steps, two checkpoints, at a rate of 0.01."""
     from grpo.config.schema import load_config
 
-    from ..training import runs
+    from . import runs
 
     root = tmp_path_factory.mktemp("finished")
 

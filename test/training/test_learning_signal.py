@@ -14,7 +14,7 @@ from grpo.report.history import History
 from grpo.report.learning_signal import PATIENCE, SignalWarning, has_signal, silence_at_end
 from grpo.training.trainer import advantage_counts, advantage_metrics, rollout_metrics
 
-from ..training.runs import make_rollout, make_trainer
+from .runs import make_rollout, make_trainer
 
 EQUAL = {"reward/zero_variance_groups": 1.0, "advantage/zero_fraction": 1.0}
 ZERO = {**EQUAL, "reward/mean": 0.0, "reward/std": 0.0, "reward/success_rate": 0.0}
