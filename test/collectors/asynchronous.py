@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import ExitStack
@@ -14,10 +13,10 @@ from grpo.config.schema import Config, load_config
 from grpo.policies.handle import EngineError
 from grpo.policies.ray_engine import Call, EngineDied, WorkerPool
 from grpo.run import build_async
+from grpo.run.assemble import assemble_async
 from grpo.run.build_worker import build_worker
 from grpo.system.threads import in_background
 
-REPO = Path(__file__).resolve().parents[2]
 #: Sections of runs that train adapters, compared with the model without them.
 LORA = {"train_model": {"lora": {"enabled": True, "r": 4, "alpha": 8}},
         "train": {"kl_to_ref_coeff": 0.1}}
@@ -46,18 +45,9 @@ def async_config(folder, *, inference_model: dict | None = None, **sections) -> 
     return load_config(values, AsyncConfig)
 
 
-def script():
-    """``grpo-async.py`` as a module."""
-    path = REPO / "sota-implementations" / "grpo" / "grpo-async.py"
-    spec = importlib.util.spec_from_file_location("grpo_async_script", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def make_async_trainer(config: AsyncConfig, run_dir: Path, at_end: ExitStack, checkpoint=None):
-    """The script's trainer."""
-    return script().build_trainer(config, run_dir, checkpoint, at_end)
+    """The trainer of ``grpo-async.py``."""
+    return assemble_async(config, run_dir, checkpoint, at_end)
 
 
 def rows_of(run_dir: Path) -> list[dict]:

@@ -17,13 +17,14 @@ from grpo.collectors.ray import RolloutsFailed, _since
 from grpo.collectors.reference_worker import ReferenceWorker, Scored
 from grpo.policies.ray_engine import WorkersLost
 from grpo.run.build_worker import build_reference
+from grpo.run.cli.endings import fit_with_workers
 from grpo.training.checkpoint import list_checkpoints
 from grpo.weights import StaleWeightsError
 from grpo.weights.packed import Packed
 
 from ..training.runs import save_tiny
 from ..weights.faults import FAULTS
-from .asynchronous import LORA, LocalPool, LocalRay, async_config, make_async_trainer, script
+from .asynchronous import LORA, LocalPool, LocalRay, async_config, make_async_trainer
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +138,7 @@ def test_lost_workers_leave_a_checkpoint_of_all_updates_and_of_what_was_not_trai
     pool = trainer.collector.pool
     pool.intercept[method] = lambda *args: pool.kill(0) if method == "load_state" else 1 / 0
     with pytest.raises(SystemExit, match=f"{reason}(.|\n)*the run can go on: resume="):
-        script().train(trainer)
+        fit_with_workers(trainer)
     checkpoint = list_checkpoints(trainer.run_dir)[-1]
     saved = checkpoint.state()
     assert saved["step"] == saved["version"] == saved["env"]["version"] == checkpoint.step == 3

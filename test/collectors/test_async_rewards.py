@@ -8,9 +8,10 @@ from contextlib import ExitStack
 import pytest
 
 from grpo.envs.rewards import RewardsFailed
+from grpo.run.cli.endings import fit_with_workers
 
 from ..training.runs import save_tiny
-from .asynchronous import LocalRay, async_config, make_async_trainer, rows_of, script
+from .asynchronous import LocalRay, async_config, make_async_trainer, rows_of
 
 TOGETHER = 8
 _waiting = threading.Barrier(TOGETHER)
@@ -70,4 +71,4 @@ def test_what_always_fails_in_the_workers_ends_the_run_with_the_place(start):
         trainer.iterate()
     with pytest.raises(SystemExit, match="evaluation: not one of"):
         trainer._looked = False
-        script().train(trainer)
+        fit_with_workers(trainer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -56,20 +55,15 @@ class Runner:
 
 
 @pytest.fixture(scope="session")
-def script():
-    """The script as a module, with ``compose(config_name, overrides)`` in place of a command."""
+def compose():
+    """``compose(config_name, overrides)``: the values of a command."""
     from hydra import compose, initialize_config_dir
-
-    spec = importlib.util.spec_from_file_location("grpo_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
 
     def composed(name: str, overrides: list[str]):
         with initialize_config_dir(str(REPO / "config"), version_base=None):
             return compose(name, overrides)
 
-    module.compose = composed
-    return module
+    return composed
 
 
 @pytest.fixture(scope="session")

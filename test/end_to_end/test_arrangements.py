@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo.config.schema import load_config
 from grpo.server.process import EngineProcess, server_command
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -93,12 +94,12 @@ def test_a_run_with_a_server_goes_on_as_if_it_had_not_stopped(runner, way):
 @pytest.mark.parametrize("way", [(), ("inference_model.weight_sync=transfer",),
                                  ("inference_model.weight_sync=reload",)],
                          ids=["single copy", "transfer", "reload"])
-def test_a_server_that_runs_already_serves_one_run_after_another(runner, tmp_path, way, script,
+def test_a_server_that_runs_already_serves_one_run_after_another(runner, tmp_path, way, compose,
                                                                  monkeypatch):
     """Whatever it was left with: the second run starts from other weights."""
     from grpo.run import build
 
-    config = script.load_config(script.compose("grpo", list(TINY)))
+    config = load_config(compose("grpo", list(TINY)))
     monkeypatch.setenv("XDG_CACHE_HOME", runner.environment["XDG_CACHE_HOME"])
     model = build.model_folder(config, build.build_task(config))
     command = server_command(model, dtype="float32", max_model_len=64, max_num_seqs=32,

@@ -9,8 +9,10 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from grpo.config.schema import load_config
 from grpo.policies.base import Policy
 from grpo.report.loggers import read_jsonl
+from grpo.run.assemble import assemble
 from grpo.run.identity import identity_changes
 from grpo.training.checkpoint import find_checkpoint
 from grpo.weights.adapters import adapters, adapters_disabled, load_adapter_tensors
@@ -32,13 +34,13 @@ def by_text(completion: str, problem) -> float:
 
 
 @pytest.fixture
-def run(script, model_folder, tmp_path, monkeypatch):
-    """Run the script's own trainer in a folder below ``tmp_path``, from a checkpoint if asked."""
+def run(compose, model_folder, tmp_path, monkeypatch):
+    """Run the trainer of grpo.py in a folder below ``tmp_path``, from a checkpoint if asked."""
     monkeypatch.setattr("grpo.report.reporter.write_report", lambda run_dir, **_: run_dir)
 
     def fit(name: str, *overrides: str, checkpoint=None):
-        values = script.compose("grpo", [f"model.name={model_folder}", *TINY, *overrides])
-        trainer = script.build_trainer(script.load_config(values), tmp_path / name, checkpoint,
+        values = compose("grpo", [f"model.name={model_folder}", *TINY, *overrides])
+        trainer = assemble(load_config(values), tmp_path / name, checkpoint,
                                        at_end)
         trainer.fit()
         return trainer

@@ -7,7 +7,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from grpo.config.schema import load_config
 from grpo.report.loggers import read_jsonl
+from grpo.run.assemble import assemble
 
 TINY = ("inference_model.backend=transformers", "env.num_envs=4", "env.repeats=4",
         "env.task.num_train=20", "env.task.num_test=4", "env.task.max_operand=9",
@@ -25,15 +27,15 @@ def zero(completion: str, problem) -> float:
 
 
 @pytest.fixture
-def fit(script, model_folder, tmp_path, monkeypatch):
-    """Run the script's own trainer; metrics of each iteration."""
+def fit(compose, model_folder, tmp_path, monkeypatch):
+    """Run the trainer of grpo.py; metrics of each iteration."""
     # Drawing the report takes seconds; that it is drawn is tested with the runs of the command.
     monkeypatch.setattr("grpo.report.reporter.write_report", lambda run_dir, **_: run_dir)
 
     def run(*overrides: str) -> list[dict]:
-        values = script.compose("grpo", [f"model.name={model_folder}", *TINY, *overrides])
+        values = compose("grpo", [f"model.name={model_folder}", *TINY, *overrides])
         with ExitStack() as at_end:
-            script.build_trainer(script.load_config(values), tmp_path, None, at_end).fit()
+            assemble(load_config(values), tmp_path, None, at_end).fit()
         assert (tmp_path / "final_model" / "config.json").exists()
         rows = read_jsonl(tmp_path / "metrics.jsonl")
         assert [row["step"] for row in rows] == [0, 1, 2, 3]

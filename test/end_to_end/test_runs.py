@@ -7,6 +7,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from grpo.config.schema import load_config
+from grpo.run.assemble import assemble
+
 TINY = ("model.warm_start_steps=20", "env.num_envs=4", "env.repeats=4",
         "train.total_dialog_turns=32", "train.checkpoint_frequency=0")
 
@@ -124,17 +127,17 @@ BAD_INPUT = [
 
 
 @pytest.mark.parametrize(("overrides", "message"), BAD_INPUT, ids=str)
-def test_bad_input_is_named_before_anything_is_generated(script, tmp_path, monkeypatch, overrides,
+def test_bad_input_is_named_before_anything_is_generated(compose, tmp_path, monkeypatch, overrides,
                                                          message):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     name = "grpo"
     if overrides[0].startswith("--config-name="):
         name, overrides = overrides[0].removeprefix("--config-name="), overrides[1:]
     with pytest.raises((ValueError, OSError)) as caught:
-        config = script.load_config(script.compose(name, [
+        config = load_config(compose(name, [
             "inference_model.backend=transformers", "model.warm_start_steps=2"
             if not overrides[0].startswith("model.") else "train.seed=0", *overrides]))
-        script.build_trainer(config, tmp_path, None, ExitStack())
+        assemble(config, tmp_path, None, ExitStack())
     assert message in str(caught.value)
 
 

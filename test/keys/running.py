@@ -8,7 +8,6 @@ they would be started with is noted, and Transformers generates in their place.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 import shutil
 from contextlib import ExitStack, nullcontext
@@ -24,6 +23,7 @@ from grpo.config.schema import load_config
 from grpo.policies import inprocess
 from grpo.report import loggers
 from grpo.run import (
+    assemble,
     build_async,
     build_atropos,
     build_bridge,
@@ -40,7 +40,6 @@ from ..training import runs
 from .modes import Mode, merged
 from .watching import Observation, watched
 
-REPO = Path(__file__).resolve().parents[2]
 #: Of which one is neither among the first, nor the last, nor evaluated or saved.
 ITERATIONS = 6
 
@@ -57,7 +56,6 @@ class Runner:
         self.folder = folder
         self.names = {name: str(runs.save_tiny(folder / name, tokenizer, seed=seed))
                       for seed, name in enumerate(("model", "teacher", "reference"))}
-        self._scripts = {name: _script(name) for name in ("grpo", "grpo-async")}
         self._count = 0
 
     def values(self, mode: Mode, key: str | None = None, value: Any = None) -> dict[str, Any]:
@@ -126,15 +124,15 @@ class Runner:
     def _trainer(self, mode: Mode, config: Any, folder: Path, at_end: ExitStack) -> Any:
         if mode.script == "atropos":
             return at_end.enter_context(build_atropos.atropos_trainer(config))
-        script = self._scripts["grpo" if mode.script == "sync" else "grpo-async"]
-        return script.build_trainer(config, folder, None, at_end)
+        build = assemble.assemble if mode.script == "sync" else assemble.assemble_async
+        return build(config, folder, None, at_end)
 
     # -- stand-ins -----------------------------------------------------------------------------
 
     def _stand_in(self, patch: Any, seen: Observation, mode: Mode) -> None:
         patch("grpo.report.reporter.write_report",
               lambda run_dir, *, title, config: seen.note("report", title) or run_dir / "none")
-        for module in (*self._scripts.values(), build_atropos):
+        for module in (assemble, build_atropos):
             patch(module, "make_loggers", _noting(seen, "loggers", loggers.make_loggers))
         patch(build_engine, "_with_engine", lambda setup, on_failure: _engine(seen, setup))
         patch(build_engine, "_with_server", lambda setup, on_failure, server: _server(
@@ -160,14 +158,6 @@ class Runner:
                 policy=policy, advance=lambda timeout: None, drain=lambda timeout: None))
             patch(build_bridge, "BridgeServer", lambda bridge, **options: seen.note(
                 "bridge", options) or nullcontext())
-
-
-def _script(name: str) -> Any:
-    path = REPO / "sota-implementations" / "grpo" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"keys_{name.replace('-', '_')}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _filled(values: Any, names: dict[str, str]) -> Any:

@@ -1,0 +1,238 @@
+"""From a configuration to a trainer that is ready to ``fit``.
+
+:func:`assemble` is for ``grpo.py``, :func:`assemble_async` for ``grpo-async.py``. Both begin with
+:func:`_set_up`, which looks at everything that costs nothing to look at, and end with
+:func:`_trainer`. Between the two they differ in where rollouts come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from grpo.collectors.ray import RayCollector
+from grpo.collectors.sync import SyncCollector
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.schema import Config
+from grpo.envs.tasks.base import Task
+from grpo.policies.model_shape import ModelShape
+from grpo.report.console import Console
+from grpo.report.loggers import LoggerGroup, make_loggers
+from grpo.report.reporter import Reporter
+from grpo.run import build, build_async, build_objective, build_team, fast_defaults
+from grpo.run.build_async import AsyncActor
+from grpo.run.build_engine import Setup
+from grpo.run.build_model import load_model
+from grpo.run.build_team import TrainingActor
+from grpo.run.devices import available, capacity, check_roles_fit, role_ledgers, run_ledger
+from grpo.run.ledger import Ledger, check_fits
+from grpo.training.checkpoint import Checkpoint
+from grpo.training.evaluation import Evaluator
+from grpo.training.trainer import Trainer
+from grpo.weights.canary import Canary
+from grpo.weights.tolerance import canary_tolerance
+
+
+class _Start(NamedTuple):
+    """What a run begins with, before anything is launched.
+
+    Attributes:
+        setup: model, tokenizer, device; its configuration has the run's length.
+        backend: of generation.
+        task: that is trained on.
+        prompts: of the task, as tokens.
+        checkpoint: that the run goes on from.
+        asked: the configuration as it was given, for loggers and checkpoints.
+        console: the screen.
+    """
+
+    setup: Setup
+    backend: str
+    task: Task
+    prompts: build.Prompts
+    checkpoint: Checkpoint | None
+    asked: dict[str, Any]
+    console: Console
+
+
+def assemble(
+    config: Config, run_dir: Path, checkpoint: Checkpoint | None, at_end: ExitStack
+) -> Trainer:
+    """A trainer that asks an engine for each rollout.
+
+    Args:
+        config: the run's.
+        run_dir: its folder.
+        checkpoint: that it goes on from.
+        at_end: gets what ends the parts.
+
+    Raises:
+        ValueError: for a configuration that cannot work, naming key and fix.
+    """
+    build.quiet_libraries()
+    devices = build_team.choose_devices(config, backend=build.resolve_backend(config))
+    start = _set_up(config, run_dir, checkpoint)
+
+    # What it will take, before anything is launched
+    setup, room = start.setup, available(config, start.setup.device)
+    ledger_of = partial(run_ledger, model_path=setup.path, device=setup.device, dtype=setup.dtype,
+                        backend=start.backend, max_model_len=setup.max_model_len)
+    start, chosen = _with_fast_defaults(start, ledger_of, room)
+    memory = ledger_of(start.setup.config)
+    start.console.info("\n".join([*chosen, *memory.table(room)]))
+    check_fits(memory, room)
+    loggers = _loggers(start, run_dir)
+
+    # Trainer and engine, and how the weights travel between them
+    setup, config = start.setup, start.setup.config
+    actor = build_team.build_training_actor(setup, devices, backend=start.backend, at_end=at_end,
+                                            checkpoint=checkpoint)
+    env = build.build_env(config, start.task, start.prompts, setup.tokenizer, actor.policy)
+    collector = SyncCollector(env, actor.policy, turns_per_batch=config.turns_per_batch,
+                              max_rounds=config.train.max_sampling_rounds)
+    reference = build_objective.build_reference(
+        config, actor.model, lambda: build.model_folder(config, start.task), _frozen(setup),
+        actor.learner)
+    return _trainer(start, actor, collector, loggers, run_dir, reference=reference)
+
+
+def assemble_async(
+    config: AsyncConfig, run_dir: Path, checkpoint: Checkpoint | None, at_end: ExitStack
+) -> Trainer:
+    """A trainer whose rollouts come from workers that generate all the time; see :func:`assemble`.
+
+    Raises:
+        ValueError: for a configuration that cannot work, naming key and fix.
+        EngineError: if a worker does not start.
+    """
+    build.quiet_libraries()
+    places = build_async.open_ray(config, at_end)
+    start = _set_up(config, run_dir, checkpoint)
+
+    # What it will take, before anything is launched
+    setup, room, say = start.setup, capacity(start.setup.device), start.console.info
+    say("\n".join(places.plan.table()))
+    ledgers_of = partial(role_ledgers, places=places.plan, model_path=setup.path,
+                         device=setup.device, dtype=setup.dtype, backend=start.backend,
+                         max_model_len=setup.max_model_len)
+    start, chosen = _with_fast_defaults(start, lambda changed: ledgers_of(changed)["train"], room)
+    memory = ledgers_of(start.setup.config)
+    for line in chosen:
+        say(line)
+    for role, ledger in memory.items():
+        say("\n".join([f"{role}:", *ledger.table(room)]))
+    check_roles_fit(memory, places.plan, room)
+    loggers = _loggers(start, run_dir)
+
+    # Workers, trainer, and how the weights travel between them
+    setup, config = start.setup, start.setup.config
+    actor = build_async.build_actor(setup, start.prompts, places, backend=start.backend,
+                                    at_end=at_end, checkpoint=checkpoint)
+    reference_path = config.ref_model.name or build.model_folder(config, start.task)
+    pool = build_async.build_reference_pool(config, places, reference_path, setup.dtype)
+    if pool is not None:
+        at_end.callback(pool.close)
+    collector = build_async.build_collector(config, actor, pool)
+    at_end.callback(collector.close)
+    reference = None if pool else build_objective.build_reference(
+        config, actor.model, lambda: reference_path, _frozen(setup), actor.learner)
+    return _trainer(start, actor, collector, loggers, run_dir, reference=reference,
+                    workers=actor.pool.count, overlap_canary=config.train.staleness > 0,
+                    described=build_async.describe(config, places, backend=start.backend))
+
+
+# -- what both have in common ----------------------------------------------------------------------
+
+
+def _set_up(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> _Start:
+    """What is trained, on what, where."""
+    asked = config.model_dump(mode="json")
+    device, backend = build.resolve_device(config), build.resolve_backend(config)
+    dtype, task = build.resolve_dtype(config, device), build.build_task(config)
+    build.check(config, task, device=device, backend=backend)
+    path, adapter = build.start_of(config, task, checkpoint)
+    tokenizer = build.load_tokenizer(path)
+    prompts = build.build_prompts(config, task, tokenizer, path)
+    config = config.for_problems(len(prompts.train))
+    setup = Setup(config=config, path=path, tokenizer=tokenizer, device=device, dtype=dtype,
+                  max_model_len=prompts.max_model_len, folder=run_dir / "engine", adapter=adapter)
+    return _Start(setup, backend, task, prompts, checkpoint, asked, Console(config.iterations))
+
+
+def _with_fast_defaults(
+    start: _Start, ledger_of: Callable[[Config], Ledger], room: int
+) -> tuple[_Start, list[str]]:
+    """With what the configuration leaves open chosen for speed, and what was chosen, in words."""
+    setup = start.setup
+    config, chosen = fast_defaults.choose(
+        setup.config, ModelShape.of(setup.path), ledger_of, device=setup.device,
+        dtype=setup.dtype, backend=start.backend, row_tokens=setup.max_model_len, room=room)
+    return start._replace(setup=replace(setup, config=config)), chosen
+
+
+def _loggers(start: _Start, run_dir: Path) -> LoggerGroup:
+    options = start.setup.config.logging
+    return make_loggers(
+        options.backends, run_dir=run_dir, config=start.asked,
+        project=options.wandb_project or "grpo", name=options.wandb_run_name,
+        group=options.wandb_group, wandb_mode=options.wandb_mode or "online",
+        resume_step=start.checkpoint.step if start.checkpoint else None)
+
+
+def _frozen(setup: Setup) -> Callable[[str], nn.Module]:
+    """Loads a model that is not trained."""
+    return partial(load_model, config=setup.config, device=setup.device, dtype=setup.dtype)
+
+
+def _trainer(
+    start: _Start, actor: TrainingActor | AsyncActor, collector: SyncCollector | RayCollector,
+    loggers: LoggerGroup, run_dir: Path, *, reference: Any, workers: int = 1,
+    overlap_canary: bool = False, described: dict[str, str] | None = None,
+) -> Trainer:
+    """Rollouts -> advantages -> loss -> weights -> proof, and what people see of it."""
+    setup, config = start.setup, start.setup.config
+    advantage = build_objective.build_advantage(config)
+    checked: Sequence[list[int]] = [prompt.tokens for prompt in start.prompts.test[:4]]
+    canary = Canary(actor.policy, actor.scorer, actor.weights,
+                    prompts=checked * workers,  # each worker gets all of them
+                    tolerance=canary_tolerance(setup.dtype, setup.device))
+    evaluated = build.build_eval_env(config, start.task, start.prompts, setup.tokenizer,
+                                     actor.policy)
+    start.console.banner(build.describe(
+        config, actor, start.task, start.prompts, device=setup.device, dtype=setup.dtype,
+        backend=start.backend, run_dir=run_dir) | (described or {}))
+    trainer = Trainer(
+        collector=collector,
+        advantage=advantage,
+        reference=reference,
+        teacher=build_objective.build_teacher(config, actor.model, _frozen(setup)),
+        adaptations=build_objective.build_adaptations(config, actor.learner.loss, advantage),
+        learner=actor.learner,
+        weights=actor.weights,
+        canary=canary,
+        overlap_canary=overlap_canary,
+        evaluator=Evaluator(evaluated, actor.policy,
+                            max_reward_errors=config.env.max_reward_errors),
+        reporter=Reporter(start.console, loggers, setup.tokenizer, run_dir=run_dir,
+                          num_samples=config.logging.num_samples),
+        tokenizer=setup.tokenizer,
+        run_dir=run_dir,
+        config=start.asked,
+        iterations=config.iterations,
+        eval_frequency=config.train.eval_frequency,
+        checkpoint_frequency=config.train.checkpoint_frequency,
+        keep_checkpoints=config.train.keep_checkpoints or 3,
+        proof_interval=config.train.proof_interval,
+        max_reward_errors=config.env.max_reward_errors,
+    )
+    if start.checkpoint:
+        trainer.restore(start.checkpoint)
+        start.console.info(f"resumed at iteration {start.checkpoint.step} from "
+                           f"{start.checkpoint.folder}")
+    return trainer

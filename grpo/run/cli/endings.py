@@ -1,0 +1,63 @@
+"""How the scripts end early: in one line, which names the cause and how the run can go on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from grpo.collectors.ray import RolloutsFailed
+from grpo.envs.rewards import RewardsFailed
+from grpo.policies.handle import EngineError
+from grpo.policies.ray_engine import WorkersLost
+from grpo.report.bottleneck import bottleneck_table
+from grpo.training.checkpoint_files import NotSavedError
+from grpo.training.local_ranks import RankDied
+from grpo.training.stopping import signals_end_the_process
+from grpo.training.trainer import Trainer
+from grpo.weights.canary import StaleWeightsError
+from grpo.weights.channel import TransferError
+
+#: What may end a run that is not a mistake in the code.
+ENDINGS = (EngineError, StaleWeightsError, FloatingPointError, NotSavedError, RewardsFailed)
+ASYNC_ENDINGS = (*ENDINGS, RolloutsFailed, WorkersLost, TransferError)
+
+
+@contextmanager
+def endings_in_a_line() -> Iterator[None]:
+    """Around a whole run: a signal, a lost rank or another of :data:`ENDINGS` has its exit code
+    and one line; the trainer has said how the run can go on."""
+    try:
+        with signals_end_the_process():
+            yield
+    except RankDied as error:
+        sys.exit(f"error: {error}\nthe run can go on from its newest checkpoint: resume=auto")
+    except ENDINGS as error:
+        sys.exit(f"error: {error}")
+
+
+@contextmanager
+def bad_input_in_a_line(*also: type[Exception]) -> Iterator[None]:
+    """Around all that is done before a run begins, where errors are nearly always bad input.
+
+    Args:
+        *also: further errors that bad input shows in.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ImportError, *also) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(f"error: {error}\n(set HYDRA_FULL_ERROR=1 to see where it was raised)")
+
+
+def fit_with_workers(trainer: Trainer) -> None:
+    """Run to the end and say what held it up; where the workers are lost, say why, and from which
+    checkpoint it can go on."""
+    try:
+        trainer.fit()
+    except ASYNC_ENDINGS as error:
+        go_on = f"\nthe run can go on: resume={trainer.saved.folder}" if trainer.saved else ""
+        sys.exit(f"error: {error}{go_on}")
+    trainer.reporter.console.info("\n".join(bottleneck_table(trainer.run_dir / "metrics.jsonl")))
