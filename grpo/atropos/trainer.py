@@ -21,7 +21,7 @@ from grpo.report.loggers import write_atomically
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.checkpoint_files import NotSavedError
 from grpo.training.trainer import Trainer
-from grpo.weights import WeightSync
+from grpo.weights.shared import WeightSync
 
 # So many batches in a row that teach nothing are no accident of one environment.
 _USELESS_BATCHES = 8

@@ -1,5 +1,1 @@
-"""Collectors: rollouts for the trainer."""
-
-from grpo.collectors.sync import SyncCollector
-
-__all__ = ["SyncCollector"]
+"""Collectors: rollouts for the trainer, on demand and ahead of it."""

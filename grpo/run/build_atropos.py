@@ -53,8 +53,9 @@ from grpo.run.memory_atropos import check_memory, with_fast_defaults
 from grpo.run.start_atropos import ENGINE_ROWS, Start, resolve
 from grpo.system.child import TOKEN_VARIABLE
 from grpo.training.evaluation import Evaluator
-from grpo.weights import Canary, WeightSync
+from grpo.weights.canary import Canary
 from grpo.weights.in_flight import PausedUpdates, PeriodicCanary, PeriodicUpdates
+from grpo.weights.shared import WeightSync
 
 TOKENIZER = "tokenizer"
 # Plain text that any tokenizer knows; two tokens after each are compared.

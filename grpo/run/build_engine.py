@@ -31,10 +31,10 @@ from grpo.run.engine_attach import START_TIMEOUT, bring_to_start, check_device
 from grpo.server.process import EngineProcess, server_command
 from grpo.system.child import TOKEN_VARIABLE
 from grpo.system.processes import package_environment
-from grpo.weights import SameModule, SharedCopy, SingleCopy, WeightSync
 from grpo.weights.channel import address_towards
 from grpo.weights.lora import HTTPLoRASync, LoRASync
 from grpo.weights.reload import CheckpointReload, EngineRestart
+from grpo.weights.shared import SameModule, SharedCopy, SingleCopy, WeightSync
 from grpo.weights.transfer import WeightTransfer
 
 if TYPE_CHECKING:

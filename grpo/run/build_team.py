@@ -28,9 +28,9 @@ from grpo.training.checkpoint import Checkpoint
 from grpo.training.learner import Learner
 from grpo.training.local_ranks import LocalRanks
 from grpo.training.team import Leader, LedLearner, LedScorer, LedTransfer
-from grpo.weights import WeightSync
 from grpo.weights.lora import LoRASync
 from grpo.weights.lora_slot import lora_request
+from grpo.weights.shared import WeightSync
 from grpo.weights.transfer import Backend, WeightTransfer
 
 

@@ -31,9 +31,11 @@ from grpo.training.checkpoint_files import NotSavedError, check_room, saved_byte
 from grpo.training.evaluation import Evaluator
 from grpo.training.learner import Learner
 from grpo.training.stopping import Stopped, StopRequests
-from grpo.weights import Canary, CanaryReport, WeightSync
+from grpo.weights.canary import Canary
 from grpo.weights.in_flight import PeriodicUpdates
 from grpo.weights.proof import WeightProof
+from grpo.weights.shared import WeightSync
+from grpo.weights.tolerance import CanaryReport
 
 
 class Trainer:

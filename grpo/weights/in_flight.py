@@ -68,7 +68,7 @@ class PeriodicUpdates(WrappedSync):
 
     Examples:
         >>> from torch import nn
-        >>> from grpo.weights import SameModule
+        >>> from grpo.weights.shared import SameModule
         >>> weights = PeriodicUpdates(SameModule(nn.Linear(1, 1)), interval=3)
         >>> [weights.publish() for _ in range(7)]
         [0, 0, 1, 1, 1, 2, 2]

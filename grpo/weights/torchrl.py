@@ -28,7 +28,7 @@ def as_torchrl_scheme(weights: WeightSync) -> PublishScheme:
 
     Examples:
         >>> import torch
-        >>> from grpo.weights import SameModule
+        >>> from grpo.weights.shared import SameModule
         >>> weights = SameModule(torch.nn.Linear(1, 1))
         >>> sender = as_torchrl_scheme(weights).create_sender()
         >>> sender.update_weights()

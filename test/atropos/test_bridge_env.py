@@ -439,7 +439,7 @@ def test_a_policy_learns_through_the_bridge(tokenizer, byte_model):
     from grpo.policies.transformers import TransformersPolicy
     from grpo.training.learner import Learner
     from grpo.training.optim import MasterAdamW
-    from grpo.weights import SameModule
+    from grpo.weights.shared import SameModule
 
     weights = SameModule(byte_model)
     learner = Learner(

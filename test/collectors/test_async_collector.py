@@ -19,7 +19,7 @@ from grpo.policies.ray_engine import WorkersLost
 from grpo.run.build_worker import build_reference
 from grpo.run.cli.endings import fit_with_workers
 from grpo.training.checkpoint import list_checkpoints
-from grpo.weights import StaleWeightsError
+from grpo.weights.canary import StaleWeightsError
 from grpo.weights.packed import Packed
 
 from ..training.runs import save_tiny

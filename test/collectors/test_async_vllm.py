@@ -11,7 +11,7 @@ import torch
 
 from grpo import data
 from grpo.run import build_async
-from grpo.weights import StaleWeightsError
+from grpo.weights.canary import StaleWeightsError
 from grpo.weights.fleet import FleetTransfer
 
 from .asynchronous import LocalRay, async_config, make_async_trainer

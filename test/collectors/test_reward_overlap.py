@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo import data
-from grpo.collectors import SyncCollector
+from grpo.collectors.sync import SyncCollector
 from grpo.envs.rewards import RewardScorer, batch_reward
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Completions, Policy, Sampling

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from grpo import data
-from grpo.collectors import SyncCollector
+from grpo.collectors.sync import SyncCollector
 from grpo.envs.rewards import compute_rewards
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Sampling

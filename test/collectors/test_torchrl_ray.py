@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo import data
-from grpo.collectors import SyncCollector
+from grpo.collectors.sync import SyncCollector
 from grpo.run import build, build_engine, build_objective
 
 from ..training.runs import save_tiny

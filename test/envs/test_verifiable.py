@@ -14,7 +14,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import check_env_specs
 
 from grpo import data
-from grpo.collectors import SyncCollector
+from grpo.collectors.sync import SyncCollector
 from grpo.envs.rewards import RewardResult, compute_rewards
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.objectives import GroupAdvantage, GRPOLoss

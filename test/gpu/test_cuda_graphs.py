@@ -12,8 +12,9 @@ from grpo.objectives import TokenScorer, packed_attention
 from grpo.policies.base import Sampling
 from grpo.policies.inprocess import start_engine, stop_engine
 from grpo.policies.vllm import VLLMPolicy
-from grpo.training import MasterAdamW
-from grpo.weights import Canary, SingleCopy, StaleWeightsError
+from grpo.training.optim import MasterAdamW
+from grpo.weights.canary import Canary, StaleWeightsError
+from grpo.weights.shared import SingleCopy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 

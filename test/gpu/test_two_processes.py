@@ -13,12 +13,13 @@ from grpo.policies.base import Sampling
 from grpo.policies.handle import InProcessEngine
 from grpo.policies.inprocess import start_engine, stop_engine
 from grpo.policies.vllm import VLLMPolicy
-from grpo.training import MasterAdamW
-from grpo.weights import Canary, SharedCopy, StaleWeightsError
+from grpo.training.optim import MasterAdamW
 from grpo.weights.adapters import make_lora
+from grpo.weights.canary import Canary, StaleWeightsError
 from grpo.weights.layout import view
 from grpo.weights.lora import LoRASync
 from grpo.weights.proof import WeightProof
+from grpo.weights.shared import SharedCopy
 
 from ..weights.faults import Changing, nudge
 

@@ -17,7 +17,7 @@ from grpo.run.cli.flags import to_config
 from grpo.run.engine_attach import engine_environment, find_engine
 from grpo.system.child import TOKEN_VARIABLE
 from grpo.training.checkpoint import Checkpoint
-from grpo.weights import Canary
+from grpo.weights.canary import Canary
 from grpo.weights.handover import export_shared_memory
 from grpo.weights.handover_file import HandoverError
 from grpo.weights.in_flight import PausedUpdates, PeriodicCanary, PeriodicUpdates

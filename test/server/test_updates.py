@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo.weights import StaleWeightsError
+from grpo.weights.canary import StaleWeightsError
 from grpo.weights.layout import view
 from grpo.weights.proof import WeightProof
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo.collectors import SyncCollector
+from grpo.collectors.sync import SyncCollector
 from grpo.envs.rewards import RewardResult
 from grpo.report.console import Console
 from grpo.report.loggers import make_loggers
@@ -17,9 +17,9 @@ from grpo.report.reporter import Reporter
 from grpo.run import build, build_objective
 from grpo.run.build_engine import Setup, build_actor
 from grpo.run.build_model import load_model
-from grpo.training import Trainer
 from grpo.training.evaluation import Evaluator
-from grpo.weights import Canary
+from grpo.training.trainer import Trainer
+from grpo.weights.canary import Canary
 
 
 def by_text(completion: str, problem) -> RewardResult:

@@ -18,7 +18,7 @@ from grpo.training import checkpoint as checkpoint_module
 from grpo.training.checkpoint import find_checkpoint, list_checkpoints
 from grpo.training.checkpoint_files import NotSavedError
 from grpo.training.stopping import Stopped, StopRequests, signals_end_the_process
-from grpo.weights import StaleWeightsError
+from grpo.weights.canary import StaleWeightsError
 
 from .runs import make_trainer, timeless, weights
 

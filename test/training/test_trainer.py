@@ -18,7 +18,7 @@ from grpo.objectives.maxent import MaxEntWeights
 from grpo.report.loggers import read_jsonl
 from grpo.training.checkpoint import find_checkpoint, list_checkpoints
 from grpo.training.trainer import advantage_counts, advantage_metrics, rollout_metrics
-from grpo.weights import StaleWeightsError
+from grpo.weights.canary import StaleWeightsError
 from grpo.weights.in_flight import PeriodicCanary, PeriodicUpdates
 
 from .runs import make_rollout, make_trainer, timeless, weights

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from grpo import data
 from grpo.objectives import GroupAdvantage
 from grpo.objectives.maxent import listwise_weights
-from grpo.training import Trainer
 from grpo.training.checkpoint import find_checkpoint
+from grpo.training.trainer import Trainer
 
 from .runs import make_trainer
 

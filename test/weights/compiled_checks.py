@@ -15,10 +15,10 @@ import torch
 
 from grpo.policies.handle import InProcessEngine
 from grpo.policies.inprocess import start_engine, stop_engine
-from grpo.training import MasterAdamW
-from grpo.weights import SharedCopy, SingleCopy
+from grpo.training.optim import MasterAdamW
 from grpo.weights.adapters import make_lora
 from grpo.weights.lora import LoRASync
+from grpo.weights.shared import SharedCopy, SingleCopy
 
 from .steps import gap, load, policy_of, train_once
 

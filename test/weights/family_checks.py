@@ -22,9 +22,10 @@ from grpo import data
 from grpo.objectives import TokenScorer
 from grpo.policies.base import Sampling
 from grpo.policies.vllm import VLLMPolicy
-from grpo.weights import Canary, SingleCopy, StaleWeightsError
+from grpo.weights.canary import Canary, StaleWeightsError
 from grpo.weights.diagnosis import engine_outputs, trainer_outputs
 from grpo.weights.layout import engine_layout, hf_names, split_engine_tensor
+from grpo.weights.shared import SingleCopy
 
 from .families import FAMILIES, VOCABULARY, load_family, save_family
 from .steps import gap, policy_of

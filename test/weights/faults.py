@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from grpo.weights import StaleWeightsError, WeightSync
+from grpo.weights.canary import StaleWeightsError
 from grpo.weights.proof import Perturbation, WeightProof
-from grpo.weights.shared import WrappedSync
+from grpo.weights.shared import WeightSync, WrappedSync
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

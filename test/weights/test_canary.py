@@ -10,7 +10,8 @@ import torch
 from grpo.objectives.scorer import TokenScorer
 from grpo.policies.base import Sampling
 from grpo.policies.transformers import TransformersPolicy
-from grpo.weights import Canary, SameModule, StaleWeightsError
+from grpo.weights.canary import Canary, StaleWeightsError
+from grpo.weights.shared import SameModule
 
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
 

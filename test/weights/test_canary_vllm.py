@@ -7,9 +7,10 @@ import torch
 
 from grpo.objectives import TokenScorer
 from grpo.policies.inprocess import engine_module
-from grpo.weights import Canary, SingleCopy, StaleWeightsError
+from grpo.weights.canary import Canary, StaleWeightsError
 from grpo.weights.diagnosis import engine_outputs, trainer_outputs
 from grpo.weights.layout import base_parameters, view
+from grpo.weights.shared import SingleCopy
 
 from .steps import PROMPTS, load, policy_of
 

@@ -197,7 +197,7 @@ def way_of(name: str, model, handle, tokenizer, folder):
 @pytest.mark.parametrize("name", ["one memory", "ipc", "gloo", "reload"])
 def test_every_way_brings_experts_and_the_proof_names_one_that_stayed_behind(
         served, name, tokenizer, tmp_path):
-    from grpo.weights import StaleWeightsError
+    from grpo.weights.canary import StaleWeightsError
 
     handle, folder = served
     if name == "one memory" and len(handle.workers) > 1:

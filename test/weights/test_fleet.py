@@ -11,8 +11,8 @@ import torch
 from grpo.collectors.rollout_worker import RolloutWorker
 from grpo.policies.driver import EngineDriver
 from grpo.policies.handle import EngineError
-from grpo.weights import StaleWeightsError
 from grpo.weights.adapters import adapters, make_lora
+from grpo.weights.canary import StaleWeightsError
 from grpo.weights.fleet import FleetLoRA, FleetTransfer, ObjectStoreSync
 from grpo.weights.packed import Packed
 from grpo.weights.proof import WeightProof

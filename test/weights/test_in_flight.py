@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from grpo.weights import CanaryReport
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.in_flight import PausedUpdates, PeriodicCanary, PeriodicUpdates
+from grpo.weights.tolerance import CanaryReport
 
 
 class Engine:

@@ -13,8 +13,7 @@ from grpo.policies.base import Sampling
 from grpo.policies.handle import InProcessEngine
 from grpo.policies.inprocess import start_engine, stop_engine
 from grpo.policies.vllm import VLLMPolicy
-from grpo.training import MasterAdamW
-from grpo.weights import Canary, StaleWeightsError
+from grpo.training.optim import MasterAdamW
 from grpo.weights.adapters import (
     AdapterDisabledReference,
     adapters,
@@ -22,6 +21,7 @@ from grpo.weights.adapters import (
     make_lora,
     save_adapter,
 )
+from grpo.weights.canary import Canary, StaleWeightsError
 from grpo.weights.layout import base_parameters, engine_layout, view
 from grpo.weights.lora import LoRASync
 from grpo.weights.lora_slot import RemoteSlot, differing_factors, shapes_of

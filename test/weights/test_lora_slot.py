@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo.weights import StaleWeightsError
 from grpo.weights.adapters import adapters, make_lora
+from grpo.weights.canary import StaleWeightsError
 from grpo.weights.lora import LoRASync
 from grpo.weights.lora_slot import differing_factors, shapes_of
 from grpo.weights.proof import WeightProof

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from grpo.weights import SameModule, StaleWeightsError
+from grpo.weights.canary import StaleWeightsError
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.in_flight import PausedUpdates, PeriodicUpdates
 from grpo.weights.proof import FIRST_UPDATES, Perturbation, WeightProof
+from grpo.weights.shared import SameModule
 
 from .faults import FAULTS, Changing, Faulty, nudge, params, updates_until_found
 

@@ -17,7 +17,7 @@ from grpo import data
 from grpo.objectives import TokenScorer
 from grpo.policies.base import Sampling
 from grpo.policies.vllm import VLLMPolicy
-from grpo.weights import Canary, StaleWeightsError
+from grpo.weights.canary import Canary, StaleWeightsError
 from grpo.weights.channel import TransferError
 from grpo.weights.layout import LayoutError
 from grpo.weights.proof import WeightProof

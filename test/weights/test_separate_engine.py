@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from grpo import data
-from grpo.training import MasterAdamW
-from grpo.weights import StaleWeightsError
+from grpo.training.optim import MasterAdamW
+from grpo.weights.canary import StaleWeightsError
 from grpo.weights.layout import LayoutError, view
 from grpo.weights.proof import WeightProof
 from grpo.weights.reload import CheckpointReload

@@ -19,8 +19,8 @@ from grpo import data
 from grpo.objectives import TokenScorer
 from grpo.policies.handle import EngineError, InProcessEngine
 from grpo.policies.inprocess import start_engine, stop_engine
-from grpo.training import MasterAdamW
-from grpo.weights import Canary, StaleWeightsError
+from grpo.training.optim import MasterAdamW
+from grpo.weights.canary import Canary, StaleWeightsError
 from grpo.weights.handover import Handover, StaleHandoverError, process_start
 from grpo.weights.shared import SharedCopy
 
@@ -233,7 +233,7 @@ import sys, torch
 from transformers import AutoModelForCausalLM
 from grpo.policies.handle import InProcessEngine
 from grpo.policies.inprocess import start_engine
-from grpo.weights import SharedCopy
+from grpo.weights.shared import SharedCopy
 folder = sys.argv[1]
 if __name__ == "__main__":  # the worker imports this file again
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -7,10 +7,11 @@ import torch
 
 from grpo import data
 from grpo.objectives import TokenScorer
-from grpo.training import MasterAdamW
-from grpo.weights import Canary, SingleCopy, StaleWeightsError
+from grpo.training.optim import MasterAdamW
+from grpo.weights.canary import Canary, StaleWeightsError
 from grpo.weights.layout import LayoutError
 from grpo.weights.proof import WeightProof
+from grpo.weights.shared import SingleCopy
 
 from .faults import Changing, nudge
 from .steps import PROMPTS, gap, load, policy_of, train_once

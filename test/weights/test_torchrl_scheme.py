@@ -16,7 +16,7 @@ from grpo.envs.rewards import RewardResult, compute_rewards
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Sampling
 from grpo.policies.transformers import TransformersPolicy
-from grpo.weights import SameModule
+from grpo.weights.shared import SameModule
 from grpo.weights.torchrl import as_torchrl_scheme
 from grpo.weights.transfer import WeightTransfer
 

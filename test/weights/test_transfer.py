@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo.weights import StaleWeightsError
+from grpo.weights.canary import StaleWeightsError
 from grpo.weights.channel import Deadline, TransferError
 from grpo.weights.fingerprint import Part
 from grpo.weights.layout import LayoutError
@@ -290,7 +290,7 @@ from torch.distributed.fsdp import fully_shard
 from faults import FAULTS, Changing, Faulty, params
 from receivers import ThreadedEngine, Worker, assert_holds, vllm_like
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from grpo.weights import StaleWeightsError
+from grpo.weights.canary import StaleWeightsError
 from grpo.weights.channel import TransferError
 from grpo.weights.proof import WeightProof
 from grpo.weights.transfer import WeightTransfer
