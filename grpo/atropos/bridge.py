@@ -28,11 +28,11 @@ from fastapi import FastAPI
 
 from grpo.atropos.calls import Ask, Call
 from grpo.atropos.records import Records
+from grpo.policies.spans import Spans, first_spans
 from grpo.server import routes_generate, routes_openai
 from grpo.server.api import IMPOSSIBLE, SamplingFields
 from grpo.server.app import MAX_BODY_BYTES
 from grpo.server.generation import Answer, Generation, Position, Sample
-from grpo.server.versioned import Spans
 from grpo.system.json_api import ApiError
 from grpo.system.plumbing import bare_app
 
@@ -144,7 +144,7 @@ class Bridge:
             positions: log-probs of further tokens at each position, the sampled one first.
         """
         size, truncated = self._cut(call, tokens, truncated)
-        tokens, versions = tokens[:size], _first(versions, size)
+        tokens, versions = tokens[:size], first_spans(versions, size)
         if log_probs is not None:
             log_probs = [max(value, IMPOSSIBLE) for value in log_probs[:size]]
         if call.cancelled:
@@ -356,13 +356,3 @@ class _Served:
             raise ApiError(f"model={model!r} is not served here; known are "
                            f"{', '.join(self.model_names)}", status=404, type="model_not_found",
                            param="model")
-
-
-def _first(spans: Spans, size: int) -> Spans:
-    """The spans of the first ``size`` tokens."""
-    out = []
-    for version, count in spans:
-        if size > 0:
-            out.append((version, min(count, size)))
-        size -= count
-    return out

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from grpo.atropos.convert import Sampled
 from grpo.atropos.schemas import IGNORED, ScoredGroup
 from grpo.data import NO_VERSION
-
-Spans = Sequence[tuple[int, int]]
+from grpo.policies.spans import Spans
 
 
 @dataclass(eq=False)

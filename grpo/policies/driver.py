@@ -24,10 +24,9 @@ from typing import Any, Protocol
 
 from grpo.policies.base import Completions, Sampling, own_random_numbers
 from grpo.policies.handle import EngineError
+from grpo.policies.spans import Spans, spans_of
 from grpo.policies.transformers import TransformersPolicy
 from grpo.policies.vllm import VLLMPolicy
-
-Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,7 +261,7 @@ class EngineDriver:
 class _Row:
     job: Job
     number: int
-    cuts: Spans = field(default_factory=list)  # (version, position of the first newer token)
+    cuts: list[tuple[int, int]] = field(default_factory=list)  # see grpo.policies.spans.Cuts
 
 
 class VLLMSampler:
@@ -323,7 +322,7 @@ class VLLMSampler:
         tokens = list(part.token_ids)
         self.tokens += len(tokens)
         return (tokens, list(part.logprobs.logprobs), part.finish_reason == "length",
-                spans(row.cuts, len(tokens), self.version))
+                spans_of(row.cuts, self.version, end=len(tokens)))
 
     def set_version(self, version: int) -> None:
         for state in self.engine.output_processor.request_states.values():
@@ -334,26 +333,6 @@ class VLLMSampler:
 
     def close(self) -> None:
         self.policy.close()
-
-
-def spans(cuts: Spans, end: int, version: int) -> Spans:
-    """``[(version, tokens), ...]`` of ``end`` tokens.
-
-    Args:
-        cuts: ``(version, position)``: tokens before the position have at most this version.
-        end: number of tokens.
-        version: of those behind the last cut.
-
-    Examples:
-        >>> spans([(3, 0), (4, 2)], 5, 5)
-        [(4, 2), (5, 3)]
-    """
-    out, start = [], 0
-    for value, stop in [*cuts, (version, end)]:
-        if stop > start:
-            out.append((value, stop - start))
-            start = stop
-    return out
 
 
 class TransformersSampler:

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from grpo.config.keys import ConfigError
 from grpo.system.line_file import LineFile
 
-Backend = Literal["wandb", "tensorboard"]
+LoggerBackend = Literal["wandb", "tensorboard"]
 WandbMode = Literal["online", "offline", "disabled"]
 
 METRICS_FILE = "metrics.jsonl"
@@ -314,7 +314,7 @@ class LoggerGroup(MetricLogger):
 
 
 def make_loggers(
-    backends: Sequence[Backend],
+    backends: Sequence[LoggerBackend],
     *,
     run_dir: Path | str,
     config: Mapping[str, Any],
@@ -351,10 +351,10 @@ def make_loggers(
         1
     """
     for backend in backends:
-        if backend not in get_args(Backend):
+        if backend not in get_args(LoggerBackend):
             raise ValueError(
                 f"logging.backends contains {backend!r}, which is not one of "
-                f"{', '.join(get_args(Backend))} (JSON lines are always written)"
+                f"{', '.join(get_args(LoggerBackend))} (JSON lines are always written)"
             )
         _require(backend)
     run_dir = Path(run_dir)
@@ -385,7 +385,7 @@ def make_loggers(
     return LoggerGroup(loggers)
 
 
-def _require(package: Backend) -> None:
+def _require(package: LoggerBackend) -> None:
     if find_spec(package) is None:
         raise ImportError(
             f"logging.backends contains {package!r} but the package is not installed: run "

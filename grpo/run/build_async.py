@@ -24,6 +24,7 @@ from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError
 from grpo.objectives.scorer import TokenScorer
 from grpo.policies.fleet import FleetPolicy
+from grpo.policies.handle import PauseMode
 from grpo.policies.ray_engine import WorkerPool, require_ray
 from grpo.run.build import Prompts
 from grpo.run.build_engine import Actor, Setup
@@ -39,7 +40,7 @@ from grpo.training.learner import Learner
 from grpo.training.stopping import handlers_kept
 from grpo.training.team import Leader, LedLearner, LedScorer
 from grpo.weights.fleet import FleetLoRA, FleetSync, FleetTransfer, ObjectStoreSync
-from grpo.weights.transfer import Backend, PauseMode
+from grpo.weights.transfer import TransferBackend
 
 # Threads of a worker: one reports groups, the others take them and bring weights, or sample for
 # the trainer while groups are sampled.
@@ -196,7 +197,7 @@ def _start_workers(setup: Setup, prompts: Prompts, places: Places, backend: str,
 
 
 def _build_weights(config: AsyncConfig, model: nn.Module, pool: WorkerPool, backend: str,
-                   transfer: Backend | None) -> FleetSync:
+                   transfer: TransferBackend | None) -> FleetSync:
     """How what is trained reaches the workers."""
     at_border = config.train.update_at == "group_border"
     # At a group's border an update waits for the longest answer that is being generated.

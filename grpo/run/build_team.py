@@ -31,7 +31,7 @@ from grpo.training.team import Leader, LedLearner, LedScorer, LedTransfer
 from grpo.weights.lora import LoRASync
 from grpo.weights.lora_slot import lora_request
 from grpo.weights.shared import WeightSync
-from grpo.weights.transfer import Backend, WeightTransfer
+from grpo.weights.transfer import TransferBackend, WeightTransfer
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
 
 def start_others(
     setup: Setup, devices: tuple[int, ...], checkpoint: Checkpoint | None, *,
-    transfer: Backend | None,
+    transfer: TransferBackend | None,
 ) -> LocalRanks:
     """The ranks beside this one; they start when the result is entered.
 

@@ -22,7 +22,7 @@ from grpo.run.build_objective import build_learner, build_loss
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.ranks import Ranks
 from grpo.training.team import obey
-from grpo.weights.transfer import Backend, WeightTransfer
+from grpo.weights.transfer import TransferBackend, WeightTransfer
 
 
 class TrainerRank:
@@ -39,9 +39,9 @@ class TrainerRank:
         asynchronous: whether the configuration is that of ``grpo-async.py``.
     """
 
-    def __init__(self, config: dict[str, Any], path: str, dtype: str, *, transfer: Backend | None,
-                 join: dict[str, Any], checkpoint: tuple[str, int] | None,
-                 asynchronous: bool) -> None:
+    def __init__(self, config: dict[str, Any], path: str, dtype: str, *,
+                 transfer: TransferBackend | None, join: dict[str, Any],
+                 checkpoint: tuple[str, int] | None, asynchronous: bool) -> None:
         self.config, self.path, self.dtype = config, path, getattr(torch, dtype)
         self.transfer, self.join, self.asynchronous = transfer, join, asynchronous
         self.checkpoint = checkpoint and Checkpoint(Path(checkpoint[0]), checkpoint[1])

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo.envs.text_tokens import text_tokens
+from grpo.policies.spans import Spans
 from grpo.server.api import IMPOSSIBLE, Prompt, SamplingFields
-from grpo.server.versioned import Spans, VersionedEngine
+from grpo.server.versioned import VersionedEngine
 from grpo.system.json_api import ApiError, shorten
 
 # Log-probs of one position: token id -> log-prob, the sampled token first.

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo.policies.handle import PauseMode
+from grpo.policies.spans import Spans, spans_of
 from grpo.system.json_api import ApiError
 
-Spans = list[tuple[int, int]]
 # Position behind every token that a finished sample can have.
 _FINISHED = 2**62
 # Adapters from folders get ids from here on; smaller ones are for those made in memory.
@@ -86,8 +86,8 @@ class Ticket:
     adapter: Adapter | None
     # Set when the request is left behind by a newer adapter: its tokens stay with this version.
     frozen: int | None = None
-    # sample -> [(version, position of the first token that is newer), ...]
-    cuts: dict[int, Spans] = field(default_factory=dict)
+    # of each sample, see grpo.policies.spans.Cuts
+    cuts: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 class VersionedEngine:
@@ -193,16 +193,8 @@ class VersionedEngine:
 
     def spans(self, ticket: Ticket, sample: int, start: int, end: int) -> Spans:
         """``[(version, tokens), ...]`` of the output tokens ``start`` to ``end`` of a sample."""
-        spans: Spans = []
-        for version, stop in ticket.cuts.get(sample, ()):
-            stop = min(stop, end)
-            if stop > start:
-                spans.append((version, stop - start))
-                start = stop
-        if start < end:
-            current = self.version if ticket.frozen is None else ticket.frozen
-            spans.append((current, end - start))
-        return spans
+        version = self.version if ticket.frozen is None else ticket.frozen
+        return spans_of(ticket.cuts.get(sample, ()), version, start=start, end=end)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
         """Stop sampling; returns when the engine is idle and all it had sampled is counted.

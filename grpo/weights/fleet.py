@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo.policies.handle import EngineError
+from grpo.policies.handle import EngineError, PauseMode
 from grpo.policies.ray_engine import Call, EngineFleet, RayEngine, WorkerPool
 from grpo.weights.adapters import whole_adapters
 from grpo.weights.channel import TransferError
 from grpo.weights.fingerprint import ALL, Part, fingerprints
 from grpo.weights.gather import TrainerRanks, trained_parameters
 from grpo.weights.packed import Packed
-from grpo.weights.transfer import Backend, PauseMode, WeightTransfer
+from grpo.weights.transfer import TransferBackend, WeightTransfer
 from grpo.weights.worker.lora import flat
 
 
@@ -226,8 +226,8 @@ class FleetTransfer(FleetSync):
     """
 
     def __init__(self, model: nn.Module, pool: WorkerPool, *, tensor_parallel_size: int = 1,
-                 backend: Backend = "nccl", host: str = "127.0.0.1", pause_mode: PauseMode = "keep",
-                 timeout: float = 300.0) -> None:
+                 backend: TransferBackend = "nccl", host: str = "127.0.0.1",
+                 pause_mode: PauseMode = "keep", timeout: float = 300.0) -> None:
         super().__init__(pool)
         self.fleet = EngineFleet([RayEngine(pool, number) for number in range(pool.count)],
                                  tensor_parallel_size=tensor_parallel_size)

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from grpo.envs.model_files import write_model
+from grpo.policies.handle import PauseMode
 from grpo.system.threads import in_background
 from grpo.weights.channel import Deadline, TransferError
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import TrainerRanks
-from grpo.weights.transfer import PauseMode, check_option, compare, describe_workers, make_plan
+from grpo.weights.transfer import check_option, compare, describe_workers, make_plan
 
 if TYPE_CHECKING:
     from grpo.policies.handle import EngineHandle

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from grpo.policies.handle import PauseMode
 from grpo.weights.channel import Deadline, TransferError
 from grpo.weights.fingerprint import ALL, Part, fingerprints
 from grpo.weights.gather import TrainerRanks
@@ -22,8 +23,7 @@ from grpo.weights.worker.receiver import part_of, pieces_of
 if TYPE_CHECKING:
     from grpo.policies.handle import EngineHandle
 
-Backend = Literal["nccl", "gloo", "ipc"]
-PauseMode = Literal["keep", "wait", "abort"]
+TransferBackend = Literal["nccl", "gloo", "ipc"]
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CONNECT = ("nothing was sent and the engine runs on with its old weights; see that its workers "
@@ -75,14 +75,14 @@ class WeightTransfer:
         model: nn.Module,
         engine: EngineHandle | None,
         *,
-        backend: Backend = "nccl",
+        backend: TransferBackend = "nccl",
         bucket_bytes: int = 512 << 20,
         host: str = "127.0.0.1",
         pause_mode: PauseMode = "keep",
         timeout: float = 300.0,
         version: int = 0,
     ) -> None:
-        check_option("backend", backend, Backend)
+        check_option("backend", backend, TransferBackend)
         check_option("pause_mode", pause_mode, PauseMode)
         if bucket_bytes <= 0 or timeout <= 0:
             raise ValueError(f"bucket_bytes={bucket_bytes} and timeout={timeout} must be positive")
