@@ -2,10 +2,10 @@
 
 Both functions multiply hidden states with the output matrix tile by tile:
 
-* :func:`linear_log_probs` returns log-probs and entropies for any loss. What the loss makes of
-  them is only known in the backward pass, so most logits are computed there a second time.
-* :func:`fused_loss` is told the loss: it differentiates the loss of one part of the tokens
-  while their logits are at hand, so nothing is computed twice.
+* :func:`linear_log_probs` returns log-probs and entropies for any loss. What the loss makes of them
+  is only known in the backward pass, so most logits are computed there a second time.
+* :func:`fused_loss` is told the loss: it differentiates the loss of one part of the tokens while
+  their logits are at hand, so nothing is computed twice.
 
 Sums over tiles are kept in float32 (float64 for float64 input). Tiles have the dtype of the hidden
 states or the output matrix, the wider, and are raised to float32 before the softmax; with
@@ -33,10 +33,7 @@ PartLoss = Callable[[Tensor, Tensor, int, int], Tensor]
 
 
 def log_probs_from_logits(
-    logits_NV: Tensor,
-    targets_N: Tensor,
-    *,
-    temperature: float = 1.0,
+    logits_NV: Tensor, targets_N: Tensor, *, temperature: float = 1.0,
     entropy_gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each row, in nats.

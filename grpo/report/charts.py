@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo.report.console import reward_parts
 from grpo.report.history import History
+from grpo.report.words import reward_parts
 
 #: Colours by role: (on light, on dark). The light ones are distinct strings, because an SVG drawn
 #: in them is turned into one that follows the reader's theme by replacing each with a variable.

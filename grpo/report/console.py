@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,75 +23,19 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo.report.loggers import Sample
+from grpo.report.words import (
+    ACCURACY,
+    REWARD,
+    STEP_TIME,
+    TOKENS_PER_SECOND,
+    format_duration,
+    one_line,
+    phase_times,
+    reward_parts,
+)
 
-REWARD = "reward/mean"
-ACCURACY = "eval/accuracy"
-TOKENS_PER_SECOND = "tokens/per_second"
-STEP_TIME = "time/step"
 #: Iterations at both ends of a run whose mean rewards are compared.
 TREND_STEPS = 5
-
-
-def format_duration(seconds: float) -> str:
-    """Seconds as people say them.
-
-    Examples:
-        >>> [format_duration(s) for s in (0.42, 7.31, 75, 3_725, 180_000)]
-        ['0.42s', '7.3s', '1m 15s', '1h 02m', '2d 02h']
-    """
-    if seconds < 1:
-        return f"{seconds:.2f}s"
-    if seconds < 59.95:
-        return f"{seconds:.1f}s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours:02d}h"
-    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {rest:02d}s"
-
-
-def one_line(text: str, *, limit: int, newline: str = "⏎", ellipsis: str = "…") -> str:
-    """Text on one line of at most ``limit`` characters, its middle cut out if need be.
-
-    The head and the tail stay, because a completion says what it is at its head and gives its
-    answer at its tail. Characters that could steer a terminal become spaces.
-
-    Examples:
-        >>> one_line("first\\nlast", limit=20)
-        'first⏎last'
-        >>> one_line("0123456789" * 5, limit=12)
-        '0123456…6789'
-    """
-    text = text.strip().replace("\r\n", "\n").replace("\n", newline)
-    text = "".join(c if c.isprintable() else " " for c in text)
-    if len(text) <= limit:
-        return text
-    room = limit - len(ellipsis)
-    tail = room * 2 // 5
-    return text[: room - tail] + ellipsis + text[len(text) - tail :]
-
-
-def phase_times(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each phase of a step: the ``time/*`` metrics except ``time/step``.
-
-    Examples:
-        >>> phase_times({"time/step": 3.0, "time/train": 2.0, "reward/mean": 0.5})
-        {'train': 2.0}
-    """
-    times = {k: v for k, v in metrics.items() if k.startswith("time/") and k != STEP_TIME}
-    return {k.removeprefix("time/"): v for k, v in times.items() if math.isfinite(v)}
-
-
-def reward_parts(names: Iterable[str]) -> list[str]:
-    """Names of the rewards that are summed, from those of metrics.
-
-    Examples:
-        >>> reward_parts(["reward/mean", "reward/brevity/mean", "reward/std"])
-        ['brevity']
-    """
-    return [name.removeprefix("reward/").removesuffix("/mean") for name in names
-            if name.startswith("reward/") and name.endswith("/mean") and name != REWARD]
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.report.console import phase_times
 from grpo.report.loggers import METRICS_FILE, read_jsonl
+from grpo.report.words import phase_times
 
 PHASE_ORDER = ("generate", "reward", "train", "optimizer", "sync", "canary", "eval")
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo.report.charts import charts_of
-from grpo.report.console import format_duration
 from grpo.report.curves import svg, write_png_curves
 from grpo.report.history import History
 from grpo.report.learning_signal import silence_at_end
 from grpo.report.loggers import METRICS_FILE, SAMPLES_FILE, read_jsonl, write_atomically
 from grpo.report.style import STYLE
+from grpo.report.words import format_duration
 
 REPORT_FILE = "report.html"
 CURVES_DIR = "curves"

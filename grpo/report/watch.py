@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from grpo.report.console import format_duration
 from grpo.report.loggers import MetricLogger, Sample
+from grpo.report.words import format_duration
 
 _DIFFERENCE = "policy/log_prob_diff_abs_mean"
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
-from grpo.report.console import Console, format_duration, one_line, phase_times
+from grpo.report.console import Console
 from grpo.report.loggers import Sample
+from grpo.report.words import format_duration, one_line, phase_times
 
 METRICS = {
     "reward/mean": 0.5,

@@ -29,6 +29,13 @@ def test_the_rooms_are_those_of_the_contract_and_of_the_package():
     assert folders == set(layers()) and len(folders) <= 13
 
 
+def test_no_file_is_two_ideas_or_half_of_one():
+    sizes = {path: len(path.read_text().splitlines()) for path in (REPO / "grpo").rglob("*.py")}
+    assert not {path for path, lines in sizes.items() if lines > 400}
+    assert not {path for path, lines in sizes.items()
+                if lines < 15 and path.name != "__init__.py"}
+
+
 def test_nothing_lies_loose_at_the_top_of_the_package():
     assert [path.name for path in (REPO / "grpo").glob("*.py")] == ["__init__.py"]
 

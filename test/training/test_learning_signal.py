@@ -12,7 +12,7 @@ from grpo import data
 from grpo.objectives import GroupAdvantage
 from grpo.report.history import History
 from grpo.report.learning_signal import PATIENCE, SignalWarning, has_signal, silence_at_end
-from grpo.training.trainer import advantage_counts, advantage_metrics, rollout_metrics
+from grpo.training.rollout_metrics import advantage_counts, advantage_metrics, rollout_metrics
 
 from .runs import make_rollout, make_trainer
 

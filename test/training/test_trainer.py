@@ -17,7 +17,7 @@ from grpo.objectives import GroupAdvantage
 from grpo.objectives.maxent import MaxEntWeights
 from grpo.report.loggers import read_jsonl
 from grpo.training.checkpoint import find_checkpoint, list_checkpoints
-from grpo.training.trainer import advantage_counts, advantage_metrics, rollout_metrics
+from grpo.training.rollout_metrics import advantage_counts, advantage_metrics, rollout_metrics
 from grpo.weights.canary import StaleWeightsError
 from grpo.weights.in_flight import PeriodicCanary, PeriodicUpdates
 
