@@ -39,7 +39,7 @@ from pathlib import Path
 
 from machine import REPO, Recording
 
-from grpo.system.child import bind  # isort: skip
+from grpo.system.lifeline import bind  # isort: skip
 from grpo.system.http_call import http_request  # isort: skip
 
 ROWS, TOKENS, PROMPT = 8, 256, 64

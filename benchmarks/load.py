@@ -39,9 +39,9 @@ from machine import REPO, Recording
 
 from grpo.atropos.client import AtroposClient, AtroposError  # isort: skip
 from grpo.atropos.schemas import EnvRegistration, Registration  # isort: skip
-from grpo.system.child import bind  # isort: skip
+from grpo.system.lifeline import bind  # isort: skip
 from grpo.policies.client import EngineClient  # isort: skip
-from grpo.system.processes import Child, log_tail  # isort: skip
+from grpo.system.child_process import Child, log_tail  # isort: skip
 
 ROWS = 4  # of a group
 BATCH = 8 * ROWS
@@ -191,7 +191,7 @@ class Site:
         if args.engine_share > 0:
             from grpo.envs.embedded import EmbeddedSpec, embedded_model
             from grpo.envs.tasks import make_task
-            from grpo.server.process import server_command
+            from grpo.server.engine_process import server_command
 
             model = str(embedded_model(make_task("arithmetic"), EmbeddedSpec()))
             self.commands["engine"] = server_command(

@@ -10,7 +10,7 @@ from pathlib import Path
 from gpu_memory import PeakMemory
 from machine import REPO
 
-from grpo.system.processes import Child, log_tail
+from grpo.system.child_process import Child, log_tail
 
 SCRIPTS = REPO / "sota-implementations" / "grpo"
 _POLL = 0.1  # seconds

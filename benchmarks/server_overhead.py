@@ -32,7 +32,7 @@ from step_time import SHAPES, make_model
 
 from grpo.policies.client import EngineClient
 from grpo.server.serve import http_server, make_app, parser, start_engine
-from grpo.system.child import bind
+from grpo.system.lifeline import bind
 
 FORMS = ("tokens", "text")
 Round = Callable[[], Awaitable[float]]

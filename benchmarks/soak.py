@@ -30,8 +30,8 @@ from pathlib import Path
 
 from machine import REPO, Recording
 
-from grpo.system.child import bind  # isort: skip
-from grpo.system.processes import Child, log_tail  # isort: skip
+from grpo.system.lifeline import bind  # isort: skip
+from grpo.system.child_process import Child, log_tail  # isort: skip
 
 FOREVER = "1000000000"
 START_TIMEOUT = 600.0  # seconds until the first step

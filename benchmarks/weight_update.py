@@ -112,14 +112,14 @@ def main() -> None:
 def measure(size: str, args: argparse.Namespace) -> Iterator[dict]:
     """All that is measured of a size so far, again after each way."""
     from grpo.policies.inprocess import stop_engine
-    from grpo.weights import paths
+    from grpo.weights import transports
     from grpo.weights.transfer import WeightTransfer
 
     with tempfile.TemporaryDirectory() as folder:
         model, llm, engine = start(size, folder)
         measured = {"parameters": len(list(model.parameters())), "gigabytes": gigabytes(model)}
         for mib, small in itertools.product(args.buckets_mib, args.small_mib):
-            paths.SMALL_BYTES = small << 20
+            transports.SMALL_BYTES = small << 20
             weights = WeightTransfer(model, engine, backend="nccl", bucket_bytes=mib << 20,
                                      timeout=TIMEOUT)
             measured[f"direct_{mib}_mib_small_{small}"] = time_updates(

@@ -73,7 +73,7 @@ def make_model(folder: Path) -> Path:
 @contextmanager
 def engine_server(model: Path, folder: Path) -> Iterator[str]:
     """A vLLM server that outlives the trainers that use it."""
-    from grpo.server.process import EngineProcess, server_command
+    from grpo.server.engine_process import EngineProcess, server_command
 
     options = server_command(str(model), dtype="float32", max_model_len=64, max_num_seqs=64,
                              shared_weights=True, log_dir=str(folder / "server"))

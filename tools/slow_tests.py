@@ -30,7 +30,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from grpo.system.processes import Child  # noqa: E402
+from grpo.system.child_process import Child  # noqa: E402
 
 SECONDS = REPO / "test" / "slow_seconds.json"
 UNKNOWN = 60.0  # seconds of a file that was not recorded

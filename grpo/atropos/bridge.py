@@ -33,8 +33,8 @@ from grpo.server import routes_generate, routes_openai
 from grpo.server.api import IMPOSSIBLE, SamplingFields
 from grpo.server.app import MAX_BODY_BYTES
 from grpo.server.generation import Answer, Generation, Position, Sample
+from grpo.system.http_app import bare_app
 from grpo.system.json_api import ApiError
-from grpo.system.plumbing import bare_app
 
 # What a policy that knows only a temperature cannot do, with the values that ask for nothing.
 _BEYOND_A_TEMPERATURE = {"ignore_eos": False, "seed": None}

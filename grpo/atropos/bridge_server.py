@@ -9,9 +9,9 @@ from typing import Any
 
 from grpo.atropos.bridge import Bridge
 from grpo.server.app import MAX_BODY_BYTES
-from grpo.system.child import bind
 from grpo.system.http_call import is_loopback
-from grpo.system.serving import server_of
+from grpo.system.http_connections import server_of
+from grpo.system.lifeline import bind
 
 _STARTED_WITHIN = 30.0  # seconds
 _STOPPED_WITHIN = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from grpo.system.processes import log_tail
+from grpo.system.child_process import log_tail
 
 _MOST_BYTES = 256 << 10  # of the end of a log
 _MOST_LINES = 24  # of a traceback

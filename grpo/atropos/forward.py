@@ -17,8 +17,8 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from grpo.system.child import bind
 from grpo.system.http_call import split_url
+from grpo.system.lifeline import bind
 from grpo.system.ports import check_ports
 
 #: Where atroposlib asks of its own accord.

@@ -18,8 +18,8 @@ from grpo.atropos.hub import Hub, NotRegisteredError, UnknownEnvironmentError, U
 from grpo.atropos.hub_body import read_model, unpacked_body, validate
 from grpo.atropos.schemas import EnvRegistration, Registration, check_wire
 from grpo.atropos.wire_json import GroupError, read_json, restandardised, write_json
+from grpo.system.http_app import bare_app, from_browser
 from grpo.system.json_api import ApiError, json_response
-from grpo.system.plumbing import bare_app, from_browser
 
 MAX_BODY_BYTES = 32 << 20
 # Environments give up after 300 s, and would try again.

@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from grpo.system.child import TOKEN_VARIABLE, bind, exit_with_parent
 from grpo.system.http_call import is_loopback
+from grpo.system.lifeline import TOKEN_VARIABLE, bind, exit_with_parent
 
 DEFAULT_PORT = 8000  # run-api's
 _START_SECONDS = 30.0
@@ -123,7 +123,7 @@ def build(
     from grpo.atropos.hub import Hub
     from grpo.atropos.hub_app import create_app
     from grpo.atropos.hub_journal import Journal
-    from grpo.system.serving import server_of
+    from grpo.system.http_connections import server_of
 
     token = (token or "").strip() or None
     if token is None and not is_loopback(host):

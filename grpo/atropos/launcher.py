@@ -19,7 +19,7 @@ from grpo.atropos.client import (
     AtroposUnreachableError,
 )
 from grpo.atropos.environment_log import failed_import, import_fix, quoted, troubles
-from grpo.system.processes import GRACE, Child, last_lines, log_tail
+from grpo.system.child_process import GRACE, Child, last_lines, log_tail
 
 logger = logging.getLogger(__name__)
 

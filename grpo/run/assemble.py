@@ -30,7 +30,7 @@ from grpo.run.build_async import AsyncActor
 from grpo.run.build_engine import Setup
 from grpo.run.build_model import load_model
 from grpo.run.build_team import TrainingActor
-from grpo.run.devices import available, capacity, check_roles_fit, role_ledgers, run_ledger
+from grpo.run.device_memory import available, capacity, check_roles_fit, role_ledgers, run_ledger
 from grpo.run.ledger import Ledger, check_fits
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.evaluation import Evaluator

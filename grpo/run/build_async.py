@@ -33,8 +33,8 @@ from grpo.run.build_objective import build_learner, build_loss
 from grpo.run.build_team import start_others
 from grpo.run.build_worker import build_reference, build_worker
 from grpo.run.placement import Kind, Places, plan_devices
+from grpo.system.child_process import package_environment
 from grpo.system.cores import share_cores
-from grpo.system.processes import package_environment
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.learner import Learner
 from grpo.training.stopping import handlers_kept
@@ -190,7 +190,7 @@ def _start_workers(setup: Setup, prompts: Prompts, places: Places, backend: str,
                    at_end: ExitStack) -> WorkerPool:
     pool = WorkerPool(
         _make_worker(setup, prompts, places, backend), count=len(places.plan.engines),
-        **_patience(setup.config))
+        **_restart_options(setup.config))
     at_end.callback(pool.close)
     pool.start()
     return pool
@@ -244,7 +244,7 @@ def build_reference_pool(
                     str(dtype).removeprefix("torch."))
     pool = WorkerPool(
         lambda number: actor_class.options(**places.reference()).remote(build, path),
-        count=1, kind="reference worker", **_patience(config))
+        count=1, kind="reference worker", **_restart_options(config))
     pool.start()
     return pool
 
@@ -274,7 +274,7 @@ def _rows(config: AsyncConfig) -> int:
     return config.inference_model.max_num_seqs or min(config.turns_per_batch, 1024)
 
 
-def _patience(config: AsyncConfig) -> dict[str, Any]:
+def _restart_options(config: AsyncConfig) -> dict[str, Any]:
     return {"max_restarts": config.ray.max_restarts, "start_timeout": config.ray.start_timeout}
 
 

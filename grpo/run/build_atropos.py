@@ -51,7 +51,7 @@ from grpo.run.build_model import load_model
 from grpo.run.engine_attach import engine_environment
 from grpo.run.memory_atropos import check_memory, with_fast_defaults
 from grpo.run.start_atropos import ENGINE_ROWS, Start, resolve
-from grpo.system.child import TOKEN_VARIABLE
+from grpo.system.lifeline import TOKEN_VARIABLE
 from grpo.training.evaluation import Evaluator
 from grpo.weights.canary import Canary
 from grpo.weights.in_flight import PausedUpdates, PeriodicCanary, PeriodicUpdates

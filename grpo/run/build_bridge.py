@@ -15,7 +15,7 @@ from grpo.atropos.bridge_server import BridgeServer
 from grpo.atropos.collector import Driver
 from grpo.config.atropos import AtroposConfig
 from grpo.policies.base import Policy
-from grpo.system.child import TOKEN_VARIABLE
+from grpo.system.lifeline import TOKEN_VARIABLE
 
 _ROWS = 64  # requests that a policy without continuous batching answers at a time
 

@@ -28,9 +28,9 @@ from grpo.policies.transformers import TransformersPolicy
 from grpo.policies.vllm import VLLMPolicy
 from grpo.run.build_model import eos_token_ids, load_model, prepare_model
 from grpo.run.engine_attach import START_TIMEOUT, bring_to_start, check_device
-from grpo.server.process import EngineProcess, server_command
-from grpo.system.child import TOKEN_VARIABLE
-from grpo.system.processes import package_environment
+from grpo.server.engine_process import EngineProcess, server_command
+from grpo.system.child_process import package_environment
+from grpo.system.lifeline import TOKEN_VARIABLE
 from grpo.weights.channel import address_towards
 from grpo.weights.lora import HTTPLoRASync, LoRASync
 from grpo.weights.reload import CheckpointReload, EngineRestart
@@ -240,7 +240,7 @@ def _copying(setup: Setup, model: nn.Module, engine: EngineHandle) -> WeightSync
 
 
 def server_options(setup: Setup) -> dict[str, Any]:
-    """Options of :func:`~grpo.server.process.server_command` for a server of the run's own."""
+    """Options of :func:`~grpo.server.engine_process.server_command` for the run's own server."""
     config, inference = setup.config, setup.config.inference_model
     share, lora = inference.gpu_memory_utilization, config.train_model.lora
     cache = inference.kv_cache_memory_bytes
@@ -262,7 +262,7 @@ class RunServer:
     It listens on the loopback interface; its port and token stay the same.
 
     Args:
-        options: of :func:`~grpo.server.process.server_command`.
+        options: of :func:`~grpo.server.engine_process.server_command`.
         log_path: where its output goes; each start begins it anew.
         port: 0 takes a free one.
         token: wanted from clients; None: one that only this process knows, "": none.

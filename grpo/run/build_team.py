@@ -23,7 +23,7 @@ from grpo.run.build_engine import Actor, Setup, build_actor, start_engine_of
 from grpo.run.build_model import load_model, prepare_model
 from grpo.run.build_objective import build_learner, build_loss
 from grpo.run.placement import visible
-from grpo.system.processes import package_environment
+from grpo.system.child_process import package_environment
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.learner import Learner
 from grpo.training.local_ranks import LocalRanks

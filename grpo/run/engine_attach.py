@@ -14,7 +14,7 @@ from grpo.config.atropos import AtroposConfig
 from grpo.config.schema import ConfigError
 from grpo.policies.client import EngineCallError, EngineClient, EngineUnreachableError
 from grpo.policies.inprocess import engine_lora_rank
-from grpo.system.child import TOKEN_VARIABLE, bind
+from grpo.system.lifeline import TOKEN_VARIABLE, bind
 from grpo.weights.handover_file import Handover, HandoverError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Bytes of the parts of a training step, from shapes alone.
 
 Parameters, adapters and KV cache are exact; what is kept for the backward pass is a formula, see
-:func:`layer_bytes`. :mod:`grpo.run.devices` puts them into a ledger.
+:func:`layer_bytes`. :mod:`grpo.run.device_memory` puts them into a ledger.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from grpo.config.atropos import AtroposConfig
 from grpo.policies.model_shape import LoRA, ModelShape
 from grpo.report.console import Console
 from grpo.run import fast_defaults
-from grpo.run.devices import available, run_ledger, server_ledger
+from grpo.run.device_memory import available, run_ledger, server_ledger
 from grpo.run.engine_attach import engine_gpu, trainer_gpu
 from grpo.run.ledger import Ledger, Saving, check_fits
 from grpo.run.start_atropos import Start

@@ -10,8 +10,8 @@ from fastapi import FastAPI, Request, Response
 from grpo.server import routes_bridge, routes_generate, routes_lora, routes_openai
 from grpo.server.generation import Generation
 from grpo.server.versioned import Constructors, VersionedEngine
+from grpo.system.http_app import bare_app, fault
 from grpo.system.json_api import ApiError
-from grpo.system.plumbing import bare_app, fault
 
 MAX_BODY_BYTES = 32 << 20
 

@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo.system.child import TOKEN_VARIABLE, bind, exit_with_parent
 from grpo.system.cores import share_cores
 from grpo.system.http_call import is_loopback
+from grpo.system.lifeline import TOKEN_VARIABLE, bind, exit_with_parent
 
 if TYPE_CHECKING:
     import uvicorn
@@ -208,7 +208,7 @@ async def make_app(engine: AsyncLLM, args: argparse.Namespace) -> FastAPI:
 
 def http_server(app: FastAPI) -> uvicorn.Server:
     """What answers requests with ``app``."""
-    from grpo.system.serving import server_of
+    from grpo.system.http_connections import server_of
 
     # Requests that run when the server is told to stop are aborted after this time.
     return server_of(app, grace=5)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from grpo.system.processes import Child, log_tail
+from grpo.system.child_process import Child, log_tail
 from grpo.training.ranks import Ranks
 
 _POLL = 0.2

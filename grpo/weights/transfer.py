@@ -17,7 +17,7 @@ from grpo.weights.channel import Deadline, TransferError
 from grpo.weights.fingerprint import ALL, Part, fingerprints
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.layout import engine_layout
-from grpo.weights.paths import DirectPath, MappedPath, WrittenPath
+from grpo.weights.transports import DirectPath, MappedPath, WrittenPath
 from grpo.weights.worker.receiver import part_of, pieces_of
 
 if TYPE_CHECKING:

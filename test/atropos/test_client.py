@@ -19,7 +19,7 @@ from grpo.atropos.client import (
 from grpo.atropos.hub_server import HubServer
 from grpo.atropos.schemas import parse_group
 from grpo.atropos.stream import BatchStream
-from grpo.system.child import bind
+from grpo.system.lifeline import bind
 
 from .groups import group, registration, tag_of
 

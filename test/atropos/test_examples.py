@@ -23,7 +23,7 @@ from grpo.atropos.launcher import EnvironmentProcess, serve_flags
 from grpo.atropos.schemas import Registration
 from grpo.envs.tasks import ArithmeticTask
 from grpo.envs.tokenizer_files import environment_tokenizer, save_tokenizer
-from grpo.system.processes import Child, log_tail
+from grpo.system.child_process import Child, log_tail
 
 from .inference import LOG_PROB, inference_server
 
@@ -342,7 +342,7 @@ def test_all_environments_sample_from_a_real_engine(python, sharp_model, gsm8k_f
     import torch
     from transformers import AutoModelForCausalLM
 
-    from grpo.server.process import EngineProcess, server_command
+    from grpo.server.engine_process import EngineProcess, server_command
 
     command = server_command(str(sharp_model), dtype="float32", max_model_len=1536, token="secret",
                              served_model_name="tiny", kv_cache_memory_bytes=64 << 20)

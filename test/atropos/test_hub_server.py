@@ -20,7 +20,7 @@ from grpo.atropos import hub_server
 from grpo.atropos.client import AtroposClient, AtroposError
 from grpo.atropos.hub import Limits
 from grpo.atropos.hub_server import HubServer, main
-from grpo.server.process import EngineProcess
+from grpo.server.engine_process import EngineProcess
 
 from .groups import env_registration, group, registration, tag_of
 

@@ -22,7 +22,7 @@ from grpo.atropos.launcher import (
     serve_command,
     serve_flags,
 )
-from grpo.server.process import bind
+from grpo.server.engine_process import bind
 
 RUNS = "import time; print('up', flush=True); time.sleep(60)"
 FAILS = "print('about to fail'); raise SystemExit('no such data set')"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo.config.schema import load_config
-from grpo.server.process import EngineProcess, server_command
+from grpo.server.engine_process import EngineProcess, server_command
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("vllm")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo.policies.client import EngineCallError
-from grpo.server.process import EngineProcess, server_command
+from grpo.server.engine_process import EngineProcess, server_command
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(400)]
 PROMPT = list(range(10, 42))

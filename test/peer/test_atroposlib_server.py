@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo.server.process import EngineProcess, server_command
+from grpo.server.engine_process import EngineProcess, server_command
 
 CHECKS = Path(__file__).parent / "atroposlib_checks"
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

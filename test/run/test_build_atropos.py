@@ -15,7 +15,7 @@ from grpo.run.build_atropos import atropos_trainer
 from grpo.run.cli import atropos
 from grpo.run.cli.flags import to_config
 from grpo.run.engine_attach import engine_environment, find_engine
-from grpo.system.child import TOKEN_VARIABLE
+from grpo.system.lifeline import TOKEN_VARIABLE
 from grpo.training.checkpoint import Checkpoint
 from grpo.weights.canary import Canary
 from grpo.weights.handover import export_shared_memory

@@ -19,7 +19,7 @@ from grpo.policies.base import Sampling
 from grpo.policies.server import ServerPolicy
 from grpo.run import build, build_engine
 from grpo.run.build_engine import FreshServer, RunServer, Setup, build_actor
-from grpo.system.child import TOKEN_VARIABLE
+from grpo.system.lifeline import TOKEN_VARIABLE
 from grpo.weights.adapters import adapters, has_adapters, make_lora, save_adapter
 
 from ..config.configs import FOLDER, message, small

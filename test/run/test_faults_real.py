@@ -23,10 +23,10 @@ from grpo.atropos.hub_state import HubState
 from grpo.atropos.launcher import EnvironmentProcess, serve_flags
 from grpo.policies.client import EngineClient
 from grpo.report.loggers import read_jsonl
-from grpo.server.process import server_command
-from grpo.system.child import TOKEN_VARIABLE
+from grpo.server.engine_process import server_command
+from grpo.system.child_process import Child, log_tail
 from grpo.system.http_call import http_request
-from grpo.system.processes import Child, log_tail
+from grpo.system.lifeline import TOKEN_VARIABLE
 
 from .ports import free_ports
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo.run import devices, memory_atropos
+from grpo.run import device_memory, memory_atropos
 from grpo.run.cli import atropos
 from grpo.run.cli.flags import FLAGS, in_flags, to_config
 from grpo.run.ledger import GIB, DoesNotFitError, Ledger
@@ -46,7 +46,7 @@ def gpus(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "capacity", lambda device: 80 * GIB)
+    monkeypatch.setattr(device_memory, "capacity", lambda device: 80 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
 
 

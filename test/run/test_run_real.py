@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo.report.loggers import read_jsonl
-from grpo.server.process import EngineProcess, server_command
+from grpo.server.engine_process import EngineProcess, server_command
 
 from .ports import free_ports
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo.server.process import EngineProcess, server_command
+from grpo.server.engine_process import EngineProcess, server_command
 
 from .serving import server
 

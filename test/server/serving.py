@@ -13,7 +13,7 @@ import uvicorn
 
 from grpo.policies.client import EngineCallError, EngineClient
 from grpo.server.app import create_app
-from grpo.server.process import bind
+from grpo.server.engine_process import bind
 
 from .fake_engine import MAKE, FakeEngine
 

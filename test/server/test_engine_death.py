@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from grpo.policies.client import EngineCallError, EngineClient
-from grpo.server.process import EngineProcess, server_command
+from grpo.server.engine_process import EngineProcess, server_command
 
 from ..atropos.environments import serving
 from .real import wait_until

@@ -14,8 +14,8 @@ from grpo.atropos.client import AtroposClient
 from grpo.atropos.hub import Hub
 from grpo.atropos.hub_app import create_app
 from grpo.atropos.hub_server import HubServer
-from grpo.system import plumbing, serving
-from grpo.system.serving import server_of
+from grpo.system import http_app, http_connections
+from grpo.system.http_connections import server_of
 
 from ..atropos.groups import env_registration, group, registration
 from .serving import raw, refusal, server
@@ -135,9 +135,9 @@ def test_who_asks_is_not_what_a_header_says(hub):
 
 @pytest.fixture
 def hasty(monkeypatch):
-    monkeypatch.setattr(serving, "HEAD_SECONDS", 0.3)
-    monkeypatch.setattr(plumbing, "IDLE_SECONDS", 0.3)
-    monkeypatch.setattr(plumbing, "BODY_SECONDS", 0.8)
+    monkeypatch.setattr(http_connections, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(http_app, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(http_app, "BODY_SECONDS", 0.8)
     with HubServer() as server:
         yield AtroposClient(server.url, timeout=10.0)
 
@@ -190,7 +190,7 @@ def test_a_long_answer_is_not_cut_by_the_deadlines(hasty, monkeypatch):
 
 
 def test_connections_are_bounded(monkeypatch):
-    monkeypatch.setattr(serving, "_connections", lambda: 7)
+    monkeypatch.setattr(http_connections, "_connections", lambda: 7)
     server = server_of(create_app(Hub()), grace=1)
     assert server.config.limit_concurrency == 7
     assert not server.config.proxy_headers

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo.server import serve as server
-from grpo.server.process import TOKEN_VARIABLE
+from grpo.server.engine_process import TOKEN_VARIABLE
 from grpo.server.serve import check, engine_arguments, main, parser
 
 

@@ -10,7 +10,7 @@ from grpo.atropos.bridge_server import BridgeServer
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.hub_server import HubServer
 from grpo.server import serve as engine_server
-from grpo.system.plumbing import bare_app
+from grpo.system.http_app import bare_app
 
 from ..atropos.environments import serving
 from ..atropos.groups import group, registration

@@ -53,7 +53,7 @@ def transfer(model, engine, **options) -> WeightTransfer:
 def test_every_worker_ends_with_its_own_part_of_every_parameter(
         model, size, backend, small_bytes, monkeypatch):
     """With four workers and two key-value heads, heads are repeated, too."""
-    monkeypatch.setattr("grpo.weights.paths.SMALL_BYTES", small_bytes)
+    monkeypatch.setattr("grpo.weights.transports.SMALL_BYTES", small_bytes)
     engine = engine_for(model, size=size)
     weights = transfer(model, engine, backend=backend)
     addresses = [p.data_ptr() for w in engine.workers for p in w.model.parameters()]

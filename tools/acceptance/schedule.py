@@ -13,7 +13,7 @@ from typing import Literal
 
 from acceptance.family import Process, command_line, descendants, kill, processes
 
-from grpo.system.processes import Child
+from grpo.system.child_process import Child
 
 GRACE = 8.0  # seconds between asking a part to end and ending it
 LINGER = 10.0  # seconds that processes of a part may outlive it

@@ -22,10 +22,10 @@ from grpo.config.keys import ConfigError
 from grpo.run.cli.atropos import errors_as_messages, set_up
 from grpo.run.cli.flags import add_flags
 from grpo.run.cli.parser import Parser
-from grpo.server.process import EngineProcess
-from grpo.system.child import TOKEN_VARIABLE
+from grpo.server.engine_process import EngineProcess
+from grpo.system.child_process import package_environment
 from grpo.system.http_call import is_loopback, split_url
-from grpo.system.processes import package_environment
+from grpo.system.lifeline import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from grpo.config.atropos import AtroposConfig

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo.policies.unpacked import keep_weights_unpacked
-from grpo.system.child import leave_interrupts_to_parent
+from grpo.system.lifeline import leave_interrupts_to_parent
 from grpo.weights.fingerprint import fingerprints
 from grpo.weights.handover import Kind, export_tensors
 from grpo.weights.layout import base_parameters, without_adapters

@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from grpo.policies.client import EngineClient, EngineTimeoutError, EngineUnreachableError
-from grpo.server.process import EngineProcess, EngineStartError, bind, server_command
+from grpo.server.engine_process import EngineProcess, EngineStartError, bind, server_command
 
 REPO = Path(__file__).resolve().parents[2]
 # A server that answers every GET, on the socket it inherited.
@@ -225,7 +225,7 @@ def test_processes_that_we_did_not_start_live_on():
 def test_the_server_and_its_workers_end_with_the_parent(tmp_path, end):
     """Killed, the parent can do nothing: its child sees standard input close."""
     server = textwrap.dedent(SERVER) + textwrap.dedent(f"""
-        from grpo.system.child import exit_with_parent
+        from grpo.system.lifeline import exit_with_parent
         exit_with_parent(grace=0.5)
         print('worker', {WORKER}, flush=True)
         serve()
@@ -233,7 +233,7 @@ def test_the_server_and_its_workers_end_with_the_parent(tmp_path, end):
     parent = tmp_path / "parent.py"
     parent.write_text(textwrap.dedent(f"""
         import os, sys, time
-        from grpo.server.process import EngineProcess
+        from grpo.server.engine_process import EngineProcess
         server = EngineProcess([sys.executable, "-c", {server!r}],
                                log_path={str(tmp_path / 'log')!r}, start_timeout=20)
         server.start()
@@ -339,7 +339,7 @@ def test_workers_go_on_when_a_terminal_interrupts_all_processes_of_a_command(tmp
     script = tmp_path / "command.py"
     script.write_text(textwrap.dedent("""
         import multiprocessing, os, signal
-        from grpo.system.child import leave_interrupts_to_parent
+        from grpo.system.lifeline import leave_interrupts_to_parent
 
         def work():
             leave_interrupts_to_parent()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.system.processes import Child, last_lines
+from grpo.system.child_process import Child, last_lines
 
 # Starts a process that ignores SIGTERM and prints its id, then waits.
 FAMILY = """
@@ -125,7 +125,7 @@ def test_stop_ends_what_a_dead_command_left_behind(run):
 def test_when_the_parent_is_killed_the_group_ends(tmp_path):
     code = f"""
 import pathlib, sys, time
-import grpo.system.processes as processes
+import grpo.system.child_process as processes
 processes.GRACE = 0.5
 child = processes.Child([sys.executable, "-c", {FAMILY!r}],
                         log_path=pathlib.Path({str(tmp_path / "log")!r}))

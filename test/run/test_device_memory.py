@@ -17,8 +17,8 @@ from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, load_config
 from grpo.policies.inprocess import kv_cache_bytes
 from grpo.policies.model_shape import LoRA, ModelShape
-from grpo.run import devices
-from grpo.run.devices import (
+from grpo.run import device_memory
+from grpo.run.device_memory import (
     available,
     capacity,
     cgroup_limits,
@@ -85,7 +85,7 @@ def test_a_configured_kv_cache_is_taken_as_it_is(folder, options, expected):
 
 
 def test_a_share_of_the_gpu_is_for_weights_cache_and_generation(folder, monkeypatch):
-    monkeypatch.setattr(devices, "capacity", lambda device: 80 * GIB)
+    monkeypatch.setattr(device_memory, "capacity", lambda device: 80 * GIB)
     ledger = ledger_of(settings(inference_model={"gpu_memory_utilization": 0.5}), folder,
                        device=CUDA, dtype=torch.bfloat16)
     assert sum(row(ledger, name).bytes for name in ("weights", "KV cache", "generation")) == (
@@ -132,7 +132,7 @@ def test_rows_that_are_cut_are_trained_as_long_as_that_and_generated_in_full(fol
 
 
 def test_cuda_graphs_are_only_counted_where_they_are_captured(folder, monkeypatch):
-    monkeypatch.setattr(devices, "kv_cache_bytes", lambda *args, **options: 0)
+    monkeypatch.setattr(device_memory, "kv_cache_bytes", lambda *args, **options: 0)
     totals = [ledger_of(settings(inference_model={"enforce_eager": eager}), folder, device=CUDA,
                         dtype=torch.bfloat16).total for eager in (False, True)]
     assert totals[0] - totals[1] == GIB
@@ -238,7 +238,7 @@ def test_a_role_that_does_not_fit_is_named_and_on_a_cpu_all_share_one_memory(fol
 
 
 def test_on_gpus_the_ledger_is_that_of_one_of_several_training_devices(folder, monkeypatch):
-    monkeypatch.setattr(devices, "kv_cache_bytes", lambda *args, **options: 0)
+    monkeypatch.setattr(device_memory, "kv_cache_bytes", lambda *args, **options: 0)
     config = settings(train_model={"num_devices": 2}, inference_model={"engine": "process"})
     on_gpu = ledger_of(config, folder, device=CUDA, dtype=torch.bfloat16)
     assert row(on_gpu, "weights").note.startswith("1/2 of ")
@@ -317,7 +317,7 @@ def test_micro_batches_are_counted_as_they_are_split(num_envs, repeats, row_toke
     parts = data.split_rows(batch, max_tokens=budget, whole_groups=maxent,
                             num_micro_batches=None if budget else pieces)
     largest = max(part[data.TOKENS].numel() for part in parts)
-    counted = devices._micro_batch_tokens(config, row_tokens)
+    counted = device_memory._micro_batch_tokens(config, row_tokens)
     if budget is None:
         assert counted == largest
     else:  # which rows of other lengths may fill
@@ -336,7 +336,7 @@ def files(root: Path, contents: dict[str, str]) -> Path:
 
 def test_the_ram_is_at_most_what_the_machine_has_and_a_container_may_use(monkeypatch):
     physical = capacity(CPU)
-    monkeypatch.setattr(devices, "cgroup_limits", lambda: [physical // 2, 4 * physical])
+    monkeypatch.setattr(device_memory, "cgroup_limits", lambda: [physical // 2, 4 * physical])
     assert capacity(CPU) == physical // 2
 
 
@@ -355,7 +355,7 @@ def test_control_groups_limit_the_memory(tmp_path, contents, limits):
 
 
 def test_beside_a_running_engine_a_gpu_has_what_that_has_left(monkeypatch):
-    monkeypatch.setattr(devices, "capacity", lambda device: 80)
+    monkeypatch.setattr(device_memory, "capacity", lambda device: 80)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
     own = settings()
     attached = settings(inference_model={"engine": "server", "url": "http://127.0.0.1:9001"})

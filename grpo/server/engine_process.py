@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo.policies.client import EngineClient
-from grpo.system.child import GRACE, TOKEN_VARIABLE, bind
-from grpo.system.processes import end_group, last_lines, log_tail
+from grpo.system.child_process import end_group, last_lines, log_tail
+from grpo.system.lifeline import GRACE, TOKEN_VARIABLE, bind
 
 
 class EngineStartError(RuntimeError):
@@ -50,8 +50,8 @@ class EngineProcess:
     The port is bound here and handed to the child, so nobody can take it in between. The child
     leads a process group of its own; :meth:`stop` ends that group and nothing else. The child's
     standard input is a pipe from this process: a child that calls
-    :func:`~grpo.system.child.exit_with_parent` (the server does) sees it close and ends itself if
-    this process is killed.
+    :func:`~grpo.system.lifeline.exit_with_parent` (the server does) sees it close and ends itself
+    if this process is killed.
 
     Args:
         command: the server's command, for example from :func:`server_command`. ``--fd N`` and
