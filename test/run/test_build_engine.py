@@ -24,7 +24,7 @@ from grpo.weights.adapters import adapters, has_adapters, make_lora, save_adapte
 
 from ..config.configs import FOLDER, message, small
 from ..server.serving import server
-from ..server.test_process import SERVER
+from ..server.test_engine_process import SERVER
 
 CPU = torch.device("cpu")
 LORA = {"enabled": True, "r": 4, "alpha": 8}
