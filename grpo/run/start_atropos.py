@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from grpo.report.console import Console
 from grpo.run import build
 from grpo.run.engine_attach import check_port, find_engine
 from grpo.run.resume import checkpoint_of, join
+from grpo.system.folders import why_not_writable
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.run_lock import locked
 
@@ -104,23 +104,15 @@ def resolve(config: AtroposConfig, console: Console, at_end: ExitStack) -> Start
 def _checkpoint(config: AtroposConfig, at_end: ExitStack) -> Checkpoint | None:
     folder = Path(config.atropos.save_path)
     for key, path in (("save_path", folder), ("log_dir", Path(config.atropos.log_dir))):
-        _check_writable(f"atropos.{key}={path}", path)
+        if problem := why_not_writable(path):
+            raise ConfigError(f"atropos.{key}={path} cannot be written to ({problem}); give "
+                              "another folder")
     checkpoint = checkpoint_of(config, [folder])
     if checkpoint is None:
         at_end.enter_context(locked(folder))
     else:
         join(checkpoint, config, folder, key="atropos.save_path", at_end=at_end, fixed=True)
     return checkpoint
-
-
-def _check_writable(given: str, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        problem = "" if os.access(folder, os.W_OK | os.X_OK) else "Permission denied"
-    except OSError as error:
-        problem = error.strerror
-    if problem:
-        raise ConfigError(f"{given} cannot be written to ({problem}); give another folder")
 
 
 def _attached(config: AtroposConfig, console: Console) -> AtroposConfig:

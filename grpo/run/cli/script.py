@@ -7,7 +7,6 @@ every key of the schema, and the options of a task. Values are the schema's, lat
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -27,6 +26,7 @@ try:
     from grpo.run.cli.names import key_error, plain
     from grpo.run.cli.parser import end_with
     from grpo.run.model_source import look_for
+    from grpo.system.folders import why_not_writable
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not installed for {sys.executable}; activate the environment "
              "that `make setup` builds (source .venv/bin/activate), or pip install this package")
@@ -95,12 +95,7 @@ def _check_run_folder(overrides: list[str], key: str) -> None:
     before, filled_in, _ = (given or [default])[-1].strip("'\"").partition("${")
     whole = not filled_in or before.endswith("/")
     folder = Path(before) if whole else Path(before).parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        problem = "" if os.access(folder, os.W_OK | os.X_OK) else "Permission denied"
-    except OSError as error:
-        problem = error.strerror
-    if problem:
+    if problem := why_not_writable(folder):
         sys.exit(f"error: {key}={folder}: runs cannot be written there ({problem}); give another "
                  f"folder, such as {key}=/tmp/run")
 
