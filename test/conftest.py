@@ -61,6 +61,20 @@ def python() -> Path:
     return environment_python(path)
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    """For $XDG_CACHE_HOME of whole runs, so that one warm start of the embedded model serves all.
+
+    Calls of pytest that `make test-slow` starts share that model too, by $GRPO_TEST_MODELS; the
+    folder is each one's own, since its name marks the processes of its runs.
+    """
+    folder = tmp_path_factory.mktemp("cache")
+    if shared := os.environ.get("GRPO_TEST_MODELS"):
+        Path(shared).mkdir(parents=True, exist_ok=True)
+        (folder / "torchrl-grpo").symlink_to(shared)
+    return folder
+
+
 @pytest.fixture
 def tiny_model():
     """A fresh random Qwen2 in float64 with a small vocabulary; tests may change it."""

@@ -97,7 +97,8 @@ class Running:
         self.unit, self.started = unit, time.monotonic()
         self.child = Child(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no",
-             "-m", "slow and not gpu", unit.name], log_path=log, cwd=REPO, env=ENVIRONMENT)
+             "-m", "slow and not gpu", unit.name], log_path=log, cwd=REPO,
+            env=ENVIRONMENT | {"GRPO_TEST_MODELS": str(log.parent / "models")})
 
     def counts(self) -> Counter:
         """Passed, failed, skipped tests, by pytest's closing line."""

@@ -66,11 +66,6 @@ def compose():
     return composed
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
 def runner(tmp_path, cache) -> Iterator[Runner]:
     runner = Runner(tmp_path, cache)

@@ -72,11 +72,6 @@ def run(command: list[str], folder: Path, cache: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.mark.parametrize("page", [README, GUIDE, ASYNC_GUIDE],
                          ids=["README", "objectives", "async"])
 def test_no_command_is_left_out(page):

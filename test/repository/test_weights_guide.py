@@ -74,12 +74,12 @@ def test_the_servers_command_is_understood():
 @pytest.mark.parametrize("arguments", [given for given in COMMANDS
                                        if not any("url=" in part for part in given)],
                          ids=" ".join)
-def test_command_runs(arguments, tmp_path, model_folder):
+def test_command_runs(arguments, tmp_path, cache, model_folder):
     """The one that names a server is run by the tests of the arrangements, with a server."""
     pytest.importorskip("vllm")
     done = subprocess.run(
         [sys.executable, str(REPO / SCRIPT.split()[1]), *arguments, *SMALLER], cwd=tmp_path,
-        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1"},
         timeout=280, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "held-out accuracy" in done.stdout

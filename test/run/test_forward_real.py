@@ -49,7 +49,7 @@ def free():
             pytest.skip(f"another process of this machine listens at port {port}")
 
 
-def test_an_environment_that_asks_its_own_ports_trains(tmp_path, python, free):
+def test_an_environment_that_asks_its_own_ports_trains(tmp_path, cache, python, free):
     script = tmp_path / "elsewhere_env.py"
     script.write_text(STAND_IN.format(examples=str(REPO / "examples/atropos")))
     engine, hub = free_ports(2)
@@ -61,7 +61,7 @@ def test_an_environment_that_asks_its_own_ports_trains(tmp_path, python, free):
          "8", "--gradient-accumulation-steps", "2", "--max-model-len", "64", "--forward-ports",
          ",".join(map(str, ATROPOSLIB_PORTS)), "inference_model.backend=transformers",
          "model.warm_start_steps=20"], cwd=tmp_path, capture_output=True, text=True, timeout=280,
-        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1",
+        env=os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1",
                           "PYTHONPATH": str(REPO)})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = read_jsonl(tmp_path / "trained_model_checkpoints" / "metrics.jsonl")

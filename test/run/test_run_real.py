@@ -30,12 +30,6 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    """One warm start for all runs."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
 def call(tmp_path, cache, python):
     pytest.importorskip("vllm")
