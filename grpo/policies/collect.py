@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grpo.policies.slots import blocks_asked_for_at_borders
+from grpo.policies.decode_steps import short_decode_steps
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -68,7 +68,7 @@ def generate(
         if not responses_alone(engine, params[0] if isinstance(params, list) else params):
             outputs = engine.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
             return [_response(output) for output in outputs]
-        with _collected(engine, on_row) as collected, blocks_asked_for_at_borders(engine):
+        with _collected(engine, on_row) as collected, short_decode_steps(engine):
             outputs = engine.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
         return [collected.response(output) for output in outputs]
 

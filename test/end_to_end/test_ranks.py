@@ -68,4 +68,4 @@ def children(pid: int) -> list[int]:
 
 def is_rank(pid: int) -> bool:
     with open(f"/proc/{pid}/cmdline", "rb") as command:
-        return b"grpo.training.local_ranks" in command.read()
+        return b"grpo.run.rank_worker" in command.read()

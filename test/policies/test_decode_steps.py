@@ -1,4 +1,4 @@
-"""Asking for blocks at their borders alone changes nothing that vLLM's schedulers decide."""
+"""Short decode steps change nothing that vLLM's schedulers decide."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from grpo.policies import collect
 from grpo.policies.base import Sampling
-from grpo.policies.slots import blocks_asked_for_at_borders
+from grpo.policies.decode_steps import short_decode_steps
 from grpo.policies.vllm import VLLMPolicy
 
 pytestmark = pytest.mark.vllm
@@ -62,7 +62,8 @@ def decide(engine, kind: str, context, *, blocks: int) -> tuple[list, int, int]:
 
     coordinator.get_num_blocks_to_allocate = counted
     for number, prompt in enumerate(PROMPTS):
-        params = SamplingParams(max_tokens=20 + 11 * number % 50, ignore_eos=True)
+        params = SamplingParams(max_tokens=20 + 11 * number % 50, ignore_eos=True,
+                                stop_token_ids=[7] if number % 5 == 0 else [], min_tokens=number)
         params.update_from_generation_config({}, 1)
         scheduler.add_request(Request(
             request_id=str(number), prompt_token_ids=prompt, sampling_params=params,
@@ -92,10 +93,10 @@ def decide(engine, kind: str, context, *, blocks: int) -> tuple[list, int, int]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "asynchronous"])
-@pytest.mark.parametrize("blocks", [400, 60], ids=["room for all", "rows lose their places"])
+@pytest.mark.parametrize("blocks", [400, 46], ids=["room for all", "rows lose their places"])
 def test_schedulers_decide_the_same_and_ask_less(engine, kind, blocks):
     expected, asked, lost = decide(engine, kind, lambda _: nullcontext(), blocks=blocks)
-    decided, asked_less, _ = decide(engine, kind, blocks_asked_for_at_borders, blocks=blocks)
+    decided, asked_less, _ = decide(engine, kind, short_decode_steps, blocks=blocks)
     assert decided == expected
     assert (lost > 0) == (blocks < 100)
     assert asked_less < 0.3 * asked
@@ -108,25 +109,25 @@ def test_responses_are_the_same_where_rows_cross_a_border(engine, monkeypatch):
                for row, length in enumerate((86, 87, 88, 100, 126, 127, 128, 129, 150))]
     found = policy.generate_from_ids(prompts)
     policy.calls = 0
-    monkeypatch.setattr(collect, "blocks_asked_for_at_borders", lambda engine: nullcontext())
+    monkeypatch.setattr(collect, "short_decode_steps", lambda engine: nullcontext())
     expected = policy.generate_from_ids(prompts)
     assert (found == expected).all()
 
 
 def test_the_manager_is_left_as_it_was(engine):
     manager = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-    with pytest.raises(KeyboardInterrupt), blocks_asked_for_at_borders(engine):
-        assert "allocate_slots" in vars(manager) and "cache_blocks" in vars(manager)
+    with pytest.raises(KeyboardInterrupt), short_decode_steps(engine):
+        assert "allocate_slots" in vars(manager)
         raise KeyboardInterrupt
-    assert "allocate_slots" not in vars(manager) and "cache_blocks" not in vars(manager)
+    assert "allocate_slots" not in vars(manager)
 
 
 def test_other_ways_of_keeping_keys_are_left_alone(engine):
     alone, scheduler = as_if_of_an_engine(engine, "plain", blocks=40)
     manager = scheduler.kv_cache_manager
     manager.coordinator.single_type_managers = (SimpleNamespace(block_size=BLOCK),)
-    with blocks_asked_for_at_borders(alone):
+    with short_decode_steps(alone):
         assert "allocate_slots" not in vars(manager)
-    with blocks_asked_for_at_borders(SimpleNamespace(llm_engine=SimpleNamespace(
+    with short_decode_steps(SimpleNamespace(llm_engine=SimpleNamespace(
             engine_core=SimpleNamespace()))):
         pass  # a scheduler in another process
