@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grpo.policies.decode_steps import short_decode_steps
+from grpo.policies.decode_steps import UNSUPPORTED, Row, check_tokens, short_decode_steps
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -68,7 +68,8 @@ def generate(
         if not responses_alone(engine, params[0] if isinstance(params, list) else params):
             outputs = engine.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
             return [_response(output) for output in outputs]
-        with _collected(engine, on_row) as collected, short_decode_steps(engine):
+        with (_collected(engine, on_row) as collected,
+              short_decode_steps(engine, collected.running)):
             outputs = engine.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
         return [collected.response(output) for output in outputs]
 
@@ -122,17 +123,10 @@ def _collected(
     front_end = engine.llm_engine.output_processor
     collector = _Collector(front_end, on_row)
     front_end.process_outputs = collector.process_outputs  # hides the method of its class
-    # An engine in another process has no executor here, and its log-probs come as they are.
-    executor = getattr(engine.llm_engine, "model_executor", None)
-    simplify = hasattr(executor, "sample_tokens")
-    if simplify:
-        executor.sample_tokens = _simplifying(executor.sample_tokens)
     try:
         yield collector
     finally:
         del front_end.process_outputs
-        if simplify:
-            del executor.sample_tokens
 
 
 class _Collector:
@@ -144,8 +138,8 @@ class _Collector:
         self.front_end, self.on_row = front_end, on_row
         self.numbers: dict[str, int] = {}  # of the rows, by request
         self.process_finished = front_end.process_outputs
-        self.running: dict[str, tuple[list[int], list[float]]] = {}
-        self.finished: dict[str, tuple[list[int], list[float]]] = {}
+        self.running: dict[str, Row] = {}
+        self.finished: dict[str, Row] = {}
 
     def process_outputs(self, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of the front end's method, to which it gives whole responses."""
@@ -164,7 +158,7 @@ class _Collector:
             if type(reported) is list:
                 log_probs += reported
             elif reported is not None:
-                _check_tokens(reported.logprob_token_ids[:, 0].tolist(), [[token] for token in new])
+                check_tokens(reported.logprob_token_ids[:, 0].tolist(), [[token] for token in new])
                 log_probs += reported.logprobs[:, 0].tolist()
             if output.finish_reason is not None:
                 self._end(output, tokens, log_probs)
@@ -173,7 +167,7 @@ class _Collector:
 
     def _end(self, output: Any, tokens: list[int], log_probs: list[float]) -> None:
         if len(tokens) != len(log_probs):
-            raise RuntimeError(_UNSUPPORTED.format(f"{len(log_probs)} log-probs", len(tokens)))
+            raise RuntimeError(UNSUPPORTED.format(f"{len(log_probs)} log-probs", len(tokens)))
         state = self.front_end.request_states[output.request_id]
         self.finished[state.external_req_id] = self.running.pop(output.request_id)
         output.new_token_ids, output.new_logprobs = tokens, None
@@ -185,61 +179,9 @@ class _Collector:
         (answer,) = output.outputs
         tokens, log_probs = self.finished[output.request_id]
         if list(answer.token_ids) != tokens:
-            raise RuntimeError(_UNSUPPORTED.format(f"{len(answer.token_ids)} tokens in the end",
+            raise RuntimeError(UNSUPPORTED.format(f"{len(answer.token_ids)} tokens in the end",
                                                    len(tokens)))
         return Response(tokens, log_probs, answer.finish_reason)
-
-
-class _StepLogProbs:
-    """Log-probs of the tokens of one step, as Python numbers.
-
-    The scheduler gives each request its part with ``slice_request``, as of vLLM's
-    ``LogprobsLists``, which would make three arrays and a tuple for a single number.
-    """
-
-    __slots__ = ("values",)
-
-    def __init__(self, values: list[float]) -> None:
-        self.values = values
-
-    def slice_request(self, row: int, count: int) -> list[float]:
-        return self.values[row : row + count]
-
-
-def _simplifying(sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
-    """An executor's method, whose outputs then have :class:`_StepLogProbs`."""
-
-    def sample(*args: Any, **kwargs: Any) -> Any:
-        output = sample_tokens(*args, **kwargs)
-        pending = getattr(output, "async_output", None)  # with asynchronous scheduling
-        if pending is None:
-            return _simplified(output)
-        wait = pending.get_output
-        pending.get_output = lambda: _simplified(wait())
-        return output
-
-    return sample
-
-
-def _simplified(output: Any) -> Any:
-    reported = getattr(output, "logprobs", None)
-    # Requests with several tokens a step have their places in cu_num_generated_tokens.
-    if reported is not None and getattr(reported, "cu_num_generated_tokens", 0) is None:
-        # The sampled token's is the first of a position.
-        _check_tokens(reported.logprob_token_ids[:, 0].tolist(), output.sampled_token_ids)
-        output.logprobs = _StepLogProbs(reported.logprobs[:, 0].tolist())
-    return output
-
-
-def _check_tokens(reported: list[int], sampled: list[list[int]]) -> None:
-    """Log-probs must be those of the sampled tokens; a row may have none yet."""
-    pairs = zip(reported, sampled, strict=False)  # there may be rows of padding
-    if len(reported) < len(sampled) or any(
-            tokens and tokens[0] != token for token, tokens in pairs):
-        raise RuntimeError(_UNSUPPORTED.format(f"log-probs of {reported}", sampled))
-
-
-_UNSUPPORTED = "the engine returned {} for tokens {}; this version of vLLM is not supported"
 
 
 def _response(output: Any) -> Response:

@@ -1,36 +1,49 @@
 """Decode steps of vLLM's scheduler at less cost in Python for each row.
 
-Between two steps of a small model with many rows the GPU waits for the scheduler. It asks the
-cache manager for a block, hashes blocks and looks for the end of each row at every token. A block
-holds several tokens (16 on a GPU): as long as a row's token falls inside a block and cannot end the
-row, there is no block to ask for, none to enter in the prefix cache, and nothing to look for.
+Between two steps of a small model with many rows the GPU waits for the scheduler. At every token it
+asks the cache manager for a block, hashes blocks, looks for the end of the row, and makes an output
+that nobody reads before the row is finished. A block holds several tokens (16 on a GPU): as long as
+a token falls inside a block and cannot end its row, it is enough to append it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-__all__ = ["short_decode_steps"]
+__all__ = ["Row", "short_decode_steps"]
+
+#: Sampled tokens of a row so far, and the log-prob of each.
+Row: TypeAlias = tuple[list[int], list[float]]
 
 #: What a scheduler says beside the number of tokens for a row that decodes without guessing ahead.
 _PLAIN = {"num_lookahead_tokens": 0}
+#: Releases of vLLM whose bookkeeping for an appended token is known to be the one written here.
+_KNOWN_RELEASES = ("0.25.1", "0.32.0")
+#: What a step may bring beside tokens and log-probs; the scheduler sees to such a step itself.
+_MORE = ("pooler_output", "kv_connector_output", "ec_connector_output", "num_nans_in_logits",
+         "routed_experts", "aux_output_connector_output", "sampling_masks")
 
 
 @contextmanager
-def short_decode_steps(engine: LLM) -> Iterator[None]:
+def short_decode_steps(engine: LLM, running: Mapping[str, Row]) -> Iterator[None]:
     """Within the context the engine's scheduler does for a token only what the token needs.
 
     Its decisions stay the same. Without effect where the scheduler is in another process, and on
     models whose layers keep other things than the keys and values of all tokens, such as those of a
     window or states.
 
+    Args:
+        engine: with nothing but requests of one token a step, for tokens and their log-probs alone.
+        running: by the scheduler's id of a request its row, which gets the tokens that the
+            scheduler makes no output of. Tokens of rows that are not there come as outputs.
+
     Examples:
-        >>> with short_decode_steps(engine):                                 # doctest: +SKIP
+        >>> with short_decode_steps(engine, {}):                             # doctest: +SKIP
         ...     engine.generate(prompts, params)
     """
     scheduler = _scheduler_of_full_attention(engine)
@@ -39,11 +52,11 @@ def short_decode_steps(engine: LLM) -> Iterator[None]:
         return
     manager = scheduler.kv_cache_manager
     manager.allocate_slots = _allocating_at_borders(manager)
-    scheduler._update_request_with_output = _appending(scheduler)
+    scheduler.update_from_output = _appending(scheduler, running)
     try:
         yield
     finally:
-        del manager.allocate_slots, scheduler._update_request_with_output  # of the instances
+        del manager.allocate_slots, scheduler.update_from_output  # which hid those of the classes
 
 
 def _allocating_at_borders(manager: Any) -> Callable[..., Any]:
@@ -72,31 +85,103 @@ def _no_blocks(empty: Any) -> Any:
     return NoBlocks(empty.blocks)
 
 
-def _appending(scheduler: Any) -> Callable[..., Any]:
-    """The scheduler's ``_update_request_with_output``, for a token inside a block and a row."""
+def _appending(scheduler: Any, running: Mapping[str, Row]) -> Callable[..., Any]:
+    """The scheduler's ``update_from_output``, which is left the rows at a border or an end."""
+    import vllm
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.request import RequestStatus
 
+    known = vllm.__version__.partition("+")[0] in _KNOWN_RELEASES
     size, longest = _block_size(scheduler.kv_cache_manager), scheduler.max_model_len
-    update = scheduler._update_request_with_output
-    # The token's place was taken when its step was begun, before the one before was known.
+    requests, update = scheduler.requests, scheduler.update_from_output
+    # The token's place was taken when its step was begun, before the token before it was known.
     places = 1 if isinstance(scheduler, AsyncScheduler) else 0
 
-    def append(request: Any, new_token_ids: list[int], is_stale: bool = False) -> Any:
-        sampled, all_tokens = request._output_token_ids, request._all_token_ids
-        length, params = len(all_tokens) + 1, request.sampling_params
+    def append(request: Any, token: int) -> bool:
+        """Give the row its token; False if there may be more to do."""
+        sampled, tokens, params = (request._output_token_ids, request._all_token_ids,
+                                   request.sampling_params)
+        length = len(tokens) + 1
         # A block's last token completes its hash, and with the next token its keys are there.
-        if (len(new_token_ids) == 1 and length % size > 1 and length < longest
-                and len(sampled) + 1 < request.max_tokens and not is_stale
-                and not getattr(request, "async_tokens_to_discard", 0)
-                and new_token_ids[0] not in params.all_stop_token_ids
-                and params.repetition_detection is None):
-            sampled.append(new_token_ids[0])
-            all_tokens.append(new_token_ids[0])
-            request.num_output_placeholders -= places
-            return new_token_ids, False
-        return update(request, new_token_ids, **({"is_stale": True} if is_stale else {}))
+        if (length % size < 2 or length >= longest or len(sampled) + 1 >= request.max_tokens
+                or token in params.all_stop_token_ids or params.repetition_detection is not None
+                or request.status != RequestStatus.RUNNING
+                or getattr(request, "async_tokens_to_discard", 0)
+                or getattr(request, "num_stale_output_tokens", 0)):
+            return False
+        sampled.append(token)
+        tokens.append(token)
+        request.num_output_placeholders -= places
+        if hasattr(request, "num_in_flight_tokens"):
+            request.num_in_flight_tokens -= 1
+        return True
 
-    return append
+    def update_from_output(step: Any, output: Any) -> Any:
+        log_probs = simple_log_probs(output)
+        if (known and log_probs is not None and not step.scheduled_spec_decode_tokens
+                and all(getattr(output, name, None) in (None, []) for name in _MORE)):
+            others = {}
+            for id, count in step.num_scheduled_tokens.items():
+                row, request, at = running.get(id), requests.get(id), output.req_id_to_index[id]
+                new = output.sampled_token_ids[at]
+                if (count == len(new) == 1 and row is not None and request is not None
+                        and append(request, new[0])):
+                    row[0].append(new[0])
+                    row[1].append(log_probs[at])
+                else:
+                    others[id] = count
+            step.num_scheduled_tokens = others
+        return update(step, output)
+
+    return update_from_output
+
+
+class StepLogProbs:
+    """Log-probs of the tokens of one step, as Python numbers.
+
+    The scheduler gives each request its part with ``slice_request``, as of vLLM's
+    ``LogprobsLists``, which would make three arrays and a tuple for a single number.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+
+    def slice_request(self, row: int, count: int) -> list[float]:
+        return self.values[row : row + count]
+
+
+def simple_log_probs(output: Any) -> list[float] | None:
+    """Log-probs of a step with at most one token a request, which ``output`` has as numbers then.
+
+    Raises:
+        RuntimeError: if they are those of other tokens.
+    """
+    reported = getattr(output, "logprobs", None)
+    # Requests with several tokens a step have their places in cu_num_generated_tokens.
+    if reported is None or getattr(reported, "cu_num_generated_tokens", 0) is not None:
+        return None
+    # The sampled token's is the first of a position.
+    check_tokens(reported.logprob_token_ids[:, 0].tolist(), output.sampled_token_ids)
+    values = reported.logprobs[:, 0].tolist()
+    output.logprobs = StepLogProbs(values)
+    return values
+
+
+def check_tokens(reported: list[int], sampled: list[list[int]]) -> None:
+    """Log-probs must be those of the sampled tokens; a row may have none yet.
+
+    Raises:
+        RuntimeError: if they are not.
+    """
+    pairs = zip(reported, sampled, strict=False)  # there may be rows of padding
+    if len(reported) < len(sampled) or any(
+            tokens and tokens[0] != token for token, tokens in pairs):
+        raise RuntimeError(UNSUPPORTED.format(f"log-probs of {reported}", sampled))
+
+
+UNSUPPORTED = "the engine returned {} for tokens {}; this version of vLLM is not supported"
 
 
 def _block_size(manager: Any) -> int:

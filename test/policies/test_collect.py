@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo.policies import collect
+from grpo.policies import collect, decode_steps
 from grpo.policies.base import Sampling
 from grpo.policies.vllm import VLLMPolicy
 
@@ -29,10 +29,10 @@ def make_policy(engine):
 
 @pytest.fixture
 def front_end(engine):
-    front_end, executor = engine.llm_engine.output_processor, engine.llm_engine.model_executor
+    front_end = engine.llm_engine.output_processor
     yield front_end
     assert "process_outputs" not in vars(front_end)
-    assert "sample_tokens" not in vars(executor)
+    assert "update_from_output" not in vars(engine.llm_engine.engine_core.engine_core.scheduler)
     assert not front_end.request_states
 
 
@@ -123,29 +123,31 @@ def test_wrong_log_probs_are_refused(make_policy, engine, front_end, monkeypatch
     assert_same(two_calls(policy), expected)
 
 
-def test_log_probs_as_they_come_from_another_executor(make_policy, front_end, monkeypatch):
+@pytest.mark.parametrize("release", ["known", "unknown"])
+def test_log_probs_that_are_not_simple_come_as_outputs(make_policy, front_end, monkeypatch,
+                                                       release):
     policy = make_policy()
     expected = two_calls(policy)
-    monkeypatch.setattr(collect, "_simplifying", lambda sample_tokens: sample_tokens)
+    if release == "unknown":
+        monkeypatch.setattr(decode_steps, "_KNOWN_RELEASES", ())
+    else:
+        monkeypatch.setattr(decode_steps, "simple_log_probs", lambda output: None)
     assert_same(two_calls(policy), expected)
 
 
-def test_outputs_of_asynchronous_scheduling_are_simplified_when_they_are_waited_for():
+def test_log_probs_of_several_tokens_a_request_stay_as_they_are():
     from vllm.v1.outputs import LogprobsLists
 
-    def step(cu=None):
+    def output(cu=None):
         lists = LogprobsLists(np.array([[4], [9], [6]]), np.array([[-1.0], [-2.0], [-0.5]]),
                               np.zeros(3), cu)
-        output = SimpleNamespace(logprobs=lists, sampled_token_ids=[[4], [], [6]])
-        future = SimpleNamespace(async_output=SimpleNamespace(get_output=lambda: output))
-        return collect._simplifying(lambda: future)(), output
+        return SimpleNamespace(logprobs=lists, sampled_token_ids=[[4], [], [6]])
 
-    future, output = step()
-    assert isinstance(output.logprobs, LogprobsLists)
-    assert future.async_output.get_output() is output
-    assert output.logprobs.slice_request(2, 1) == [-0.5]
-    future, output = step(cu=[0, 1, 2])  # several tokens a request: as they come
-    assert isinstance(future.async_output.get_output().logprobs, LogprobsLists)
+    simple, several = output(), output(cu=[0, 1, 2])
+    assert decode_steps.simple_log_probs(simple) == [-1.0, -2.0, -0.5]
+    assert simple.logprobs.slice_request(2, 1) == [-0.5]
+    assert decode_steps.simple_log_probs(several) is None
+    assert isinstance(several.logprobs, LogprobsLists)
 
 
 def test_what_more_is_wanted_comes_in_the_ordinary_way(make_policy, engine, front_end, monkeypatch):

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from grpo.policies import collect
@@ -42,17 +43,18 @@ def as_if_of_an_engine(engine, kind: str, *, blocks: int):
         engine_core=SimpleNamespace(scheduler=scheduler)))), scheduler
 
 
-def decide(engine, kind: str, context, *, blocks: int) -> tuple[list, int, int]:
-    """All that the scheduler decides; how often it asked, and how many rows lost their places."""
+def decide(engine, kind: str, context, *, blocks: int) -> tuple[list, int, int, int]:
+    """All that the scheduler decides; how often it asked for blocks, how many outputs it made, and
+    how many rows lost their places."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
     alone, scheduler = as_if_of_an_engine(engine, kind, blocks=blocks)
-    coordinator, asked, lost = scheduler.kv_cache_manager.coordinator, 0, 0
+    coordinator, asked, lost, made = scheduler.kv_cache_manager.coordinator, 0, 0, 0
     count = coordinator.get_num_blocks_to_allocate
 
     def counted(*args, **kwargs):
@@ -68,8 +70,9 @@ def decide(engine, kind: str, context, *, blocks: int) -> tuple[list, int, int]:
         scheduler.add_request(Request(
             request_id=str(number), prompt_token_ids=prompt, sampling_params=params,
             pooling_params=None, block_hasher=get_request_block_hasher(BLOCK, sha256)))
-    decided, waiting, tokens = [], [], random.Random(0)
-    with context(alone):
+    decided, waiting, ended, draw = [], [], {}, random.Random(0)
+    rows = {str(number): ([], []) for number in range(len(PROMPTS))}
+    with context(alone, rows):
         while scheduler.has_unfinished_requests():
             step = scheduler.schedule()
             lost += len(step.preempted_req_ids or ())
@@ -83,23 +86,34 @@ def decide(engine, kind: str, context, *, blocks: int) -> tuple[list, int, int]:
                  .blocks]))
             output = ModelRunnerOutput(
                 req_ids=ids, req_id_to_index={id: row for row, id in enumerate(ids)},
-                sampled_token_ids=[[tokens.randrange(3, 9)] if not scheduler.requests[
+                sampled_token_ids=[[draw.randrange(3, 9)] if not scheduler.requests[
                     id].is_prefill_chunk else [] for id in ids], pooler_output=[])
+            column = np.array([[*new, 0][0] for new in output.sampled_token_ids]).reshape(-1, 1)
+            output.logprobs = LogprobsLists(column, -1.0 * column, column[:, 0], None)
             waiting.append((step, output))
             # The asynchronous one is told of a step when the next has been begun.
             if kind == "plain" or len(waiting) > 1:
-                scheduler.update_from_output(*waiting.pop(0))
-    return decided, asked, lost
+                for outputs in scheduler.update_from_output(*waiting.pop(0)).values():
+                    for new in outputs.outputs:
+                        made += 1
+                        tokens, log_probs = rows[new.request_id]
+                        tokens += new.new_token_ids
+                        log_probs += [-1.0 * token for token in new.new_token_ids]
+                        ended |= {new.request_id: new.finish_reason}
+    assert all(log_probs == [-1.0 * token for token in tokens]
+               for tokens, log_probs in rows.values())
+    return [*decided, rows, ended], asked, made, lost
 
 
 @pytest.mark.parametrize("kind", ["plain", "asynchronous"])
 @pytest.mark.parametrize("blocks", [400, 46], ids=["room for all", "rows lose their places"])
 def test_schedulers_decide_the_same_and_ask_less(engine, kind, blocks):
-    expected, asked, lost = decide(engine, kind, lambda _: nullcontext(), blocks=blocks)
-    decided, asked_less, _ = decide(engine, kind, short_decode_steps, blocks=blocks)
+    expected, asked, made, lost = decide(engine, kind, lambda *_: nullcontext(), blocks=blocks)
+    decided, asked_less, made_less, _ = decide(engine, kind, short_decode_steps, blocks=blocks)
     assert decided == expected
     assert (lost > 0) == (blocks < 100)
     assert asked_less < 0.3 * asked
+    assert made_less < 0.3 * made
 
 
 def test_responses_are_the_same_where_rows_cross_a_border(engine, monkeypatch):
@@ -109,14 +123,14 @@ def test_responses_are_the_same_where_rows_cross_a_border(engine, monkeypatch):
                for row, length in enumerate((86, 87, 88, 100, 126, 127, 128, 129, 150))]
     found = policy.generate_from_ids(prompts)
     policy.calls = 0
-    monkeypatch.setattr(collect, "short_decode_steps", lambda engine: nullcontext())
+    monkeypatch.setattr(collect, "short_decode_steps", lambda *_: nullcontext())
     expected = policy.generate_from_ids(prompts)
     assert (found == expected).all()
 
 
 def test_the_manager_is_left_as_it_was(engine):
     manager = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-    with pytest.raises(KeyboardInterrupt), short_decode_steps(engine):
+    with pytest.raises(KeyboardInterrupt), short_decode_steps(engine, {}):
         assert "allocate_slots" in vars(manager)
         raise KeyboardInterrupt
     assert "allocate_slots" not in vars(manager)
@@ -126,8 +140,8 @@ def test_other_ways_of_keeping_keys_are_left_alone(engine):
     alone, scheduler = as_if_of_an_engine(engine, "plain", blocks=40)
     manager = scheduler.kv_cache_manager
     manager.coordinator.single_type_managers = (SimpleNamespace(block_size=BLOCK),)
-    with short_decode_steps(alone):
+    with short_decode_steps(alone, {}):
         assert "allocate_slots" not in vars(manager)
     with short_decode_steps(SimpleNamespace(llm_engine=SimpleNamespace(
-            engine_core=SimpleNamespace()))):
+            engine_core=SimpleNamespace())), {}):
         pass  # a scheduler in another process
