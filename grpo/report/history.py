@@ -1,4 +1,4 @@
-"""The metrics of a run, read back from its record: series, phase times, thinning, smoothing."""
+"""The metrics of a run, read back from its record: series, thinning, smoothing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo.report.loggers import METRICS_FILE, read_jsonl
-from grpo.report.words import phase_times
-
-PHASE_ORDER = ("generate", "reward", "train", "optimizer", "sync", "canary", "eval")
 
 
 @dataclass(frozen=True)
@@ -49,33 +46,10 @@ class History:
         """Names of all metrics, sorted."""
         return sorted({name for row in self.rows for name in row} - {"step", "time"})
 
-    def series(self, *names: str) -> tuple[list[int], list[float]]:
-        """Steps and values of the first of ``names`` that has finite values."""
-        for name in names:
-            rows = [row for row in self.rows if row.get(name) is not None]
-            if rows:
-                return [row["step"] for row in rows], [float(row[name]) for row in rows]
-        return [], []
-
-    def phases(self) -> tuple[list[int], dict[str, list[float]]]:
-        """The steps with times, and for each phase its seconds in each of them (0 where absent).
-
-        The phase ``other`` fills up ``time/step``, unless it is negligible.
-        """
-        times = {
-            row["step"]: {k: v for k, v in row.items() if k.startswith("time/") and v is not None}
-            for row in self.rows
-        }
-        times = {step: row for step, row in times.items() if row}
-        totals = [row.get("time/step", 0.0) for row in times.values()]
-        seconds = [phase_times(row) for row in times.values()]
-        found = {name for row in seconds for name in row}
-        order = [*(p for p in PHASE_ORDER if p in found), *sorted(found - set(PHASE_ORDER))]
-        phases = {name: [row.get(name, 0.0) for row in seconds] for name in order}
-        other = [max(0.0, t - sum(row.values())) for t, row in zip(totals, seconds, strict=True)]
-        if sum(other) > 0.01 * sum(totals):
-            phases["other"] = other
-        return list(times), phases
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """The steps in which a metric has a finite value, and these values."""
+        rows = [row for row in self.rows if row.get(name) is not None]
+        return [row["step"] for row in rows], [float(row[name]) for row in rows]
 
 
 def thin(steps: Sequence[int], values: Sequence[float], *, limit: int = 300) -> tuple:

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
@@ -26,7 +25,6 @@ WandbMode = Literal["online", "offline", "disabled"]
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 _WANDB_ID_FILE = "wandb_run_id"
-_RESERVED = ("step", "time")
 
 
 @dataclass(frozen=True)
@@ -51,18 +49,16 @@ class Sample:
     answer: str
 
 
-class MetricLogger(ABC):
+class MetricLogger:
     """A destination for metrics and samples. Also a context manager that closes itself."""
 
-    @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
+        raise NotImplementedError
 
-    @abstractmethod
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Record sample completions of one step."""
+        """Record sample completions of one step, if there is a place for them."""
 
-    @abstractmethod
     def close(self) -> None:
         """Write what is pending and release resources. Calling it twice is harmless."""
 
@@ -124,8 +120,7 @@ class JsonlLogger(MetricLogger):
     wait where the disk is full (:class:`~grpo.system.line_file.LineFile`).
 
     Args:
-        path: file for metrics; parent folders are made.
-        samples_path: file for samples, by default ``samples.jsonl`` beside ``path``.
+        path: file for metrics; parent folders are made. Samples go to ``samples.jsonl`` beside it.
 
     Examples:
         >>> import tempfile
@@ -136,17 +131,19 @@ class JsonlLogger(MetricLogger):
         [None]
     """
 
-    def __init__(self, path: Path | str, *, samples_path: Path | str | None = None) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.samples_path = Path(samples_path or self.path.with_name(SAMPLES_FILE))
+        self._open()
+
+    def _open(self) -> None:
         self._metrics = LineFile(self.path)
-        self._samples = LineFile(self.samples_path)
+        self._samples = LineFile(self.path.with_name(SAMPLES_FILE))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line; ValueError if a metric is called ``step`` or ``time``."""
-        taken = [name for name in _RESERVED if name in metrics]
-        if taken:
-            raise ValueError(f"metric name {taken[0]!r} is reserved for the row itself; rename it")
+        for name in ("step", "time"):
+            if name in metrics:
+                raise ValueError(f"metric name {name!r} is reserved for the row itself; rename it")
         self._metrics.append(_dump(_row(step, metrics)))
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -156,11 +153,10 @@ class JsonlLogger(MetricLogger):
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps from both files, each replaced atomically."""
         self.close()
-        for path in (self.path, self.samples_path):
+        for path in (self.path, self.path.with_name(SAMPLES_FILE)):
             kept = [row for row in read_jsonl(path) if row["step"] <= step]
-            write_atomically(path, "".join(_dump(row) for row in kept))
-        self._metrics = LineFile(self.path)
-        self._samples = LineFile(self.samples_path)
+            write_atomically(path, "".join(map(_dump, kept)))
+        self._open()
 
     def close(self) -> None:
         self._metrics.close()

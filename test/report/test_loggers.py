@@ -171,12 +171,6 @@ def test_group_closes_every_logger_even_if_one_fails():
         def __init__(self, fails: bool) -> None:
             self.fails = fails
 
-        def log(self, step, metrics):
-            pass
-
-        def log_samples(self, step, samples):
-            pass
-
         def close(self):
             closed.append(self.fails)
             if self.fails:
