@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +79,11 @@ def smooth(values: Sequence[float]) -> list[float]:
     """
     decay = 0.5 ** (1 / max(1.0, len(values) / 40))
 
-    def one_sided(values: Sequence[float]) -> list[tuple[float, float]]:
-        sums, total, weight = [], 0.0, 0.0
-        for value in values:
-            total, weight = decay * total + value, decay * weight + 1.0
-            sums.append((total, weight))
-        return sums
+    def sums(values: Sequence[float]) -> list[float]:
+        left, right = (list(accumulate(side, lambda total, value: decay * total + value))
+                       for side in (values, values[::-1]))
+        # The value itself is in both sums and counts once.
+        return [a + b - value for a, b, value in zip(left, right[::-1], values, strict=True)]
 
-    left, right = one_sided(values), one_sided(values[::-1])[::-1]
-    # The value itself is in both sums and counts once.
-    return [
-        (a + b - value) / (m + n - 1.0)
-        for value, (a, m), (b, n) in zip(values, left, right, strict=True)
-    ]
+    weights = sums([1.0] * len(values))
+    return [total / weight for total, weight in zip(sums(values), weights, strict=True)]

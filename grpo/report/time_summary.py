@@ -75,7 +75,7 @@ def bottleneck(rows: Rows) -> list[str]:
     if overtaken / step >= 0.005:
         lines.append(f"  {overtaken:.3g} s of the wait, {overtaken / step:.0%} of the step, for "
                      "groups that shorter ones had overtaken")
-    idle = {int(key.split("_")[1]): middle[key] for key in middle
+    idle = {int(key.split("_")[1]): share for key, share in middle.items()
             if key.startswith("async/worker_") and key.endswith("_idle")}
     for number, share in sorted(idle.items()):
         speed = middle.get(f"async/worker_{number}_tokens_per_second", 0.0)
@@ -100,16 +100,6 @@ def advice(middle: dict[str, float], idle: list[float]) -> str:
         >>> advice({"time/step": 2.0, "time/wait": 1.0, "time/train": 0.9}, [0.02])
         'generation was the bottleneck: the trainer waited 50% of the time; give inference_model \
 more devices'
-        >>> advice({"time/step": 2.0, "time/wait": 1.0, "async/overtaken_wait": 0.8}, [0.02])
-        'long groups were the bottleneck: for 40% of the time a batch was finished, but groups \
-that it had overtaken would become too old; raise train.staleness'
-        >>> advice({"time/step": 2.0, "time/wait": 0.0, "time/train": 1.8}, [0.4])
-        'training was the bottleneck: the workers were idle 40% of the time; give train_model more \
-devices, or inference_model fewer'
-        >>> advice({"time/step": 3.4, "time/wait": 0.0, "time/train": 2.0, "time/reference": 1.0},
-        ...        [0.4])
-        'training was the bottleneck: the workers were idle 40% of the time; give train_model more \
-devices, or the reference, which took 29% of the step, one of its own'
     """
     step = middle["time/step"]
     waited, resting = middle.get("time/wait", 0.0) / step, sum(idle) / max(1, len(idle))

@@ -200,7 +200,7 @@ def test_tensorboard_holds_scalars_and_samples(tmp_path):
 @needs_wandb
 def test_wandb_mode_is_checked_before_anything_starts(tmp_path):
     with pytest.raises(ValueError, match="mode='cloud'"):
-        WandbLogger(project="grpo", dir=tmp_path, mode="cloud")
+        WandbLogger(tmp_path, project="grpo", mode="cloud")
 
 
 @pytest.mark.slow

@@ -204,7 +204,8 @@ def test_what_a_reader_must_know_is_said(tmp_path, monkeypatch, rows, notice):
 
 def test_a_run_without_any_step_has_its_curve_files(tmp_path):
     write_png_curves(History(()), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"accuracy.png", "reward.png", "overview.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "accuracy.png", "reward.png", "overview.png"}
     assert not has_color(tmp_path / "reward.png", "blue")
 
 
