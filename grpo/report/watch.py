@@ -7,31 +7,31 @@ from collections.abc import Callable, Mapping
 
 from grpo.report.loggers import MetricLogger
 
+# Nats a token, the mean of the absolute differences.
+_FAR = 0.1
+
 
 class AlignmentWarning(MetricLogger):
     """Say so, with what to check, when the trainer's log-probs are far from the sampled ones.
 
     Args:
         warn: shows a warning.
-        threshold: nats a token, the mean of the absolute differences.
         every: steps after which a warning is repeated.
 
     Examples:
-        >>> watch = AlignmentWarning(lambda text: print(text[:17]), threshold=0.1)
+        >>> watch = AlignmentWarning(lambda text: print(text[:17]))
         >>> watch.log(1, {"policy/log_prob_diff_abs_mean": 0.01})
         >>> watch.log(2, {"policy/log_prob_diff_abs_mean": 0.5})
         LogProb alignment
     """
 
-    def __init__(
-        self, warn: Callable[[str], None], *, threshold: float = 0.1, every: int = 20
-    ) -> None:
-        self.warn, self.threshold, self.every = warn, threshold, every
+    def __init__(self, warn: Callable[[str], None], *, every: int = 20) -> None:
+        self.warn, self.every = warn, every
         self._warned_at = -math.inf
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         difference = metrics.get("policy/log_prob_diff_abs_mean", 0.0)
-        if difference <= self.threshold or step < self._warned_at + self.every:
+        if difference <= _FAR or step < self._warned_at + self.every:
             return
         self._warned_at = step
         self.warn(

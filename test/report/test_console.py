@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
 from grpo.report.console import Console
-from grpo.report.loggers import Sample
 from grpo.report.words import format_duration, one_line, phase_times
+
+from .samples import sample
 
 METRICS = {
     "reward/mean": 0.5,
@@ -42,18 +43,6 @@ def terminal(*, width: int = 80) -> RichConsole:
 
 def written(out: RichConsole) -> str:
     return out.file.buffer.getvalue().decode(out.encoding)
-
-
-def sample(**changes) -> Sample:
-    values = {
-        "prompt": "2 + 2?",
-        "completion": "It is\n4",
-        "reward": 1.0,
-        "success": True,
-        "truncated": False,
-        "answer": "4",
-    }
-    return Sample(**(values | changes))
 
 
 def test_without_a_terminal_each_step_is_one_plain_line():
@@ -132,7 +121,7 @@ def test_markup_in_model_text_is_shown_as_it_is():
 
 def test_samples_table_shows_newlines_marks_and_the_cut():
     out = plain(width=100)
-    right, wrong = sample(), sample(success=False, reward=0.1, truncated=True)
+    right, wrong = sample(completion="It is\n4"), sample(success=False, reward=0.1, truncated=True)
     Console(1, console=out).samples_table([right, wrong, wrong, wrong, right], step=7)
     text = written(out)
     assert "samples at step 7" in text

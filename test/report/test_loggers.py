@@ -15,29 +15,18 @@ from grpo.report.loggers import (
     JsonlLogger,
     LoggerGroup,
     MetricLogger,
-    Sample,
     TensorBoardLogger,
     WandbLogger,
     make_loggers,
     read_jsonl,
 )
 
+from .samples import sample
+
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 needs_tensorboard = pytest.mark.skipif(
     find_spec("tensorboard") is None, reason="tensorboard is not installed"
 )
-
-
-def sample(**changes) -> Sample:
-    values = {
-        "prompt": "2 + 2?",
-        "completion": "4",
-        "reward": 1.0,
-        "success": True,
-        "truncated": False,
-        "answer": "4",
-    }
-    return Sample(**(values | changes))
 
 
 @settings(max_examples=40, deadline=None)

@@ -18,6 +18,8 @@ from grpo.report.history import History, smooth, thin
 from grpo.report.loggers import JsonlLogger, Sample
 from grpo.report.page import flatten, pick_steps, versions, write_report
 
+from .samples import sample
+
 HOSTILE = "<script>alert('x')</script> & \"quoted\" \u202e \ud800 ```</pre>"
 
 
@@ -37,18 +39,6 @@ def metrics(step: int) -> dict[str, float]:
         "tokens/per_second": 1000.0 + step,
     }
     return values | ({"eval/accuracy": step / 200} if step % 20 == 0 else {})
-
-
-def sample(**changes) -> Sample:
-    values = {
-        "prompt": "2 + 2?",
-        "completion": "4",
-        "reward": 1.0,
-        "success": True,
-        "truncated": False,
-        "answer": "4",
-    }
-    return Sample(**(values | changes))
 
 
 def record(run_dir: Path, rows: dict[int, dict], samples: dict[int, list[Sample]]) -> Path:
