@@ -24,26 +24,21 @@ PALETTE = {
     "pink": ("#cb4a93", "#f290c4"),
     "gray": ("#98a1b0", "#6b7482"),
 }
+#: Colours of the phases of a step, from the bottom of its bar to the top.
 PHASES = {
-    "generate": "blue",
-    "reward": "amber",
-    "train": "violet",
-    "optimizer": "pink",
-    "sync": "green",
-    "canary": "teal",
-    "eval": "red",
-    "other": "gray",
+    "generate": "blue", "reward": "amber", "train": "violet", "optimizer": "pink", "sync": "green",
+    "canary": "teal", "eval": "red", "other": "gray",
 }
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: the first of ``names`` that the run has."""
+    """One metric in a chart; a smooth one is drawn pale, with its moving average on top."""
 
-    names: tuple[str, ...]
+    name: str
     label: str
     color: str
-    smooth: bool = False
+    smooth: bool = True
 
 
 def _number(value: float) -> str:
@@ -71,7 +66,6 @@ class Chart:
         floor: lowest end of the value axis, or None to fit the data.
         span: what the value axis shows at least, so that rounding does not look like movement.
         wide: whether it belongs to the first look, and takes half the page rather than a third.
-        prefix: any metric whose name starts so counts as data too.
         kind: how it is drawn; ``ratio`` adds bands of quantiles, ``times`` stacks the phases.
     """
 
@@ -83,21 +77,17 @@ class Chart:
     floor: float | None = None
     span: tuple[float, float] | None = None
     wide: bool = False
-    prefix: str | None = None
     kind: Literal["lines", "ratio", "times"] = "lines"
 
     def has_data(self, history: History) -> bool:
         """Whether the run has a value to draw."""
-        names = [name for line in self.lines for name in line.names]
-        if self.prefix is not None:
-            names += [name for name in history.names if name.startswith(self.prefix)]
-        return bool(history.series(*names)[0])
+        return any(history.series(line.name)[0] for line in self.lines)
 
 
 def charts_of(history: History) -> tuple[Chart, ...]:
     """The charts of a run: :data:`CHARTS`, and one of its rewards where it has several."""
     colors = [role for role in PALETTE if role not in ("ink", "muted", "line")]
-    lines = tuple(Line((f"reward/{name}/mean",), name, colors[i % len(colors)], smooth=True)
+    lines = tuple(Line(f"reward/{name}/mean", name, colors[i % len(colors)])
                   for i, name in enumerate(reward_parts(history.names)))
     if not lines:
         return CHARTS
@@ -109,131 +99,50 @@ def charts_of(history: History) -> tuple[Chart, ...]:
 
 #: Of every run, in the order of the page.
 CHARTS = (
-    Chart(
-        "accuracy",
-        "Accuracy",
-        "Held-out: greedy answers to prompts never trained on. Train: sampled answers.",
-        (
-            Line(("reward/success_rate",), "train", "gray", smooth=True),
-            Line(("eval/accuracy",), "held-out", "green"),
-        ),
-        _percent,
-        floor=0.0,
-        wide=True,
-    ),
-    Chart(
-        "reward",
-        "Train reward",
-        "Mean over the completions of a step (pale) and its moving average (strong).",
-        (Line(("reward/mean",), "reward", "blue", smooth=True),),
-        wide=True,
-    ),
-    Chart(
-        "ratio",
-        "Probability ratio",
-        "Trained policy over sampler, for each sampled token. On-policy it hugs 1.",
-        (Line(("policy/ratio_p50",), "median", "blue"),),
-        wide=True,
-        span=(0.99, 1.01),
-        prefix="policy/ratio_",
-        kind="ratio",
-    ),
-    Chart(
-        "step_time",
-        "Step time",
-        "Seconds of a step by phase; the legend gives the means.",
-        (),
-        _seconds,
-        floor=0.0,
-        wide=True,
-        prefix="time/",
-        kind="times",
-    ),
-    Chart(
-        "reward_std",
-        "Reward spread",
-        "Standard deviation. Near 0 there is nothing left to learn from.",
-        (Line(("reward/std",), "std", "amber", smooth=True),),
-        floor=0.0,
-    ),
-    Chart(
-        "zero_variance_groups",
-        "Groups without a signal",
-        "Groups in which every completion got the same reward.",
-        (Line(("reward/zero_variance_groups",), "groups", "amber", smooth=True),),
-        floor=0.0,
-    ),
-    Chart(
-        "kl",
-        "KL divergence",
-        "To the reference: how far the policy has moved. To the engine: should stay near 0.",
-        (
-            Line(("policy/kl_to_ref", "loss/kl_to_ref"), "reference", "violet"),
-            Line(("policy/kl_to_inference", "loss/kl_to_inference"), "engine", "teal"),
-        ),
-    ),
-    Chart(
-        "entropy",
-        "Entropy",
-        "Of the next-token distribution, in nats. A collapse to 0 ends exploration.",
-        (Line(("policy/entropy", "loss/entropy"), "entropy", "teal"),),
-        floor=0.0,
-    ),
-    Chart(
-        "clip_fraction",
-        "Clip fraction",
-        "Share of tokens whose ratio left the trust region, on either side.",
-        (
-            Line(("policy/clip_fraction_low",), "low", "red", smooth=True),
-            Line(("policy/clip_fraction_high",), "high", "green", smooth=True),
-        ),
-        _percent,
-        floor=0.0,
-    ),
-    Chart(
-        "grad_norm",
-        "Gradient norm",
-        "Before clipping. Rare spikes are normal, growth is not.",
-        (Line(("train/grad_norm",), "norm", "pink", smooth=True),),
-        floor=0.0,
-    ),
-    Chart(
-        "response_length",
-        "Completion length",
-        "Sampled tokens of a completion.",
-        (
-            Line(("tokens/response_max",), "max", "gray"),
-            Line(("tokens/response_mean",), "mean", "blue", smooth=True),
-        ),
-        floor=0.0,
-    ),
-    Chart(
-        "truncated",
-        "Cut completions",
-        "Share of completions that hit the length limit.",
-        (Line(("tokens/truncated_fraction",), "cut", "red", smooth=True),),
-        _percent,
-        floor=0.0,
-    ),
-    Chart(
-        "throughput",
-        "Throughput",
-        "Tokens per second.",
-        (Line(("tokens/per_second",), "tokens/s", "green", smooth=True),),
-        floor=0.0,
-    ),
-    Chart(
-        "ess",
-        "Effective sample size",
-        "Of the importance weights; 1 (or the batch size) when on-policy.",
-        (Line(("policy/ess",), "ESS", "violet", smooth=True),),
-        span=(0.99, 1.0),
-    ),
-    Chart(
-        "lr",
-        "Learning rate",
-        "As the optimizer used it.",
-        (Line(("train/lr",), "lr", "gray"),),
-        floor=0.0,
-    ),
+    Chart("accuracy", "Accuracy",
+          "Held-out: greedy answers to prompts never trained on. Train: sampled answers.",
+          (Line("reward/success_rate", "train", "gray"),
+           Line("eval/accuracy", "held-out", "green", smooth=False)),
+          _percent, floor=0.0, wide=True),
+    Chart("reward", "Train reward",
+          "Mean over the completions of a step (pale) and its moving average (strong).",
+          (Line("reward/mean", "reward", "blue"),), wide=True),
+    Chart("ratio", "Probability ratio",
+          "Trained policy over sampler, for each sampled token. On-policy it hugs 1.",
+          (Line("policy/ratio_p50", "median", "blue", smooth=False),),
+          span=(0.99, 1.01), wide=True, kind="ratio"),
+    Chart("step_time", "Step time", "Seconds of a step by phase; the legend gives the means.",
+          (Line("time/step", "step", "gray"),), _seconds, floor=0.0, wide=True, kind="times"),
+    Chart("reward_std", "Reward spread",
+          "Standard deviation. Near 0 there is nothing left to learn from.",
+          (Line("reward/std", "std", "amber"),), floor=0.0),
+    Chart("zero_variance_groups", "Groups without a signal",
+          "Groups in which every completion got the same reward.",
+          (Line("reward/zero_variance_groups", "groups", "amber"),), floor=0.0),
+    Chart("kl", "KL divergence",
+          "To the reference: how far the policy has moved. To the engine: should stay near 0.",
+          (Line("policy/kl_to_ref", "reference", "violet", smooth=False),
+           Line("policy/kl_to_inference", "engine", "teal", smooth=False))),
+    Chart("entropy", "Entropy",
+          "Of the next-token distribution, in nats. A collapse to 0 ends exploration.",
+          (Line("policy/entropy", "entropy", "teal", smooth=False),), floor=0.0),
+    Chart("clip_fraction", "Clip fraction",
+          "Share of tokens whose ratio left the trust region, on either side.",
+          (Line("policy/clip_fraction_low", "low", "red"),
+           Line("policy/clip_fraction_high", "high", "green")), _percent, floor=0.0),
+    Chart("grad_norm", "Gradient norm",
+          "Before clipping. Rare spikes are normal, growth is not.",
+          (Line("train/grad_norm", "norm", "pink"),), floor=0.0),
+    Chart("response_length", "Completion length", "Sampled tokens of a completion.",
+          (Line("tokens/response_max", "max", "gray", smooth=False),
+           Line("tokens/response_mean", "mean", "blue")), floor=0.0),
+    Chart("truncated", "Cut completions", "Share of completions that hit the length limit.",
+          (Line("tokens/truncated_fraction", "cut", "red"),), _percent, floor=0.0),
+    Chart("throughput", "Throughput", "Tokens per second.",
+          (Line("tokens/per_second", "tokens/s", "green"),), floor=0.0),
+    Chart("ess", "Effective sample size",
+          "Of the importance weights; 1 (or the batch size) when on-policy.",
+          (Line("policy/ess", "ESS", "violet"),), span=(0.99, 1.0)),
+    Chart("lr", "Learning rate", "As the optimizer used it.",
+          (Line("train/lr", "lr", "gray", smooth=False),), floor=0.0),
 )

@@ -19,9 +19,10 @@ from rich.console import Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+from grpo.report.history import thin
 from grpo.report.loggers import Sample
 from grpo.report.words import (
     ACCURACY,
@@ -93,9 +94,7 @@ def _trend(history: Sequence[float]) -> float | None:
 
 def _sparkline(history: Sequence[float], bars: str, width: int = 16) -> str:
     """The history as ``width`` bars at most, each the mean of its share of the values."""
-    n = min(width, len(history))
-    edges = [i * len(history) // n for i in range(n + 1)] if n else []
-    means = [sum(history[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    _, means = thin(range(len(history)), history, limit=width)
     if len(means) < 2:
         return ""
     low, span = min(means), max(means) - min(means)
@@ -108,13 +107,10 @@ class Console:
 
     Args:
         total_steps: number of steps of the run, at least 1.
-        quiet: show warnings only.
-        plain_every: without a terminal, print a line every so many steps. Steps with a held-out
-            accuracy, the first step and the last one are always printed.
         console: the Rich console to write to; by default one on standard output.
 
     Raises:
-        ValueError: if ``total_steps`` or ``plain_every`` is below 1.
+        ValueError: if ``total_steps`` is below 1.
 
     Examples:
         >>> import io
@@ -126,20 +122,10 @@ class Console:
         step 1/2  reward 0.250  step time 1.5s (generate 1.2s)  left 1.5s
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        *,
-        quiet: bool = False,
-        plain_every: int = 1,
-        console: RichConsole | None = None,
-    ) -> None:
-        for name, value in (("total_steps", total_steps), ("plain_every", plain_every)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+    def __init__(self, total_steps: int, *, console: RichConsole | None = None) -> None:
+        if total_steps < 1:
+            raise ValueError(f"{total_steps=} must be at least 1")
         self.total_steps = total_steps
-        self.quiet = quiet
-        self.plain_every = plain_every
         self._out = console or RichConsole(highlight=False)
         self._glyphs = _ASCII if self._out.options.ascii_only else _UNICODE
         self._progress = _Progress()
@@ -152,10 +138,8 @@ class Console:
         return self._out.is_terminal and not self._out.is_dumb_terminal
 
     def __enter__(self) -> Console:
-        if self.is_live and not self.quiet:
-            self._live = Live(
-                get_renderable=self._render, console=self._out, refresh_per_second=4, transient=True
-            )
+        if self.is_live:
+            self._live = Live(get_renderable=self._render, console=self._out, transient=True)
             self._live.start()
         return self
 
@@ -169,57 +153,47 @@ class Console:
 
     # Messages -------------------------------------------------------------------------------
 
-    def banner(self, rows: Mapping[str, str], *, title: str = "GRPO") -> None:
+    def banner(self, rows: Mapping[str, str]) -> None:
         """Show what was resolved at start-up: model, engine, weight sharing, device, ..."""
-        if self.quiet:
-            return
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="cyan", no_wrap=True)
-        grid.add_column(overflow="fold")
-        for name, value in {**rows, "changes": self._legend()}.items():
+        grid = Table.grid(Column(style="cyan", no_wrap=True), Column(overflow="fold"),
+                          padding=(0, 2))
+        changes = (
+            f"{self._glyphs.up} {self._glyphs.down} beside the reward: mean of the last "
+            f"{TREND_STEPS} iterations less that of the first {TREND_STEPS}; beside held-out: "
+            "points since the first evaluation; both since this start")
+        for name, value in {**rows, "changes": changes}.items():
             grid.add_row(Text(name), Text(self._clean(str(value), limit=2_000)))
-        panel = Panel(grid, title=Text(title, style="bold"), title_align="left", expand=False)
-        self._out.print(panel)
+        self._out.print(
+            Panel(grid, title=Text("GRPO", style="bold"), title_align="left", expand=False))
 
     def info(self, message: str) -> None:
         """Say something in passing."""
-        if not self.quiet:
-            self._print(Text(self._encodable(message)))
+        self._print(Text(self._encodable(message)))
 
     def warn(self, message: str) -> None:
-        """Say something the reader should act on; shown even when quiet."""
+        """Say something the reader should act on."""
         self._print(Text.assemble(("warning: ", "bold yellow"), self._encodable(message)))
 
-    def samples_table(
-        self, samples: Sequence[Sample], *, step: int | None = None, limit: int = 4
-    ) -> None:
-        """Print up to ``limit`` completions with their rewards."""
-        if self.quiet or not samples:
-            return
-        title = "samples" if step is None else f"samples at step {step}"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, expand=True)
-        table.title_style = "bold"
-        table.add_column("prompt", ratio=3, style="dim", overflow="fold")
-        table.add_column("completion", ratio=5, overflow="fold")
-        table.add_column("answer", max_width=12, overflow="fold")
-        table.add_column("reward", justify="right", no_wrap=True)
-        for sample in samples[:limit]:
+    def samples_table(self, samples: Sequence[Sample], *, step: int) -> None:
+        """Print the first four completions with their rewards."""
+        table = Table(
+            Column("prompt", ratio=3, style="dim", overflow="fold"),
+            Column("completion", ratio=5, overflow="fold"),
+            Column("answer", max_width=12, overflow="fold"),
+            Column("reward", justify="right", no_wrap=True), title=f"samples at step {step}",
+            title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, expand=True)
+        for sample in samples[:4]:
             completion = Text(self._clean(sample.completion, limit=320))
             if sample.truncated:
                 completion.append(" [cut by the length limit]", style="yellow")
-            yes, no = (self._glyphs.yes, "green"), (self._glyphs.no, "red")
-            mark, style = yes if sample.success else no
+            mark, style = self._mark(sample.success)
             table.add_row(
-                Text(self._clean(sample.prompt, limit=200)),
-                completion,
+                Text(self._clean(sample.prompt, limit=200)), completion,
                 Text(self._clean(sample.answer, limit=60)),
-                Text(f"{mark} {sample.reward:.2f}", style=style),
-            )
+                Text(f"{mark} {sample.reward:.2f}", style=style))
         self._out.print(table)
 
-    def finish(
-        self, paths: Mapping[str, Path], headline: str, *, tick: bool = True
-    ) -> None:
+    def finish(self, paths: Mapping[str, Path], headline: str, *, tick: bool = True) -> None:
         """End the display: the result in one line, and where everything lies.
 
         Args:
@@ -228,9 +202,7 @@ class Console:
             tick: False for a run that ended early, or had nothing to learn from.
         """
         self._stop_live()
-        if self.quiet:
-            return
-        mark, style = (self._glyphs.yes, "green") if tick else (self._glyphs.no, "red")
+        mark, style = self._mark(tick)
         headline = self._encodable(headline)
         self._print(Text.assemble((f"{mark} ", f"bold {style}"), (headline, "bold")))
         width = max(map(len, paths), default=0)
@@ -238,11 +210,8 @@ class Console:
             place = self._encodable(str(path))
             self._print(Text.assemble("  ", (f"{name:<{width}}", "cyan"), "  ", place))
 
-    def _legend(self) -> str:
-        """What the arrows of the lines to come compare."""
-        return (f"{self._glyphs.up} {self._glyphs.down} beside the reward: mean of the last "
-                f"{TREND_STEPS} iterations less that of the first {TREND_STEPS}; beside held-out: "
-                "points since the first evaluation; both since this start")
+    def _mark(self, good: bool) -> tuple[str, str]:
+        return (self._glyphs.yes, "green") if good else (self._glyphs.no, "red")
 
     def _clean(self, text: str, *, limit: int) -> str:
         glyphs = self._glyphs
@@ -261,19 +230,13 @@ class Console:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a finished step, 1 to ``total_steps``; 0 is before training."""
-        first = not self._progress.metrics
         self._progress.update(step, metrics, self._clock())
-        if self.quiet:
-            return
-        evaluated = ACCURACY in metrics
         if self._live is None:
-            due = step % self.plain_every == 0 or step == self.total_steps
-            if first or evaluated or due:
-                self._print(self._plain_line())
-        else:
-            if evaluated:  # stays above the live lines, so that the run leaves a history
-                self._print(Text.assemble(self._count(), "  ", self._learning()))
-            self._live.refresh()
+            self._print(self._plain_line())
+            return
+        if ACCURACY in metrics:  # stays above the live lines, so that the run leaves a history
+            self._print(Text.assemble(self._count(), "  ", self._learning()))
+        self._live.refresh()
 
     def _count(self) -> str:
         total = str(self.total_steps)
@@ -324,28 +287,21 @@ class Console:
             phases = self._phases()
             took = f"step time {format_duration(progress.metrics[STEP_TIME])}"
             parts.append(Text(took + (f" ({phases})" if phases else "")))
-        left = progress.seconds_left(self.total_steps)
-        if left:
+        if left := progress.seconds_left(self.total_steps):
             parts.append(Text(f"left {format_duration(left)}"))
         return Text("  ").join(part for part in parts if part.plain)
 
     def _render(self) -> Group:
         """The three live lines; each fits 80 columns and is cut, not wrapped, below that."""
         progress = self._progress
-        bar = Table.grid(padding=(0, 1), expand=True)
-        bar.add_column(no_wrap=True)
-        bar.add_column(ratio=1)
-        bar.add_column(no_wrap=True)
         left = progress.seconds_left(self.total_steps)
-        if progress.step >= self.total_steps:
-            status = "done"
-        else:
-            status = "starting" if left is None else f"left {format_duration(left)}"
-        bar.add_row(
-            Text(self._count(), style="bold"),
-            ProgressBar(total=self.total_steps, completed=progress.step),
-            Text(status, style="dim"),
-        )
+        status = ("done" if progress.step >= self.total_steps else
+                  "starting" if left is None else f"left {format_duration(left)}")
+        bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True),
+                         padding=(0, 1), expand=True)
+        bar.add_row(Text(self._count(), style="bold"),
+                    ProgressBar(total=self.total_steps, completed=progress.step),
+                    Text(status, style="dim"))
         lines = [self._learning(live=True)]
         if STEP_TIME in progress.metrics:
             took = f"step time {format_duration(progress.metrics[STEP_TIME])}  {self._phases()}"

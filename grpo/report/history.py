@@ -1,16 +1,14 @@
-"""The metrics of a run, read back from its record: series, phase times, thinning, smoothing."""
+"""The metrics of a run, read back from its record: series, thinning, smoothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from grpo.report.loggers import METRICS_FILE, read_jsonl
-from grpo.report.words import phase_times
-
-PHASE_ORDER = ("generate", "reward", "train", "optimizer", "sync", "canary", "eval")
 
 
 @dataclass(frozen=True)
@@ -49,33 +47,10 @@ class History:
         """Names of all metrics, sorted."""
         return sorted({name for row in self.rows for name in row} - {"step", "time"})
 
-    def series(self, *names: str) -> tuple[list[int], list[float]]:
-        """Steps and values of the first of ``names`` that has finite values."""
-        for name in names:
-            rows = [row for row in self.rows if row.get(name) is not None]
-            if rows:
-                return [row["step"] for row in rows], [float(row[name]) for row in rows]
-        return [], []
-
-    def phases(self) -> tuple[list[int], dict[str, list[float]]]:
-        """The steps with times, and for each phase its seconds in each of them (0 where absent).
-
-        The phase ``other`` fills up ``time/step``, unless it is negligible.
-        """
-        times = {
-            row["step"]: {k: v for k, v in row.items() if k.startswith("time/") and v is not None}
-            for row in self.rows
-        }
-        times = {step: row for step, row in times.items() if row}
-        totals = [row.get("time/step", 0.0) for row in times.values()]
-        seconds = [phase_times(row) for row in times.values()]
-        found = {name for row in seconds for name in row}
-        order = [*(p for p in PHASE_ORDER if p in found), *sorted(found - set(PHASE_ORDER))]
-        phases = {name: [row.get(name, 0.0) for row in seconds] for name in order}
-        other = [max(0.0, t - sum(row.values())) for t, row in zip(totals, seconds, strict=True)]
-        if sum(other) > 0.01 * sum(totals):
-            phases["other"] = other
-        return list(times), phases
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """The steps in which a metric has a finite value, and these values."""
+        rows = [row for row in self.rows if row.get(name) is not None]
+        return [row["step"] for row in rows], [float(row[name]) for row in rows]
 
 
 def thin(steps: Sequence[int], values: Sequence[float], *, limit: int = 300) -> tuple:
@@ -104,16 +79,11 @@ def smooth(values: Sequence[float]) -> list[float]:
     """
     decay = 0.5 ** (1 / max(1.0, len(values) / 40))
 
-    def one_sided(values: Sequence[float]) -> list[tuple[float, float]]:
-        sums, total, weight = [], 0.0, 0.0
-        for value in values:
-            total, weight = decay * total + value, decay * weight + 1.0
-            sums.append((total, weight))
-        return sums
+    def sums(values: Sequence[float]) -> list[float]:
+        left, right = (list(accumulate(side, lambda total, value: decay * total + value))
+                       for side in (values, values[::-1]))
+        # The value itself is in both sums and counts once.
+        return [a + b - value for a, b, value in zip(left, right[::-1], values, strict=True)]
 
-    left, right = one_sided(values), one_sided(values[::-1])[::-1]
-    # The value itself is in both sums and counts once.
-    return [
-        (a + b - value) / (m + n - 1.0)
-        for value, (a, m), (b, n) in zip(values, left, right, strict=True)
-    ]
+    weights = sums([1.0] * len(values))
+    return [total / weight for total, weight in zip(sums(values), weights, strict=True)]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo.report.loggers import MetricLogger, Sample
+from grpo.report.loggers import MetricLogger
 
 #: Iterations in a row that may be without a signal by chance.
 PATIENCE = 5
@@ -128,12 +128,6 @@ class SignalWarning(MetricLogger):
         beyond = len(self._silent) - PATIENCE
         if beyond >= 0 and beyond % self.every == 0:
             self.warn(str(Silence(self._silent, whole=False)))
-
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """They are of evaluations."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def _is_constant(metrics: Mapping[str, float | None]) -> bool:

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
@@ -25,8 +24,6 @@ WandbMode = Literal["online", "offline", "disabled"]
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
-_WANDB_ID_FILE = "wandb_run_id"
-_RESERVED = ("step", "time")
 
 
 @dataclass(frozen=True)
@@ -51,18 +48,16 @@ class Sample:
     answer: str
 
 
-class MetricLogger(ABC):
+class MetricLogger:
     """A destination for metrics and samples. Also a context manager that closes itself."""
 
-    @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
+        raise NotImplementedError
 
-    @abstractmethod
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Record sample completions of one step."""
+        """Record sample completions of one step, if there is a place for them."""
 
-    @abstractmethod
     def close(self) -> None:
         """Write what is pending and release resources. Calling it twice is harmless."""
 
@@ -124,8 +119,7 @@ class JsonlLogger(MetricLogger):
     wait where the disk is full (:class:`~grpo.system.line_file.LineFile`).
 
     Args:
-        path: file for metrics; parent folders are made.
-        samples_path: file for samples, by default ``samples.jsonl`` beside ``path``.
+        path: file for metrics; parent folders are made. Samples go to ``samples.jsonl`` beside it.
 
     Examples:
         >>> import tempfile
@@ -136,17 +130,19 @@ class JsonlLogger(MetricLogger):
         [None]
     """
 
-    def __init__(self, path: Path | str, *, samples_path: Path | str | None = None) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.samples_path = Path(samples_path or self.path.with_name(SAMPLES_FILE))
+        self._open()
+
+    def _open(self) -> None:
         self._metrics = LineFile(self.path)
-        self._samples = LineFile(self.samples_path)
+        self._samples = LineFile(self.path.with_name(SAMPLES_FILE))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line; ValueError if a metric is called ``step`` or ``time``."""
-        taken = [name for name in _RESERVED if name in metrics]
-        if taken:
-            raise ValueError(f"metric name {taken[0]!r} is reserved for the row itself; rename it")
+        for name in ("step", "time"):
+            if name in metrics:
+                raise ValueError(f"metric name {name!r} is reserved for the row itself; rename it")
         self._metrics.append(_dump(_row(step, metrics)))
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -156,11 +152,10 @@ class JsonlLogger(MetricLogger):
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps from both files, each replaced atomically."""
         self.close()
-        for path in (self.path, self.samples_path):
+        for path in (self.path, self.path.with_name(SAMPLES_FILE)):
             kept = [row for row in read_jsonl(path) if row["step"] <= step]
-            write_atomically(path, "".join(_dump(row) for row in kept))
-        self._metrics = LineFile(self.path)
-        self._samples = LineFile(self.samples_path)
+            write_atomically(path, "".join(map(_dump, kept)))
+        self._open()
 
     def close(self) -> None:
         self._metrics.close()
@@ -186,15 +181,12 @@ class WandbLogger(MetricLogger):
     """Weights & Biases. ``mode="offline"`` needs no network; ``wandb sync`` uploads it later.
 
     Args:
-        project: W&B project.
-        name: run name; W&B invents one if None.
-        group: group of runs, e.g. the seeds of one experiment.
-        config: resolved configuration, stored with the run.
-        dir: folder for W&B's own files.
+        run_dir: folder of the run, for W&B's own files and for the id of W&B's run: a resumed run
+            continues the same one behind the last step that it has, since W&B can add to a run
+            but not take back.
         mode: ``online``, ``offline`` or ``disabled``.
-        run_id: id of the run to create or, online, to continue.
-        logged_steps: steps up to this one are in the run already, and are not sent again; W&B can
-            add to a run but not take back.
+        earlier: steps that the run's metrics have already.
+        **options: ``project``, ``name``, ``group`` and ``config`` of ``wandb.init``.
 
     Raises:
         ImportError: if wandb is not installed.
@@ -203,30 +195,23 @@ class WandbLogger(MetricLogger):
     """
 
     def __init__(
-        self,
-        *,
-        project: str,
-        name: str | None = None,
-        group: str | None = None,
-        config: Mapping[str, Any] | None = None,
-        dir: Path | str,
-        mode: WandbMode = "online",
-        run_id: str | None = None,
-        logged_steps: int | None = None,
+        self, run_dir: Path, *, mode: WandbMode, earlier: Sequence[int] = (), **options: Any
     ) -> None:
         if mode not in get_args(WandbMode):
             raise ValueError(f"mode={mode!r} is not one of {', '.join(get_args(WandbMode))}")
-        _require("wandb")
         import wandb
 
-        Path(dir).mkdir(parents=True, exist_ok=True)
-        self._wandb, self.logged_steps = wandb, logged_steps
+        id_file = run_dir / "wandb_run_id"
+        # A run that was resumed before may have got further than its metrics say now.
+        run_id, *before = id_file.read_text().split() if id_file.exists() else [None]
+        self._logged = max([*map(int, before), *earlier], default=None) if run_id else None
+        self._wandb = wandb
         try:
             self._run = wandb.init(
-                project=project, name=name, group=group, config=dict(config or {}), dir=str(dir),
-                mode=mode, id=run_id, resume="allow" if run_id and mode == "online" else None,
+                dir=str(run_dir), mode=mode, id=run_id,
+                resume="allow" if run_id and mode == "online" else None,
                 # W&B's capture of stdout would fight with the live progress display.
-                settings=wandb.Settings(console="off"))
+                settings=wandb.Settings(console="off"), **options)
         except wandb.errors.Error as error:  # not logged in, no network, no such project
             raise ConfigError(
                 f"logging.backends contains 'wandb', but W&B does not start: {error}; run `wandb "
@@ -235,23 +220,17 @@ class WandbLogger(MetricLogger):
         # W&B's own step may only grow, so a resumed run would lose the steps it repeats.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        known = [self._run.id] if self._logged is None else [self._run.id, str(self._logged)]
+        write_atomically(id_file, "\n".join(known) + "\n")
 
-    @property
-    def run_id(self) -> str:
-        """W&B's id of this run."""
-        return self._run.id
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._send(step, metrics)
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._logged is None or step > self._logged:
+            self._run.log({"step": step, **metrics})
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         columns = [field.name for field in fields(Sample)]
         rows = [list(asdict(sample).values()) for sample in samples]
-        self._send(step, {"samples": self._wandb.Table(columns=columns, data=rows)})
-
-    def _send(self, step: int, values: Mapping[str, Any]) -> None:
-        if self.logged_steps is None or step > self.logged_steps:
-            self._run.log({"step": step, **values})
+        self.log(step, {"samples": self._wandb.Table(columns=columns, data=rows)})
 
     def close(self) -> None:
         self._run.finish()
@@ -264,13 +243,9 @@ class TensorBoardLogger(MetricLogger):
         dir: folder for event files.
         purge_step: when resuming, the first step to be logged anew; TensorBoard hides older
             records from there on.
-
-    Raises:
-        ImportError: if tensorboard is not installed.
     """
 
     def __init__(self, dir: Path | str, *, purge_step: int | None = None) -> None:
-        _require("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(log_dir=str(dir), purge_step=purge_step)
@@ -281,12 +256,12 @@ class TensorBoardLogger(MetricLogger):
         self._writer.flush()
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        # TensorBoard renders text as Markdown; four spaces make a literal block.
         for i, sample in enumerate(samples):
-            head = f"**reward {sample.reward:.3g}**"
             text = f"{sample.prompt}\n\n--- completion ---\n{sample.completion}"
+            # TensorBoard renders text as Markdown; four spaces make a literal block.
             body = "\n".join("    " + line for line in text.splitlines())
-            self._writer.add_text(f"samples/{i}", f"{head}\n\n{body}", global_step=step)
+            self._writer.add_text(f"samples/{i}", f"**reward {sample.reward:.3g}**\n\n{body}",
+                                  global_step=step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -354,16 +329,17 @@ def make_loggers(
         if backend not in get_args(LoggerBackend):
             raise ValueError(
                 f"logging.backends contains {backend!r}, which is not one of "
-                f"{', '.join(get_args(LoggerBackend))} (JSON lines are always written)"
-            )
-        _require(backend)
+                f"{', '.join(get_args(LoggerBackend))} (JSON lines are always written)")
+        if find_spec(backend) is None:
+            raise ImportError(
+                f"logging.backends contains {backend!r} but the package is not installed: run "
+                f"`pip install {backend}`, or remove {backend!r} from logging.backends")
     run_dir = Path(run_dir)
     earlier = [row["step"] for row in read_jsonl(run_dir / METRICS_FILE)]
     if resume_step is None and earlier:
         raise FileExistsError(
             f"{run_dir} already holds the metrics of a run: resume it from its checkpoint, "
-            "or choose another run directory"
-        )
+            "or choose another run directory")
     jsonl = JsonlLogger(run_dir / METRICS_FILE)
     loggers: list[MetricLogger] = [jsonl]
     if resume_step is not None:
@@ -372,22 +348,7 @@ def make_loggers(
         purge_step = None if resume_step is None else resume_step + 1
         loggers.append(TensorBoardLogger(run_dir / "tensorboard", purge_step=purge_step))
     if "wandb" in backends:
-        id_file = run_dir / _WANDB_ID_FILE
-        # A run that was resumed before may have got further than its metrics say now.
-        run_id, *before = id_file.read_text().split() if id_file.exists() else [None]
-        logged_steps = max([*map(int, before), *earlier], default=None) if run_id else None
-        wandb_logger = WandbLogger(
-            project=project, name=name or run_dir.name, group=group, config=config, dir=run_dir,
-            mode=wandb_mode, run_id=run_id, logged_steps=logged_steps)
-        known = [wandb_logger.run_id, *([] if logged_steps is None else [str(logged_steps)])]
-        write_atomically(id_file, "\n".join(known) + "\n")
-        loggers.append(wandb_logger)
+        loggers.append(WandbLogger(
+            run_dir, mode=wandb_mode, earlier=earlier, project=project, name=name or run_dir.name,
+            group=group, config=dict(config)))
     return LoggerGroup(loggers)
-
-
-def _require(package: LoggerBackend) -> None:
-    if find_spec(package) is None:
-        raise ImportError(
-            f"logging.backends contains {package!r} but the package is not installed: run "
-            f"`pip install {package}`, or remove {package!r} from logging.backends"
-        )

@@ -6,21 +6,22 @@ import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
-from html import escape
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from grpo.report.charts import charts_of
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from grpo.report.charts import PALETTE, charts_of
 from grpo.report.curves import svg, write_png_curves
 from grpo.report.history import History
 from grpo.report.learning_signal import silence_at_end
 from grpo.report.loggers import METRICS_FILE, SAMPLES_FILE, read_jsonl, write_atomically
-from grpo.report.style import STYLE
-from grpo.report.words import format_duration
+from grpo.report.words import ACCURACY, REWARD, STEP_TIME, TOKENS_PER_SECOND, format_duration
 
 REPORT_FILE = "report.html"
-CURVES_DIR = "curves"
 PACKAGES = ("torch", "torchrl", "tensordict", "vllm", "transformers", "numpy")
 
 _MAX_ROWS = 6
@@ -62,37 +63,25 @@ def write_report(run_dir: Path | str, *, title: str, config: Mapping[str, Any]) 
     if not (run_dir / METRICS_FILE).exists():
         raise FileNotFoundError(f"{run_dir} holds no {METRICS_FILE}: is it the folder of a run?")
     history = History.read(run_dir)
-    samples = read_jsonl(run_dir / SAMPLES_FILE)
-    write_png_curves(history, run_dir / CURVES_DIR)
-    body = [
-        _header(title, run_dir, history),
-        _headline(history),
-        _charts(history),
-        _samples(samples),
-        _config(config),
-        _all_metrics(history),
-        _versions(),
-    ]
-    page = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</main>\n</body>\n</html>\n"
-    )
-    path = run_dir / REPORT_FILE
+    write_png_curves(history, run_dir / "curves")
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True)
+    templates.filters["cut"] = _cut
+    drawings = [(chart, svg(chart, history)) for chart in charts_of(history)
+                if chart.has_data(history)]
+    page = templates.get_template("page.html").render(
+        title=title, palette=PALETTE, facts=_facts(run_dir, history), tiles=_tiles(history),
+        notices=_notices(history), drawings=drawings,
+        samples=_samples(read_jsonl(run_dir / SAMPLES_FILE)), config=_groups(config),
+        metrics=_metrics(history), versions=versions())
     # A lone surrogate has no UTF-8 form; as a character reference the browser shows it as "�".
-    write_atomically(path, page, errors="xmlcharrefreplace")
-    return path
+    write_atomically(run_dir / REPORT_FILE, page, errors="xmlcharrefreplace")
+    return run_dir / REPORT_FILE
 
 
-def _section(heading: str, content: str, *, note: str = "") -> str:
-    note = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f"<section>\n<h2>{escape(heading)}</h2>{note}\n{content}\n</section>"
-
-
-def _header(title: str, run_dir: Path, history: History) -> str:
+def _facts(run_dir: Path, history: History) -> list[str]:
+    """Of which run the page is, which steps, and when it got there."""
     facts = [run_dir.resolve().name]
     if history.rows:
         steps = history.steps
@@ -100,77 +89,57 @@ def _header(title: str, run_dir: Path, history: History) -> str:
         last = history.rows[-1].get("time")
         if last is not None:
             facts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(last)))
-    facts_html = " <i>·</i> ".join(escape(fact) for fact in facts)
-    return f"<header>\n<h1>{escape(title)}</h1>\n<p>{facts_html}</p>\n</header>"
+    return facts
 
 
-# Headline numbers ---------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Tile:
+    """A headline number, what it was at first, and its change, whose sign colours the detail."""
+
+    label: str
+    value: str
+    detail: str = ""
+    first: str = ""
+    change: float = 0.0
 
 
-def _tile(label: str, value: str, detail: str = "", *, tone: str = "") -> str:
-    return (
-        f'<div class="tile"><span class="label">{escape(label)}</span>'
-        f'<span class="value">{value}</span>'
-        f'<span class="detail {tone}">{escape(detail)}</span></div>'
-    )
-
-
-def _change(first: str, last: str) -> str:
-    return f'<span class="from">{escape(first)} →</span> {escape(last)}'
-
-
-def _headline(history: History) -> str:
+def _tiles(history: History) -> list[_Tile]:
     tiles = []
-    steps, accuracy = history.series("eval/accuracy")
+    steps, accuracy = history.series(ACCURACY)
     if len(accuracy) > 1:
         points = 100 * (accuracy[-1] - accuracy[0])
         detail = f"{points:+.1f} points · best {max(accuracy):.1%} · since step {steps[0]}"
-        value = _change(f"{accuracy[0]:.1%}", f"{accuracy[-1]:.1%}")
-        tiles.append(_tile("Held-out accuracy", value, detail, tone=_tone(points)))
+        tiles.append(_Tile("Held-out accuracy", f"{accuracy[-1]:.1%}", detail,
+                           f"{accuracy[0]:.1%}", points))
     elif accuracy:
-        detail = f"at step {steps[0]}, measured once"
-        tiles.append(_tile("Held-out accuracy", f"{accuracy[0]:.1%}", detail))
-    _, reward = history.series("reward/mean")
+        tiles.append(_Tile("Held-out accuracy", f"{accuracy[0]:.1%}",
+                           f"at step {steps[0]}, measured once"))
+    _, reward = history.series(REWARD)
     if len(reward) > 1:
         k = min(10, len(reward) // 2)
         first, last = sum(reward[:k]) / k, sum(reward[-k:]) / k
         detail = f"{last - first:+.3f} · " + (
             f"the last {k} steps beside the first {k}" if k > 1 else "the last step, the first")
-        value = _change(f"{first:.3f}", f"{last:.3f}")
-        tiles.append(_tile("Train reward", value, detail, tone=_tone(last - first)))
+        tiles.append(_Tile("Train reward", f"{last:.3f}", detail, f"{first:.3f}", last - first))
     elif reward:
-        tiles.append(_tile("Train reward", f"{reward[0]:.3f}"))
+        tiles.append(_Tile("Train reward", f"{reward[0]:.3f}"))
     trained = sum(step > 0 for step in history.steps)  # step 0 is the state before training
-    tiles.append(_tile("Steps", f"{trained:,}", _pace(history)))
-    duration = _duration(history)
+    _, seconds = history.series(STEP_TIME)
+    pace = f"{format_duration(sum(seconds) / len(seconds))} each" if seconds else ""
+    tiles.append(_Tile("Steps", f"{trained:,}", pace))
+    # The clock also runs while a run is interrupted, so the sum of its steps tells more.
+    _, times = history.series("time")
+    duration = sum(seconds) or (times[-1] - times[0] if len(times) > 1 else None)
     if duration is not None:
-        tiles.append(_tile("Training time", format_duration(duration)))
-    _, speed = history.series("tokens/per_second")
+        tiles.append(_Tile("Training time", format_duration(duration)))
+    _, speed = history.series(TOKENS_PER_SECOND)
     if speed:
-        detail = "median" if len(speed) > 1 else ""
-        tiles.append(_tile("Tokens / s", f"{sorted(speed)[len(speed) // 2]:,.0f}", detail))
-    return f'<div class="tiles">{"".join(tiles)}</div>' + _notices(history)
+        tiles.append(_Tile("Tokens / s", f"{sorted(speed)[len(speed) // 2]:,.0f}",
+                           "median" if len(speed) > 1 else ""))
+    return tiles
 
 
-def _tone(change: float) -> str:
-    return "up" if change > 0 else "down" if change < 0 else ""
-
-
-def _duration(history: History) -> float | None:
-    """Seconds the steps took; their sum, since the clock also runs while a run is interrupted."""
-    _, steps = history.series("time/step")
-    if steps:
-        return sum(steps)
-    times = [row["time"] for row in history.rows if row.get("time") is not None]
-    return times[-1] - times[0] if len(times) > 1 else None
-
-
-def _pace(history: History) -> str:
-    _, seconds = history.series("time/step")
-    return f"{format_duration(sum(seconds) / len(seconds))} each" if seconds else ""
-
-
-def _notices(history: History) -> str:
+def _notices(history: History) -> list[str]:
     """What a reader should know before trusting the curves, in sentences."""
     notices = []
     if not history.rows:
@@ -193,39 +162,11 @@ def _notices(history: History) -> str:
         kind, prefix, reason = name.partition("atropos/groups_rejected_")
         if prefix and not kind and value:
             notices.append(f"{value:,.0f} groups of environments were left out ({reason}).")
-    holes = {
-        name
-        for row in history.rows
-        for name, value in row.items()
-        if value is None and name.startswith(("loss/", "train/", "policy/"))
-    }
+    holes = {name for row in history.rows for name, value in row.items()
+             if value is None and name.startswith(("loss/", "train/", "policy/"))}
     if holes:
         notices.append(f"Not finite in at least one step: {', '.join(sorted(holes))}.")
-    items = "".join(f"<li>{escape(notice)}</li>" for notice in notices)
-    return f'<ul class="notices">{items}</ul>' if items else ""
-
-
-# Charts -------------------------------------------------------------------------------------
-
-
-def _charts(history: History) -> str:
-    figures = {True: "", False: ""}
-    for chart in charts_of(history):
-        if chart.has_data(history):
-            caption = f"<h3>{escape(chart.title)}</h3><p>{escape(chart.note)}</p>"
-            drawing = svg(chart, history)
-            figures[chart.wide] += (
-                f'<figure id="{chart.name}"><figcaption>{caption}</figcaption>{drawing}</figure>\n'
-            )
-    sections = (("At a glance", "wide", figures[True]), ("Diagnostics", "small", figures[False]))
-    return "\n".join(
-        _section(heading, f'<div class="charts {kind}">\n{content}</div>')
-        for heading, kind, content in sections
-        if content
-    )
-
-
-# Samples ------------------------------------------------------------------------------------
+    return notices
 
 
 def pick_steps(steps: Sequence[int]) -> list[int]:
@@ -243,63 +184,32 @@ def pick_steps(steps: Sequence[int]) -> list[int]:
     return sorted({first, middle, last})
 
 
-def _samples(rows: Sequence[Mapping[str, Any]]) -> str:
+def _samples(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Completions of a few steps as a table, a column for each step.
+
+    Returns:
+        ``heads``, what each column is called and its step; ``rows`` of cells, None where a step
+        has no more; ``shared``, whether all cells of a row answer the same prompt.
+    """
     steps = pick_steps([row["step"] for row in rows])
-    if not steps:
-        return ""
     columns = [[row for row in rows if row["step"] == step] for step in steps]
-    shared = set.intersection(*({row["prompt"] for row in column} for column in columns))
+    shared = set.intersection(*({row["prompt"] for row in column} for column in columns)
+                              ) if columns else set()
     if shared:
         # The same prompt side by side says most; of several answers the first stands for it.
         prompts = list(dict.fromkeys(r["prompt"] for r in columns[0] if r["prompt"] in shared))
         found = [{row["prompt"]: row for row in reversed(column)} for column in columns]
         table = [[column[prompt] for column in found] for prompt in prompts[:_MAX_ROWS]]
-        note = "The same prompts at each of these steps."
     else:
-        height = min(_MAX_ROWS, max(map(len, columns)))
-        table = [[c[i] if i < len(c) else None for c in columns] for i in range(height)]
-        note = "No prompt was sampled at all of these steps, so each has its own."
-    names = ["start", "middle", "end"] if len(steps) == 3 else ["start", "end"][: len(steps)]
-    heads = "".join(
-        f"<div class='when'>{name} <i>·</i> step {step}</div>"
-        for name, step in zip(names, steps, strict=True)
-    )
-    lines = [f'<div class="row">{heads}</div>']
-    for cells in table:
-        if shared:
-            lines.append(_prompt(cells[0]))
-        cards = "".join(_card(cell, with_prompt=not shared) for cell in cells)
-        lines.append(f'<div class="row">{cards}</div>')
-    content = f'<div class="samples" style="--columns:{len(steps)}">{"".join(lines)}</div>'
-    return _section("Completions", content, note=note if len(steps) > 1 else "")
+        table = list(zip_longest(*columns))[:_MAX_ROWS]
+    names = ["start", "middle", "end"] if len(steps) == 3 else ["start", "end"]
+    return {"heads": list(zip(names, steps, strict=False)), "rows": table, "shared": bool(shared)}
 
 
-def _prompt(row: Mapping[str, Any]) -> str:
-    answer = row.get("answer", "")
-    reference = f'<span class="answer">answer <b>{_text(answer)}</b></span>' if answer else ""
-    return f'<div class="prompt"><pre>{_text(row["prompt"])}</pre>{reference}</div>'
-
-
-def _card(row: Mapping[str, Any] | None, *, with_prompt: bool) -> str:
-    if row is None:
-        return '<div class="card empty"></div>'
-    mark, tone = ("✓", "up") if row["success"] else ("✗", "down")
-    reward = "none" if row["reward"] is None else f"{row['reward']:.2f}"
-    badges = [f'<span class="badge {tone}">{mark} {reward}</span>']
-    if row["truncated"]:
-        badges.append('<span class="badge warn">cut by the length limit</span>')
-    prompt = _prompt(row) if with_prompt else ""
-    completion = f'<pre class="completion">{_text(row["completion"])}</pre>'
-    return f'<div class="card {tone}">{prompt}<p>{"".join(badges)}</p>{completion}</div>'
-
-
-def _text(text: str) -> str:
-    if len(text) > _MAX_CHARS:
-        text = f"{text[:_MAX_CHARS]}… ({len(text) - _MAX_CHARS:,} more characters)"
-    return escape(text)
-
-
-# Tables -------------------------------------------------------------------------------------
+def _cut(text: str) -> str:
+    if len(text) <= _MAX_CHARS:
+        return text
+    return f"{text[:_MAX_CHARS]}… ({len(text) - _MAX_CHARS:,} more characters)"
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -319,40 +229,21 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _table(rows: Mapping[str, Any]) -> str:
-    cells = (
-        f"<tr><th>{escape(str(key))}</th><td>{escape(str(value))}</td></tr>"
-        for key, value in rows.items()
-    )
-    return f"<table>{''.join(cells)}</table>"
-
-
-def _config(config: Mapping[str, Any]) -> str:
+def _groups(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The configuration by its sections; keys outside of one come first."""
     groups: dict[str, dict[str, Any]] = {}
     for name, value in flatten(config).items():
         group, _, rest = name.partition(".")
         groups.setdefault(group if rest else "", {})[rest or name] = value
-    blocks = (
-        f'<div class="group"><h3>{escape(group or "general")}</h3>{_table(rows)}</div>'
-        for group, rows in sorted(groups.items())
-    )
-    content = "".join(blocks)
-    return _section("Configuration", f'<div class="groups">{content}</div>') if content else ""
+    return sorted(groups.items())
 
 
-def _all_metrics(history: History) -> str:
-    rows = []
-    for name in history.names:
-        _, values = history.series(name)
-        if values:
-            numbers = (values[0], values[-1], min(values), max(values), len(values))
-            cells = "".join(f"<td>{number:,.4g}</td>" for number in numbers)
-            rows.append(f"<tr><th>{escape(name)}</th>{cells}</tr>")
-    if not rows:
-        return ""
-    head = "".join(f"<th>{name}</th>" for name in ("", "first", "last", "min", "max", "steps"))
-    table = f'<table class="metrics"><thead><tr>{head}</tr></thead>{"".join(rows)}</table>'
-    return f"<details>\n<summary>All {len(rows)} metrics</summary>\n{table}\n</details>"
+def _metrics(history: History) -> list[tuple[str, list[str]]]:
+    """First, last, least and greatest value of each metric, and in how many steps it is."""
+    found = {name: history.series(name)[1] for name in history.names}
+    return [(name, [f"{number:,.4g}" for number in (
+        values[0], values[-1], min(values), max(values), len(values))])
+        for name, values in found.items() if values]
 
 
 def versions() -> dict[str, str]:
@@ -364,8 +255,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found | {"system": f"{platform.system()} {platform.machine()}"}
-
-
-def _versions() -> str:
-    items = " <i>·</i> ".join(f"{escape(k)} {escape(v)}" for k, v in versions().items())
-    return f"<footer>{items}</footer>"

@@ -31,12 +31,7 @@ class Reporter:
     """
 
     def __init__(
-        self,
-        console: Console,
-        loggers: MetricLogger,
-        tokenizer: Any,
-        *,
-        run_dir: Path,
+        self, console: Console, loggers: MetricLogger, tokenizer: Any, *, run_dir: Path,
         num_samples: int,
     ) -> None:
         self.console, self.tokenizer = console, tokenizer

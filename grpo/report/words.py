@@ -51,15 +51,16 @@ def one_line(text: str, *, limit: int, newline: str = "â", ellipsis: str = "â€
     return text[: room - tail] + ellipsis + text[len(text) - tail :]
 
 
-def phase_times(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each phase of a step: the ``time/*`` metrics except ``time/step``.
+def phase_times(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Seconds of each phase of a step: the finite ``time/*`` metrics except ``time/step``.
 
     Examples:
         >>> phase_times({"time/step": 3.0, "time/train": 2.0, "reward/mean": 0.5})
         {'train': 2.0}
     """
-    times = {k: v for k, v in metrics.items() if k.startswith("time/") and k != STEP_TIME}
-    return {k.removeprefix("time/"): v for k, v in times.items() if math.isfinite(v)}
+    return {name.removeprefix("time/"): seconds for name, seconds in metrics.items()
+            if name.startswith("time/") and name != STEP_TIME
+            and seconds is not None and math.isfinite(seconds)}
 
 
 def reward_parts(names: Iterable[str]) -> list[str]:

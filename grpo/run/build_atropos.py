@@ -40,9 +40,10 @@ from grpo.envs.tokenizer_files import environment_tokenizer
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
 from grpo.report.console import Console
-from grpo.report.loggers import LoggerGroup, MetricLogger, make_loggers
+from grpo.report.loggers import METRICS_FILE, LoggerGroup, make_loggers, read_jsonl
 from grpo.report.reporter import Reporter
-from grpo.report.watch import AlignmentWarning, BenchmarkSummary
+from grpo.report.time_summary import greatest_memory, phase_table
+from grpo.report.watch import AlignmentWarning
 from grpo.run import build
 from grpo.run import build_engine as engine
 from grpo.run import build_objective as objective
@@ -95,6 +96,8 @@ def _build(
     environment_tokenizer(start.model, start.run_dir / TOKENIZER)
     check_memory(start, console)
     loggers = _loggers(start, console)
+    if config.atropos.benchmark:
+        cleanup.callback(_show_times, start, console)
     cleanup.callback(loggers.close)
 
     _forward(config, cleanup, console)  # at once, for a port that is taken costs no engine's start
@@ -229,10 +232,13 @@ def _loggers(start: Start, console: Console) -> LoggerGroup:
         project=config.wandb_project or "grpo", name=config.wandb_run_name,
         group=config.wandb_group, wandb_mode=config.wandb_mode or "online",
         resume_step=start.checkpoint.step if start.checkpoint else None)
-    own: list[MetricLogger] = [AlignmentWarning(console.warn)]
-    if start.config.atropos.benchmark:
-        own.append(BenchmarkSummary(console.info, device=start.device))
-    return LoggerGroup([*group.loggers, *own])
+    return LoggerGroup([*group.loggers, AlignmentWarning(console.warn)])
+
+
+def _show_times(start: Start, console: Console) -> None:
+    table = phase_table(read_jsonl(start.run_dir / METRICS_FILE))
+    if table:
+        console.info("\n".join([*table, greatest_memory(start.device)]))
 
 
 def _canary_prompts(start: Start) -> list[list[int]]:

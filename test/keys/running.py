@@ -149,9 +149,9 @@ class Runner:
         if mode.script == "atropos":
             patch(start_atropos, "find_engine", lambda config: seen.note(
                 "looked for", (config.atropos.vllm_port, config.atropos.bridge_config)))
-            for name in ("loading_table", "BenchmarkSummary"):
+            for name in ("loading_table", "_show_times"):
                 patch(build_atropos, name, lambda *args, name=name, **options: seen.note(
-                    name, "asked for") or _Silent())
+                    name, "asked for") or "")
             patch(build_atropos, "BatchStream", lambda *args, **options: _Stream(
                 seen, *args, **options))
             patch(build_bridge, "EngineDriver", lambda bridge, policy: SimpleNamespace(
@@ -233,18 +233,6 @@ def _optimizer(optimizer: Any) -> Any:
     """With what an optimizer steps."""
     return [{key: value for key, value in group.items() if key != "params"}
             for group in optimizer.adamw.param_groups]
-
-
-class _Silent(str):
-    """Both a text and a logger that do nothing."""
-
-    def log(self, *args: Any) -> None:
-        pass
-
-    log_samples = log
-
-    def close(self) -> None:
-        pass
 
 
 def _fleet(seen: Observation) -> Any:

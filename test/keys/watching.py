@@ -32,8 +32,8 @@ _WORDS = {"describe", "_describe", "describe_loss", "describe_engine", "describe
 _ESTIMATES = {"device_memory.py", "memory_atropos.py", "fast_defaults.py", "resume.py",
               "identity.py"}
 # Modules whose objects only show what happened.
-_SHOWN = ("grpo.config", "grpo.report.console", "grpo.report.style", "grpo.report.charts",
-          "grpo.report.curves", "grpo.report.history", "grpo.run.ledger", "grpo.run.memory")
+_SHOWN = ("grpo.config", "grpo.report.console", "grpo.report.charts", "grpo.report.curves",
+          "grpo.report.history", "grpo.run.ledger", "grpo.run.memory")
 # Attributes that hold all of a configuration, to be saved.
 _WHOLE = {"config", "settings", "asked"}
 _HERE = Path(__file__)

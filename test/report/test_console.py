@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
 from grpo.report.console import Console
-from grpo.report.loggers import Sample
 from grpo.report.words import format_duration, one_line, phase_times
+
+from .samples import sample
 
 METRICS = {
     "reward/mean": 0.5,
@@ -42,18 +43,6 @@ def terminal(*, width: int = 80) -> RichConsole:
 
 def written(out: RichConsole) -> str:
     return out.file.buffer.getvalue().decode(out.encoding)
-
-
-def sample(**changes) -> Sample:
-    values = {
-        "prompt": "2 + 2?",
-        "completion": "It is\n4",
-        "reward": 1.0,
-        "success": True,
-        "truncated": False,
-        "answer": "4",
-    }
-    return Sample(**(values | changes))
 
 
 def test_without_a_terminal_each_step_is_one_plain_line():
@@ -103,16 +92,6 @@ def test_accuracy_before_training_is_what_later_ones_are_compared_with():
     assert "held-out 25.0% ▲12.5" in after
 
 
-def test_plain_every_keeps_first_last_and_evaluated_steps():
-    out = plain()
-    with Console(10, console=out, plain_every=4) as console:
-        for step in range(1, 11):
-            evaluated = {"eval/accuracy": 0.5} if step == 6 else {}
-            console.update(step, {"reward/mean": 0.0} | evaluated)
-    steps = [int(line.split("/")[0].removeprefix("step")) for line in written(out).splitlines()]
-    assert steps == [1, 4, 6, 8, 10]
-
-
 @settings(max_examples=40, deadline=None)
 @given(text=any_text, encoding=st.sampled_from(["utf-8", "ascii", "latin-1"]))
 def test_no_text_of_the_model_reaches_a_log_as_a_control_character(text, encoding):
@@ -135,19 +114,20 @@ def test_no_message_can_raise_for_lack_of_an_encoding(text):
 
 def test_markup_in_model_text_is_shown_as_it_is():
     out = plain()
-    Console(1, console=out).samples_table([sample(completion="[bold]x[/bold] [/oops]")])
+    Console(1, console=out).samples_table(
+        [sample(completion="[bold]x[/bold] [/oops]")], step=1)
     assert "[bold]x[/bold] [/oops]" in written(out)
 
 
 def test_samples_table_shows_newlines_marks_and_the_cut():
     out = plain(width=100)
-    right, wrong = sample(), sample(success=False, reward=0.1, truncated=True)
-    Console(1, console=out).samples_table([right, wrong, right], step=7, limit=2)
+    right, wrong = sample(completion="It is\n4"), sample(success=False, reward=0.1, truncated=True)
+    Console(1, console=out).samples_table([right, wrong, wrong, wrong, right], step=7)
     text = written(out)
     assert "samples at step 7" in text
     assert "It is⏎4" in text
-    assert text.count("✓ 1.00") == 1 and "✗ 0.10" in text
-    assert text.count("length") == 1
+    assert text.count("✓ 1.00") == 1 and text.count("✗ 0.10") == 3  # four at most
+    assert text.count("length") == 3
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
@@ -155,7 +135,8 @@ def test_tables_and_banner_stay_within_the_width(width):
     out = plain(width=width)
     console = Console(1, console=out)
     console.banner({"model": "m" * 300})
-    console.samples_table([sample(prompt="long " * 100, completion="x" * 500, answer="9" * 90)])
+    console.samples_table([sample(prompt="long " * 100, completion="x" * 500, answer="9" * 90)],
+                          step=1)
     assert max(map(len, written(out).splitlines())) <= width
     assert written(out).count("…") == 3  # one cut in each column, none in the banner
 
@@ -163,7 +144,7 @@ def test_tables_and_banner_stay_within_the_width(width):
 def test_ascii_outputs_get_ascii_signs():
     out = plain(encoding="ascii")
     with Console(2, console=out) as console:
-        console.samples_table([sample(success=False)])
+        console.samples_table([sample(success=False)], step=1)
         console.update(1, METRICS | {"reward/mean": 0.9})
         console.update(2, METRICS)
     text = written(out)
@@ -229,22 +210,9 @@ def test_a_run_that_ended_early_gets_no_tick():
     assert written(out).startswith("✗ out of memory after 2 of 4\n")
 
 
-def test_quiet_shows_warnings_only():
-    out = plain()
-    with Console(1, quiet=True, console=out) as console:
-        console.banner({"model": "m"})
-        console.update(1, METRICS)
-        console.samples_table([sample()])
-        console.info("hello")
-        console.warn("ratio is 1.3")
-        console.finish({"run": Path("r")}, "done")
-    assert written(out) == "warning: ratio is 1.3\n"
-
-
-@pytest.mark.parametrize("options", [{"total_steps": 0}, {"total_steps": 1, "plain_every": 0}])
-def test_options_are_checked(options):
-    with pytest.raises(ValueError, match="at least 1"):
-        Console(**options)
+def test_a_run_without_steps_is_refused():
+    with pytest.raises(ValueError, match="total_steps=0 must be at least 1"):
+        Console(0)
 
 
 @given(text=any_text, limit=st.integers(3, 60))

@@ -15,29 +15,18 @@ from grpo.report.loggers import (
     JsonlLogger,
     LoggerGroup,
     MetricLogger,
-    Sample,
     TensorBoardLogger,
     WandbLogger,
     make_loggers,
     read_jsonl,
 )
 
+from .samples import sample
+
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 needs_tensorboard = pytest.mark.skipif(
     find_spec("tensorboard") is None, reason="tensorboard is not installed"
 )
-
-
-def sample(**changes) -> Sample:
-    values = {
-        "prompt": "2 + 2?",
-        "completion": "4",
-        "reward": 1.0,
-        "success": True,
-        "truncated": False,
-        "answer": "4",
-    }
-    return Sample(**(values | changes))
 
 
 @settings(max_examples=40, deadline=None)
@@ -171,12 +160,6 @@ def test_group_closes_every_logger_even_if_one_fails():
         def __init__(self, fails: bool) -> None:
             self.fails = fails
 
-        def log(self, step, metrics):
-            pass
-
-        def log_samples(self, step, samples):
-            pass
-
         def close(self):
             closed.append(self.fails)
             if self.fails:
@@ -206,7 +189,7 @@ def test_tensorboard_holds_scalars_and_samples(tmp_path):
 @needs_wandb
 def test_wandb_mode_is_checked_before_anything_starts(tmp_path):
     with pytest.raises(ValueError, match="mode='cloud'"):
-        WandbLogger(project="grpo", dir=tmp_path, mode="cloud")
+        WandbLogger(tmp_path, project="grpo", mode="cloud")
 
 
 @pytest.mark.slow

@@ -1,11 +1,8 @@
-"""Warnings about drifting log-probs, and the summary of where time went."""
+"""Warnings about drifting log-probs."""
 
 from __future__ import annotations
 
-import pytest
-import torch
-
-from grpo.report.watch import AlignmentWarning, BenchmarkSummary
+from grpo.report.watch import AlignmentWarning
 
 FAR = {"policy/log_prob_diff_abs_mean": 0.4, "policy/log_prob_diff_abs_max": 3.0}
 
@@ -23,24 +20,3 @@ def test_a_warning_says_what_to_check_and_is_not_repeated_at_every_step():
     for part in ("0.400 nats", "3.00", "canary/max_abs_diff", "temperature",
                  "max_batches_offpolicy", "atropos/recomputed_tokens"):
         assert part in said[0]
-
-
-def test_the_summary_has_every_phase_once():
-    shown: list[str] = []
-    summary = BenchmarkSummary(shown.append, device=torch.device("cpu"))
-    summary.log(1, {"time/step": 3.0, "time/train": 2.0, "reward/mean": 1.0,
-                    "tokens/per_second": 10.0})
-    summary.log(2, {"time/step": 5.0, "time/train": 4.0, "tokens/per_second": 30.0})
-    summary.close()
-    summary.close()
-    (text,) = shown
-    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
-    assert rows["step"] == ["4.0s", "5.0s", "8.0s"] and rows["train"] == ["3.0s", "4.0s", "6.0s"]
-    assert "median 20" in text and "reward" not in rows
-    assert float(text.split("greatest: ")[1].split()[0]) == pytest.approx(0.5, abs=20)
-
-
-def test_a_run_without_steps_has_no_summary():
-    shown: list[str] = []
-    BenchmarkSummary(shown.append, device=torch.device("cpu")).close()
-    assert not shown

@@ -161,7 +161,7 @@ def test_a_wheel_tells_an_index_what_it_is(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_built_package_carries_the_recipes(tmp_path):
+def test_a_built_package_carries_the_recipes_and_the_page(tmp_path):
     for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("grpo", "config"):
@@ -172,6 +172,8 @@ def test_a_built_package_carries_the_recipes(tmp_path):
     assert recipes
     shipped = tmp_path / "built" / "grpo" / "run" / "recipes"
     assert {path.relative_to(shipped) for path in shipped.rglob("*.yaml")} == recipes
+    page = Path("grpo", "report", "page.html")
+    assert (tmp_path / "built" / page).read_bytes() == (ROOT / page).read_bytes()
 
 
 # tools/setup_env.py

@@ -11,7 +11,8 @@ from grpo.collectors.ray import RolloutsFailed
 from grpo.envs.rewards import RewardsFailed
 from grpo.policies.handle import EngineError
 from grpo.policies.ray_engine import WorkersLost
-from grpo.report.bottleneck import bottleneck_table
+from grpo.report.loggers import METRICS_FILE, read_jsonl
+from grpo.report.time_summary import bottleneck, phase_table
 from grpo.training.checkpoint_files import NotSavedError
 from grpo.training.local_ranks import RankDied
 from grpo.training.stopping import signals_end_the_process
@@ -60,4 +61,5 @@ def fit_with_workers(trainer: Trainer) -> None:
     except ASYNC_ENDINGS as error:
         go_on = f"\nthe run can go on: resume={trainer.saved.folder}" if trainer.saved else ""
         sys.exit(f"error: {error}{go_on}")
-    trainer.reporter.console.info("\n".join(bottleneck_table(trainer.run_dir / "metrics.jsonl")))
+    rows = read_jsonl(trainer.run_dir / METRICS_FILE)
+    trainer.reporter.console.info("\n".join([*phase_table(rows), *bottleneck(rows)]))

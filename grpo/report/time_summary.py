@@ -1,47 +1,88 @@
-"""What held an asynchronous run up, and which key to turn."""
+"""Where the time of a run went: its phases, who waited for whom, and which key to turn."""
 
 from __future__ import annotations
 
-import json
+import resource
 import statistics
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from grpo.report.words import STEP_TIME, TOKENS_PER_SECOND, format_duration, phase_times
 
 # Iterations that still compile, capture and fill the buffer.
 _WARM_UP = 3
 # A share of the step below which nothing is worth a word.
 _MUCH = 0.1
 
+Rows = Sequence[Mapping[str, Any]]
 
-def bottleneck_table(metrics: Path) -> list[str]:
-    """Where the time of a step went, who was idle, and what to change; medians of the steady steps.
+
+def phase_table(rows: Rows) -> list[str]:
+    """A step's time by phase, the longest in total first; nothing for a run without a step.
+
+    Medians are those of the steady steps, the greatest and total times those of the whole run. An
+    evaluation is no part of a step, so it has no share of it.
 
     Args:
-        metrics: a run's ``metrics.jsonl``.
+        rows: a run's ``metrics.jsonl``.
     """
-    rows = [row for row in map(json.loads, metrics.read_text().splitlines()) if "time/step" in row]
-    rows = rows[_WARM_UP:] if len(rows) > 2 * _WARM_UP else rows
+    rows = [row for row in rows if STEP_TIME in row]
     if not rows:
         return []
-    middle = {key: statistics.median(values) for key in sorted({key for row in rows for key in row})
-              if (values := [row[key] for row in rows if isinstance(row.get(key), int | float)])}
-    step = middle["time/step"]
-    lines = [f"a step took {step:.3g} s (median of {len(rows)})"]
-    lines += [f"  {key.removeprefix('time/'):<12} {middle[key]:8.3g} s  {middle[key] / step:4.0%}"
-              for key in middle if key.startswith("time/") and key not in ("time/step", "time/eval")
-              and middle[key] / step >= 0.005]
+    middle = _medians(rows)
+    step = middle[STEP_TIME]
+    lines = [f"a step took {step:.3g} s (median of {len(_steady(rows))})",
+             f"  {'phase':<12} {'median':>10} {'share':>5}{'greatest':>10}{'total':>10}"]
+    seconds: dict[str, list[float]] = {}
+    for row in rows:
+        for phase, value in phase_times(row).items():
+            seconds.setdefault(phase, []).append(value)
+    seconds["step"] = [row[STEP_TIME] for row in rows]
+    for phase, values in sorted(seconds.items(), key=lambda item: -sum(item[1])):
+        # What happened in the warm-up alone has no steady median.
+        median = middle.get(f"time/{phase}", statistics.median(values))
+        share = "" if phase == "eval" else f"{median / step:.0%}"
+        lines.append(f"  {phase:<12} {median:8.3g} s {share:>5}"
+                     f"{format_duration(max(values)):>10}{format_duration(sum(values)):>10}")
+    if TOKENS_PER_SECOND in middle:
+        lines.append(f"tokens a second: median {middle[TOKENS_PER_SECOND]:,.0f}")
+    return lines
+
+
+def greatest_memory(device: torch.device) -> str:
+    """A line on the greatest memory use of this process, on the host and on its GPU, if any."""
+    line = ("memory of this process, greatest: "
+            f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB of the host")
+    if device.type == "cuda":
+        line += f", {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB of the GPU"
+    return line
+
+
+def bottleneck(rows: Rows) -> list[str]:
+    """Who of an asynchronous run was idle, which groups were refused, and what to change.
+
+    Args:
+        rows: a run's ``metrics.jsonl``; without a step there is nothing to say.
+    """
+    rows = [row for row in rows if STEP_TIME in row]
+    if not rows:
+        return []
+    middle = _medians(rows)
+    step, lines = middle[STEP_TIME], []
     overtaken = middle.get("async/overtaken_wait", 0.0)
     if overtaken / step >= 0.005:
         lines.append(f"  {overtaken:.3g} s of the wait, {overtaken / step:.0%} of the step, for "
                      "groups that shorter ones had overtaken")
-    idle = {int(key.split("_")[1]): middle[key] for key in middle
+    idle = {int(key.split("_")[1]): share for key, share in middle.items()
             if key.startswith("async/worker_") and key.endswith("_idle")}
     for number, share in sorted(idle.items()):
         speed = middle.get(f"async/worker_{number}_tokens_per_second", 0.0)
         lines.append(f"  worker {number}: idle {share:.0%}, {speed:,.0f} tokens/s")
     if "async/reference_idle" in middle:
         lines.append(f"  reference: idle {middle['async/reference_idle']:.0%}")
-    last = rows[-1]
-    refused = {name: int(last.get(f"async/groups_{name}", 0))
+    refused = {name: int(rows[-1].get(f"async/groups_{name}", 0))
                for name in ("too_old", "expired", "failed", "lost", "dropped")}
     if any(refused.values()):
         lines.append("  groups " + ", ".join(f"{name.replace('_', ' ')} {count}"
@@ -59,16 +100,6 @@ def advice(middle: dict[str, float], idle: list[float]) -> str:
         >>> advice({"time/step": 2.0, "time/wait": 1.0, "time/train": 0.9}, [0.02])
         'generation was the bottleneck: the trainer waited 50% of the time; give inference_model \
 more devices'
-        >>> advice({"time/step": 2.0, "time/wait": 1.0, "async/overtaken_wait": 0.8}, [0.02])
-        'long groups were the bottleneck: for 40% of the time a batch was finished, but groups \
-that it had overtaken would become too old; raise train.staleness'
-        >>> advice({"time/step": 2.0, "time/wait": 0.0, "time/train": 1.8}, [0.4])
-        'training was the bottleneck: the workers were idle 40% of the time; give train_model more \
-devices, or inference_model fewer'
-        >>> advice({"time/step": 3.4, "time/wait": 0.0, "time/train": 2.0, "time/reference": 1.0},
-        ...        [0.4])
-        'training was the bottleneck: the workers were idle 40% of the time; give train_model more \
-devices, or the reference, which took 29% of the step, one of its own'
     """
     step = middle["time/step"]
     waited, resting = middle.get("time/wait", 0.0) / step, sum(idle) / max(1, len(idle))
@@ -99,3 +130,16 @@ devices, or the reference, which took 29% of the step, one of its own'
         return (f"training was the bottleneck: the workers were idle {resting:.0%} of the time; "
                 f"give train_model more devices, or {way}")
     return "nothing waited: both sides were busy all the time"
+
+
+def _steady(rows: Rows) -> Rows:
+    """The steps after the warm-up; all of them, if the run is too short to have others."""
+    return rows[_WARM_UP:] if len(rows) > 2 * _WARM_UP else rows
+
+
+def _medians(rows: Rows) -> dict[str, float]:
+    """The median of each metric over the steady steps that have it."""
+    rows = _steady(rows)
+    names = sorted({name for row in rows for name in row})
+    return {name: statistics.median(values) for name in names
+            if (values := [row[name] for row in rows if isinstance(row.get(name), int | float)])}
