@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+#: Tells the other ranks of a sharded trainer to take part in what this one does next; see
+#: :meth:`grpo.training.team.Leader.tell`.
+Tell: TypeAlias = Callable[..., None]
+
+
+def tell_nobody(what: str, *details: Any) -> None:
+    """The :data:`Tell` of a trainer whose other ranks, if any, call the same methods themselves."""
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from grpo.system.threads import in_background
 from grpo.weights.channel import Deadline, TransferError
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import TrainerRanks
+from grpo.weights.shared import WeightSync
 from grpo.weights.transfer import check_option, compare, describe_workers, make_plan
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _NAME = re.compile(r"version_\d{6,}")
 _UNFINISHED = ".unfinished"
 
 
-class CheckpointSync(ABC):
+class CheckpointSync(WeightSync):
     """What both ways share: checkpoints in a folder, and a comparison with the engine.
 
     A trainer sharded by FSDP2 calls every method on all ranks; rank 0 writes.
@@ -45,7 +46,7 @@ class CheckpointSync(ABC):
         self.engine, self.timeout, self.version = engine, timeout, version
         self.trainer = TrainerRanks(model)
 
-    def publish(self) -> int:
+    def publish(self, *, now: bool = False) -> int:
         """Write a checkpoint, bring the engine to it, remove the older ones.
 
         Returns:
@@ -72,8 +73,7 @@ class CheckpointSync(ABC):
     def differing(self, part: Part = ALL) -> list[str]:
         """Names of parameters whose values differ in the engine, by fingerprint (on rank 0).
 
-        Args:
-            part: of the parameters; only these are compared, and gathered.
+        Only parameters of ``part`` are gathered.
         """
         params = dict(self.model.named_parameters())
         wholes = (whole for _, whole in self.trainer.whole(part.choose(params.items())))
@@ -86,10 +86,6 @@ class CheckpointSync(ABC):
         rounded = (whole.to(getattr(torch, item["dtype"]))
                    for item, whole in zip(plan, wholes, strict=True))
         return compare(rounded, self.engine, plan, workers, timeout=self.timeout)
-
-    def unshared(self) -> list[str]:
-        """Nothing is shared, and nothing has to be: :meth:`publish` writes every parameter."""
-        return []
 
     @abstractmethod
     def _serve(self, path: Path, version: int, deadline: Deadline) -> None:
@@ -198,10 +194,7 @@ class EngineRestart(CheckpointSync):
         self.engine.set_version(version)
 
     def differing(self, part: Part = ALL) -> list[str]:
-        """Names of parameters whose values differ in the engine, by fingerprint (on rank 0).
-
-        Args:
-            part: of the parameters; only these are compared, and gathered.
+        """See :meth:`CheckpointSync.differing`.
 
         Raises:
             TransferError: if no engine runs.
