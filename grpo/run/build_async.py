@@ -151,7 +151,10 @@ def build_actor(
         others = at_end.enter_context(start_others(
             setup, gpus, checkpoint, transfer=None if lora or backend == "transformers"
             else network_of(setup.device)))
-    pool = _start_workers(setup, prompts, places, backend, at_end)
+    pool = WorkerPool(_make_worker(setup, prompts, places, backend),
+                      count=len(places.plan.engines), **_restart_options(config))
+    at_end.callback(pool.close)
+    pool.start()
     # On its way to being sharded a model needs none of the GPU's own memory.
     device = setup.device if others is None else torch.device("cpu")
     model = load_model(setup.path, config, device=device, dtype=setup.dtype)
@@ -175,16 +178,6 @@ def build_actor(
                          max_model_len=setup.max_model_len, version=lambda: weights.version,
                          **options)
     return AsyncActor(model, policy, weights, learner, scorer, pool)
-
-
-def _start_workers(setup: Setup, prompts: Prompts, places: Places, backend: str,
-                   at_end: ExitStack) -> WorkerPool:
-    pool = WorkerPool(
-        _make_worker(setup, prompts, places, backend), count=len(places.plan.engines),
-        **_restart_options(setup.config))
-    at_end.callback(pool.close)
-    pool.start()
-    return pool
 
 
 def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, str]:

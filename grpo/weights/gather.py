@@ -73,6 +73,18 @@ class TrainerRanks:
                 tensor = tensor.to(self._dtype)  # half the bytes to gather
             yield name, tensor.full_tensor()
 
+    def whole_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """What is saved of a model, on the leading rank's CPU; empty on the others.
+
+        A tied head is the embedding. Written once, it can never be loaded as something else. All
+        are copies, because views into an engine's fused tensors share storages, which safetensors
+        refuses.
+        """
+        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+        named = ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
+        return {name: whole.to("cpu", copy=True).contiguous() for name, whole in self.whole(named)
+                if self.leads}
+
     def agree(self, succeeded: bool) -> None:
         """Let every rank know whether the leading one succeeded; call it in a ``finally``.
 

@@ -23,7 +23,7 @@ from grpo.weights.channel import Deadline, TransferError
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.shared import WeightSync
-from grpo.weights.transfer import check_option, compare, describe_workers, make_plan
+from grpo.weights.transfer import check_option, compare, describe_workers, go_on, make_plan
 
 if TYPE_CHECKING:
     from grpo.policies.handle import EngineHandle
@@ -134,13 +134,7 @@ class CheckpointReload(CheckpointSync):
         waiting_for = f"the engine's workers to read {path}"
         deadline.result(in_background(self.engine.collective_rpc, "load_checkpoint", str(path),
                                       timeout=deadline.left(waiting_for)), waiting_for)
-        if not self.engine.reset_prefix_cache(
-                timeout=deadline.left("the engine to reset its prefix cache")):
-            raise TransferError(
-                f"{deadline.doing}: the weights are there, but the engine refused to reset its "
-                "prefix cache because requests still run; use pause_mode='wait' or 'abort'")
-        self.engine.set_version(version)
-        self.engine.resume(timeout=deadline.left("the engine to resume"))
+        go_on(self.engine, version, deadline)
 
     def _refuse_adapters(self, deadline: Deadline) -> None:
         workers = describe_workers(self.engine, timeout=deadline.left("the engine's adapters"))
@@ -221,17 +215,10 @@ def write_checkpoint(model: nn.Module, tokenizer: Any, folder: Path, version: in
         The checkpoint's folder.
     """
     trainer = TrainerRanks(model)
-    # A tied head is the embedding. Written once, it can never be loaded as something else.
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    weights = trainer.whole_state(model)
     path = folder / f"version_{version:06d}"
     if not trainer.leads:
-        for _ in trainer.whole(state.items()):
-            pass
         return path
-    # Copies, because views into an engine's fused tensors share storages.
-    weights = {name: whole.to("cpu", copy=True).contiguous()
-               for name, whole in trainer.whole(state.items())}
     unfinished = folder / (path.name + _UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

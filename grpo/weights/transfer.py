@@ -176,7 +176,7 @@ class WeightTransfer(WeightSync):
             if self.trainer.count > 1:
                 for _ in wholes:  # the other ranks gather all parameters, whatever happens here
                     pass
-        self._finish(deadline)
+        go_on(self.engine, self.version + 1, deadline)
 
     def _write(self, deadline: Deadline) -> None:
         """As :meth:`_publish`, by all ranks together."""
@@ -193,17 +193,7 @@ class WeightTransfer(WeightSync):
             self.trainer.agree(paused)
         self._path.send()
         if self.trainer.leads:
-            self._finish(deadline)
-
-    def _finish(self, deadline: Deadline) -> None:
-        """The weights are there: let the engine generate with them."""
-        if not self.engine.reset_prefix_cache(
-                timeout=deadline.left("the engine to reset its prefix cache")):
-            raise TransferError(
-                f"{deadline.doing}: the weights are there, but the engine refused to reset its "
-                "prefix cache because requests still run; use pause_mode='wait' or 'abort'")
-        self.engine.set_version(self.version + 1)
-        self.engine.resume(timeout=deadline.left("the engine to resume"))
+            go_on(self.engine, self.version + 1, deadline)
 
     def _connect(self, deadline: Deadline) -> Any:
         if self.backend == "ipc":
@@ -222,6 +212,21 @@ class WeightTransfer(WeightSync):
             if self.trainer.leads:
                 dtype = getattr(torch, (plan or self.plan)[number]["dtype"])
                 yield whole.to(dtype).contiguous()
+
+
+def go_on(engine: EngineHandle, version: int, deadline: Deadline) -> None:
+    """Let a paused engine generate with the weights that it has been given.
+
+    Raises:
+        TransferError: if it keeps what the old ones computed, or at the deadline.
+    """
+    if not engine.reset_prefix_cache(
+            timeout=deadline.left("the engine to reset its prefix cache")):
+        raise TransferError(
+            f"{deadline.doing}: the weights are there, but the engine refused to reset its "
+            "prefix cache because requests still run; use pause_mode='wait' or 'abort'")
+    engine.set_version(version)
+    engine.resume(timeout=deadline.left("the engine to resume"))
 
 
 def compare(wholes: Iterator[Tensor], engine: EngineHandle, plan: list[dict[str, Any]],
