@@ -349,5 +349,3 @@ def _remove(folder: Path) -> None:
     leftover = folder.with_name(folder.name + ".deleted.partial")
     os.replace(folder, leftover)
     shutil.rmtree(leftover)
-
-
