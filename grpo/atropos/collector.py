@@ -71,11 +71,14 @@ class AtroposCollector:
         self._policy, self.timeout = policy, timeout
         self.seconds = {"generate": 0.0, "reward": 0.0}
         self.metrics: dict[str, float] = {}
+        self.failures: dict[str, str] = {}  # environments keep theirs to themselves
 
-    @property
-    def env(self) -> GroupAssembler:
-        """What a checkpoint saves the position of."""
-        return self.assembler
+    def state_dict(self) -> dict[str, Any]:
+        """Where the source of groups is, for a checkpoint."""
+        return self.assembler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.assembler.load_state_dict(state)
 
     @property
     def policy(self) -> Any:

@@ -45,7 +45,7 @@ class AtroposTrainer(Trainer):
             raise NotSavedError(f"step_{checkpoint.step} beside {checkpoint.folder} could not be "
                                 f"written: {error}") from error
         if self._before_batch is None:  # else one is at work that the checkpoint does not have
-            self.collector.env.saved()
+            self.collector.assembler.saved()
         return checkpoint
 
 

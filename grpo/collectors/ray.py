@@ -85,12 +85,8 @@ class RayCollector:
         self._latest: dict[int, Any] = {}  # worker -> its last report
         self._before: dict[Any, Any] = {}  # worker or "reference" -> that of the last batch
 
-    @property
-    def env(self) -> RayCollector:
-        """What a checkpoint saves: the schedule, with what is finished and in flight."""
-        return self
-
     def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: the schedule, with what is finished and in flight."""
         with self._changed:
             state = self.schedule.state_dict()
         state["ready"] = [[*ticket, group.to_dict()] for *ticket, group in state["ready"]]

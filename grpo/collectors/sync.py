@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -79,6 +80,13 @@ class SyncCollector:
         if self.max_rounds is not None:
             return self._collect_informative()
         return _joined([self._rollout() for _ in range(self.rollouts_per_batch)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The environment's, for a checkpoint."""
+        return self.env.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.env.load_state_dict(state)
 
     def _collect_informative(self) -> TensorDictBase:
         informative: list[TensorDictBase] = []

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from grpo.collectors.ray import RayCollector
+from grpo.collectors.base import Collector
 from grpo.collectors.sync import SyncCollector
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config
@@ -191,7 +191,7 @@ def _frozen(setup: Setup) -> Callable[[str], nn.Module]:
 
 
 def _trainer(
-    start: _Start, actor: TrainingActor | AsyncActor, collector: SyncCollector | RayCollector,
+    start: _Start, actor: TrainingActor | AsyncActor, collector: Collector,
     loggers: LoggerGroup, run_dir: Path, *, reference: Any, workers: int = 1,
     overlap_canary: bool = False, described: dict[str, str] | None = None,
 ) -> Trainer:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from grpo.collectors.ray import RayCollector
 from grpo.collectors.reference_worker import ReferenceWorker
@@ -22,51 +21,43 @@ from grpo.collectors.rollout_worker import RolloutWorker, WorkerSetup
 from grpo.collectors.schedule import RolloutSchedule
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError
-from grpo.objectives.scorer import TokenScorer
 from grpo.policies.fleet import FleetPolicy
-from grpo.policies.handle import PauseMode
 from grpo.policies.ray_engine import WorkerPool, require_ray
 from grpo.run.build import Prompts
-from grpo.run.build_engine import Actor, Setup
+from grpo.run.build_engine import Setup
 from grpo.run.build_model import load_model, prepare_model
 from grpo.run.build_objective import build_learner, build_loss
-from grpo.run.build_team import start_others
+from grpo.run.build_team import TrainingActor, start_others
 from grpo.run.build_worker import build_reference, build_worker
 from grpo.run.placement import Kind, Places, plan_devices
 from grpo.system.child_process import package_environment
 from grpo.system.cores import share_cores
 from grpo.training.checkpoint import Checkpoint
-from grpo.training.learner import Learner
 from grpo.training.stopping import handlers_kept
-from grpo.training.team import Leader, LedLearner, LedScorer
-from grpo.weights.fleet import FleetLoRA, FleetSync, FleetTransfer, ObjectStoreSync
-from grpo.weights.transfer import TransferBackend
+from grpo.training.team import Leader, LedLearner
+from grpo.weights.factory import make_fleet_sync, network_of
+from grpo.weights.fleet import FleetSync
+from grpo.weights.gather import tell_nobody
 
 # Threads of a worker: one reports groups, the others take them and bring weights, or sample for
 # the trainer while groups are sampled.
 _THREADS = {"report": 1, "control": 4, "sample": 2}
 _GROUPS = {"finished": "report", "generate": "sample"}
-#: For one update of the weights, beside what it waits for groups.
-_UPDATE_SECONDS = 600.0
 # Of the Ray that a run starts. Its head process would keep the timeline of each of the last 100,000
 # calls; `enable_task_events` of an actor leaves out other records alone.
 _RAY_SETTINGS = {"enable_timeline": False}
 
 
 @dataclass(frozen=True)
-class AsyncActor(Actor):
+class AsyncActor(TrainingActor):
     """The model that is trained and how, its policy and weights, and the workers behind them.
 
     Attributes:
         pool: of rollout workers.
-        learner: of one process, or one that leads several ranks.
-        scorer: what the canary scores tokens with.
     """
 
     weights: FleetSync
     pool: WorkerPool
-    learner: Learner | LedLearner
-    scorer: TokenScorer | LedScorer
 
 
 def open_ray(config: AsyncConfig, at_end: ExitStack) -> Places:
@@ -155,13 +146,15 @@ def build_actor(
                           "new weights between two groups only; set inference_model.backend=vllm, "
                           "or train.update_at=auto")
     gpus = places.trainer if places.plan.kind == "cuda" else ()
-    lora, transfer = config.train_model.lora.enabled, None
-    if backend == "vllm" and not lora:
-        transfer = "nccl" if gpus else "gloo"
-    others = None
+    lora, others = config.train_model.lora.enabled, None
     if len(places.plan.train) > 1:  # they load the model while the workers start
-        others = at_end.enter_context(start_others(setup, gpus, checkpoint, transfer=transfer))
-    pool = _start_workers(setup, prompts, places, backend, at_end)
+        others = at_end.enter_context(start_others(
+            setup, gpus, checkpoint, transfer=None if lora or backend == "transformers"
+            else network_of(setup.device)))
+    pool = WorkerPool(_make_worker(setup, prompts, places, backend),
+                      count=len(places.plan.engines), **_restart_options(config))
+    at_end.callback(pool.close)
+    pool.start()
     # On its way to being sharded a model needs none of the GPU's own memory.
     device = setup.device if others is None else torch.device("cpu")
     model = load_model(setup.path, config, device=device, dtype=setup.dtype)
@@ -171,11 +164,12 @@ def build_actor(
         others.meet(device_index=gpus[0] if gpus else None,
                     start_timeout=config.ray.start_timeout), others.check))
     learner = build_learner(config, loss, leader and leader.ranks)
-    weights = _build_weights(config, model, pool, backend, transfer)
-    scorer = loss.scorer
+    scorer, tell = loss.scorer, tell_nobody
     if leader is not None:
-        learner, weights.tell = LedLearner(learner, leader), leader.tell
+        learner, tell = LedLearner(learner, leader), leader.tell
         scorer = learner.scorer
+    weights = make_fleet_sync(config, model, pool, backend=backend, device=setup.device,
+                              host=_own_address(config), tell=tell)
     if lora:
         weights.start()
     options = setup.policy_options()
@@ -183,34 +177,7 @@ def build_actor(
     policy = FleetPolicy(pool, setup.sampling, heal=weights.heal,
                          max_model_len=setup.max_model_len, version=lambda: weights.version,
                          **options)
-    return AsyncActor(model, policy, weights, pool, learner, scorer)
-
-
-def _start_workers(setup: Setup, prompts: Prompts, places: Places, backend: str,
-                   at_end: ExitStack) -> WorkerPool:
-    pool = WorkerPool(
-        _make_worker(setup, prompts, places, backend), count=len(places.plan.engines),
-        **_restart_options(setup.config))
-    at_end.callback(pool.close)
-    pool.start()
-    return pool
-
-
-def _build_weights(config: AsyncConfig, model: nn.Module, pool: WorkerPool, backend: str,
-                   transfer: TransferBackend | None) -> FleetSync:
-    """How what is trained reaches the workers."""
-    at_border = config.train.update_at == "group_border"
-    # At a group's border an update waits for the longest answer that is being generated.
-    patience = _UPDATE_SECONDS + (
-        config.train.rollout_timeout if at_border or backend == "transformers" else 0.0)
-    if backend == "transformers":
-        return ObjectStoreSync(model, pool, timeout=patience)
-    pause: PauseMode = "wait" if at_border else "keep"
-    if transfer is None:
-        return FleetLoRA(model, pool, pause_mode=pause, timeout=patience)
-    return FleetTransfer(
-        model, pool, host=_own_address(config), backend=transfer, pause_mode=pause,
-        timeout=patience, tensor_parallel_size=config.inference_model.tensor_parallel_size)
+    return AsyncActor(model, policy, weights, learner, scorer, pool)
 
 
 def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, str]:

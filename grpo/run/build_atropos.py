@@ -55,8 +55,8 @@ from grpo.run.start_atropos import ENGINE_ROWS, Start, resolve
 from grpo.system.lifeline import TOKEN_VARIABLE
 from grpo.training.evaluation import Evaluator
 from grpo.weights.canary import Canary
-from grpo.weights.in_flight import PausedUpdates, PeriodicCanary, PeriodicUpdates
-from grpo.weights.shared import WeightSync
+from grpo.weights.factory import while_serving
+from grpo.weights.in_flight import PausedUpdates
 
 TOKENIZER = "tokenizer"
 # Plain text that any tokenizer knows; two tokens after each are compared.
@@ -111,10 +111,12 @@ def _build(
         console.info(loading_table(actor.model, actor.weights))
     loss = objective.build_loss(config, actor.model, start.tokenizer)
     learner = objective.build_learner(config, loss)
-    canary = Canary(actor.policy, loss.scorer, actor.weights, prompts=_canary_prompts(start))
-    weights, canary = _while_serving(config, actor, canary)
+    weights = actor.weights
+    if config.inference_model.engine == "server":
+        weights = while_serving(config, weights, actor.policy.client)
+    canary = Canary(actor.policy, loss.scorer, weights, prompts=_canary_prompts(start))
     if isinstance(weights, PausedUpdates):
-        learner.before_step = weights.begin
+        learner.before_step.pause_engine = weights.begin
         cleanup.callback(_let_go, weights)
 
     # The environments' side
@@ -209,20 +211,6 @@ def _with_length(policy: Policy, max_model_len: int) -> Policy:
     """A server's own length may be greater than what this run asks of it."""
     policy.max_model_len = min(policy.max_model_len, max_model_len)
     return policy
-
-
-def _while_serving(
-    config: AtroposConfig, actor: engine.Actor, canary: Canary
-) -> tuple[WeightSync, Canary | PeriodicCanary]:
-    """Weights and canary for an engine that answers environments all the time."""
-    if config.inference_model.engine != "server":
-        return actor.weights, canary
-    if config.weight_sync == "single_copy":
-        return PausedUpdates(actor.weights, actor.policy.client), canary
-    if config.weight_sync == "restart":
-        periodic = PeriodicUpdates(actor.weights, interval=config.atropos.restart_interval or 1)
-        return periodic, PeriodicCanary(canary, periodic)
-    return actor.weights, canary
 
 
 def _loggers(start: Start, console: Console) -> LoggerGroup:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from grpo.config.model import LORA_SLOTS, Sync
+from grpo.config.model import LORA_SLOTS
 from grpo.config.schema import Config
 from grpo.policies.base import Policy, Sampling
 from grpo.policies.client import EngineClient
@@ -31,11 +29,8 @@ from grpo.run.engine_attach import START_TIMEOUT, bring_to_start, check_device
 from grpo.server.engine_process import EngineProcess, server_command
 from grpo.system.child_process import package_environment
 from grpo.system.lifeline import TOKEN_VARIABLE
-from grpo.weights.channel import address_towards
-from grpo.weights.lora import HTTPLoRASync, LoRASync
-from grpo.weights.reload import CheckpointReload, EngineRestart
-from grpo.weights.shared import SameModule, SharedCopy, SingleCopy, WeightSync
-from grpo.weights.transfer import WeightTransfer
+from grpo.weights.factory import describe_weights, make_weight_sync, share_weights
+from grpo.weights.shared import SameModule, WeightSync
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -136,9 +131,10 @@ def build_actor(setup: Setup, *, backend: str, server: RunServer | None = None) 
 def _one_module(setup: Setup) -> Actor:
     model = load_model(setup.path, setup.config, device=setup.device, dtype=setup.dtype)
     prepare_model(model, setup.config, adapter=setup.adapter)
-    weights = SameModule(model, used=lambda: policy.model)
     policy = TransformersPolicy(model, setup.sampling, max_model_len=setup.max_model_len,
-                                version=lambda: weights.version, **setup.policy_options())
+                                **setup.policy_options())
+    weights = SameModule(model, used=lambda: policy.model)
+    policy.version = lambda: weights.version
     return Actor(model, policy, weights)
 
 
@@ -157,28 +153,23 @@ def start_engine_of(setup: Setup) -> LLM:
 
 def _with_engine(setup: Setup, on_failure: ExitStack) -> Actor:
     """A vLLM engine that this process schedules."""
-    config = setup.config
     llm = start_engine_of(setup)
     on_failure.callback(stop_engine, llm)
-    engine = InProcessEngine(llm)
-    share = partial(SharedCopy, engine=engine) if engine.workers else partial(
-        SingleCopy, engine=llm)
-    model, shared = _trainer_model(setup, share)
-    sync = config.weight_sync
-    if sync == "lora":
-        weights: WeightSync = LoRASync(model, engine)
-    else:
-        weights = shared or _copying(setup, model, engine)
-    policy = VLLMPolicy(
+    model, weights = _connected(setup, InProcessEngine(llm))
+    return Actor(model, vllm_policy(setup, llm, weights), weights)
+
+
+def vllm_policy(setup: Setup, llm: LLM, weights: WeightSync) -> VLLMPolicy:
+    """What generates with an engine that this process schedules."""
+    return VLLMPolicy(
         llm, setup.sampling, version=lambda: weights.version,
-        lora_request=weights.lora_request if sync == "lora" else None,
+        lora_request=weights.lora_request if setup.config.train_model.lora.enabled else None,
         seeded=setup.seeds_rows, **setup.policy_options())
-    return Actor(model, policy, weights)
 
 
 def _with_server(setup: Setup, on_failure: ExitStack, server: RunServer | None) -> Actor:
     """An engine behind HTTP: the run's own, or one that runs already."""
-    config, url = setup.config, setup.config.inference_model.url
+    url = setup.config.inference_model.url
     if url is None:
         server = server or RunServer(server_options(setup), log_path=setup.folder / "server.log")
         on_failure.callback(server.stop)
@@ -187,53 +178,25 @@ def _with_server(setup: Setup, on_failure: ExitStack, server: RunServer | None) 
     else:
         client = EngineClient(url, token=os.environ.get(TOKEN_VARIABLE), timeout=_CALL_TIMEOUT)
         bring_to_start(client, setup)
-    model, shared = _trainer_model(setup, partial(SharedCopy, engine=client))
-    if config.train_model.lora.enabled:
-        weights: WeightSync = HTTPLoRASync(client, model, folder=setup.folder / "adapters",
-                                           version=-1)
-        weights.publish()  # a resumed adapter is not what the engine starts with
-        if config.weight_sync == "restart":
-            weights.client = FreshServer(server, setup.path, client)
-    elif config.weight_sync == "restart":
-        weights = EngineRestart(model, setup.tokenizer, setup.folder / "weights", engine=client,
-                                stop=server.stop, start=server.start)
-    else:
-        weights = shared or _copying(setup, model, client)
+    model, weights = _connected(setup, client, server)
     policy = ServerPolicy(
         client, setup.sampling, stop=server and server.stop,
         seeded=setup.seeds_rows, **setup.policy_options())
     return Actor(model, policy, weights)
 
 
-def _trainer_model(
-    setup: Setup, share: Callable[[nn.Module], WeightSync]
-) -> tuple[nn.Module, WeightSync | None]:
-    """The trainer's model; with its weights in the engine's memory where the two share it."""
-    sharing = setup.config.shares_weights
+def _connected(
+    setup: Setup, engine: EngineHandle, server: RunServer | None = None
+) -> tuple[nn.Module, WeightSync]:
+    """The trainer's model, and the way of its weights to a vLLM engine."""
+    config = setup.config
     # On its way into the engine's memory a model needs none of the GPU's own.
-    device = torch.device("cpu") if sharing else setup.device
-    model = load_model(setup.path, setup.config, device=device, dtype=setup.dtype)
-    shared = share(model) if sharing else None
-    prepare_model(model, setup.config, adapter=setup.adapter)
-    return model, shared
-
-
-def _copying(setup: Setup, model: nn.Module, engine: EngineHandle) -> WeightSync:
-    """Weights that are copied into an engine's own memory."""
-    sync, inference = setup.config.weight_sync, setup.config.inference_model
-    first = 0 if inference.url is None else -1
-    if sync == "reload":
-        weights: WeightSync = CheckpointReload(model, setup.tokenizer, engine,
-                                               setup.folder / "weights", version=first)
-    elif inference.url is None:  # on the same device, where NCCL cannot connect two processes
-        weights = WeightTransfer(model, engine, backend="ipc")
-    else:
-        weights = WeightTransfer(
-            model, engine, backend="nccl" if setup.device.type == "cuda" else "gloo",
-            host=address_towards(engine.host, engine.port), version=first)
-    if first < 0:
-        weights.publish()  # whatever that server has served before
-    return weights
+    device = torch.device("cpu") if config.shares_weights else setup.device
+    model = load_model(setup.path, config, device=device, dtype=setup.dtype)
+    shared = share_weights(config, model, engine)
+    prepare_model(model, config, adapter=setup.adapter)
+    return model, make_weight_sync(config, model, engine, shared=shared, folder=setup.folder,
+                                   tokenizer=setup.tokenizer, path=setup.path, server=server)
 
 
 # -- servers ---------------------------------------------------------------------------------------
@@ -310,46 +273,16 @@ class RunServer:
             self._running.check()
 
 
-@dataclass
-class FreshServer:
-    """Takes up each adapter in a server that is started anew, for :class:`HTTPLoRASync`."""
-
-    server: RunServer
-    path: str
-    client: EngineClient
-    starts_engines = True
-
-    def load_lora(self, path: str, *, name: str, version: int) -> str:
-        self.server.stop()
-        self.client = self.server.start(self.path)
-        return self.client.load_lora(path, name=name, version=version)
-
-    def lora_fingerprints(self, shapes: dict[str, list[int]]) -> list[dict[str, list]]:
-        return self.client.lora_fingerprints(shapes)
-
-
 # -- in words --------------------------------------------------------------------------------------
-
-_WAYS: dict[Sync, str] = {
-    "single_copy": "one copy, shared by trainer and engine",
-    "transfer": "copied into the engine's memory after every update",
-    "lora": "adapters alone travel",
-    "reload": "a checkpoint on disk after every update, read by the engine in place",
-    "restart": "a new server from disk after every update",
-}
 
 
 def describe_engine(config: Config, *, device: torch.device, backend: str) -> dict[str, str]:
     """Two lines of the start-up banner: ``engine`` and ``weights``."""
-    inference, proof = config.inference_model, "a canary checks the engine after every update"
+    inference, weights = config.inference_model, describe_weights(config, backend=backend)
     if backend == "transformers":
-        return {"engine": "transformers, in process",
-                "weights": f"one module trains and generates; {proof}"}
+        return {"engine": "transformers, in process", "weights": weights}
     place = {"in_process": "in process", "process": "in a process of its own",
              "server": f"server at {inference.url}" if inference.url else "server of this run"}
     graphs = device.type == "cuda" and inference.url is None and not inference.enforce_eager
     engine = f"vllm, {place[inference.engine]}" + (", CUDA graphs" if graphs else "")
-    way = _WAYS[config.weight_sync]
-    if config.weight_sync == "lora" and config.shares_weights:
-        way += ", the weights beneath are one copy"
-    return {"engine": engine, "weights": f"{way}; {proof}"}
+    return {"engine": engine, "weights": weights}

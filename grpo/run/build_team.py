@@ -18,8 +18,8 @@ from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, ConfigError
 from grpo.objectives.scorer import TokenScorer
 from grpo.policies.handle import InProcessEngine
-from grpo.policies.vllm import VLLMPolicy
-from grpo.run.build_engine import Actor, Setup, build_actor, start_engine_of
+from grpo.policies.inprocess import stop_engine
+from grpo.run.build_engine import Actor, Setup, build_actor, start_engine_of, vllm_policy
 from grpo.run.build_model import load_model, prepare_model
 from grpo.run.build_objective import build_learner, build_loss
 from grpo.run.placement import visible
@@ -27,11 +27,9 @@ from grpo.system.child_process import package_environment
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.learner import Learner
 from grpo.training.local_ranks import LocalRanks
-from grpo.training.team import Leader, LedLearner, LedScorer, LedTransfer
-from grpo.weights.lora import LoRASync
-from grpo.weights.lora_slot import lora_request
-from grpo.weights.shared import WeightSync
-from grpo.weights.transfer import TransferBackend, WeightTransfer
+from grpo.training.team import Leader, LedLearner, LedScorer
+from grpo.weights.factory import make_weight_sync
+from grpo.weights.transfer import TransferBackend
 
 
 @dataclass(frozen=True)
@@ -109,17 +107,15 @@ def build_training_actor(
 
 def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
                 checkpoint: Checkpoint | None) -> TrainingActor:
-    config, lora = setup.config, setup.config.train_model.lora.enabled
+    config = setup.config
     others = at_end.enter_context(
-        start_others(setup, devices, checkpoint, transfer=None if lora else "ipc"))
+        start_others(setup, devices, checkpoint,
+                     transfer=None if config.train_model.lora.enabled else "ipc"))
     # Those load the model meanwhile.
     # Before torch.distributed is joined: vLLM's processes must not inherit the state of ours.
     with _seeing(devices[:1]):
         llm = start_engine_of(setup)
-    policy = VLLMPolicy(llm, setup.sampling, version=lambda: weights.version,
-                        lora_request=lora_request() if lora else None, seeded=setup.seeds_rows,
-                        **setup.policy_options())
-    at_end.callback(policy.close)
+    at_end.callback(stop_engine, llm)
     # On its way to being sharded a model needs none of the GPU's own memory.
     model = load_model(setup.path, config, device=torch.device("cpu"), dtype=setup.dtype)
     prepare_model(model, config, adapter=setup.adapter)
@@ -127,10 +123,10 @@ def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
     ranks = others.meet(device_index=devices[0] if devices else None)
     leader = at_end.enter_context(Leader(ranks, others.check))
     learner = LedLearner(build_learner(config, loss, leader.ranks), leader)
-    engine = InProcessEngine(llm)
-    weights: WeightSync = LoRASync(model, engine, tell=leader.tell) if lora else LedTransfer(
-        WeightTransfer(model, engine, backend="ipc"), leader)
-    return TrainingActor(model, policy, weights, learner, learner.scorer)
+    weights = make_weight_sync(config, model, InProcessEngine(llm), folder=setup.folder,
+                               tokenizer=setup.tokenizer, tell=leader.tell)
+    return TrainingActor(model, vllm_policy(setup, llm, weights), weights, learner,
+                         learner.scorer)
 
 
 def start_others(

@@ -99,7 +99,7 @@ def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str
                                f"{named} is of; start it with --shared-weights --port "
                                f"{config.atropos.vllm_port}")
         time.sleep(_PULSE)
-    handover = Handover.read(Handover.find(named))
+    handover = Handover.read(named)
     theirs = client.call("GET", "/bridge/state_dict_info")["handover"]
     if theirs is None or (theirs["pid"], theirs["process_start"]) != (
             handover.pid, handover.process_start):

@@ -186,7 +186,7 @@ async def make_app(engine: AsyncLLM, args: argparse.Namespace) -> FastAPI:
 
     from grpo.server.app import create_app
 
-    handover = await _export(engine, args, current_platform.device_type)
+    handover = await _export(engine, args)
     config = engine.model_config
     dtype = str(config.dtype).removeprefix("torch.")
     return create_app(
@@ -214,15 +214,12 @@ def http_server(app: FastAPI) -> uvicorn.Server:
     return server_of(app, grace=5)
 
 
-async def _export(
-    engine: AsyncLLM, args: argparse.Namespace, device: str
-) -> dict[str, Any] | None:
+async def _export(engine: AsyncLLM, args: argparse.Namespace) -> dict[str, Any] | None:
     if not args.shared_weights:
         return None
-    from grpo.weights.handover import FILE_NAME, Handover
+    from grpo.weights.handover_file import FILE_NAME, Handover
 
-    kind = "shared_memory" if device == "cpu" else "cuda_ipc"
-    (raw,) = await engine.collective_rpc("export_weights", args=(kind,))
+    (raw,) = await engine.collective_rpc("export_weights")
     path = Path(args.bridge_config_path or Path(args.log_dir or ".") / FILE_NAME)
     path.parent.mkdir(parents=True, exist_ok=True)
     print("weights are shared through", Handover.from_dict(raw).write(path), flush=True)

@@ -126,13 +126,8 @@ def save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
 
     Of a model that FSDP2 has sharded, every rank calls this and rank 0 writes.
     """
-    ranks, weights = TrainerRanks(model), {}
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    untied = ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
-    for name, whole in ranks.whole(untied):
-        if ranks.leads:
-            # Views into an engine's fused tensors are cut loose, or safetensors would refuse them.
-            weights[name] = whole.to("cpu", copy=True).contiguous()
+    ranks = TrainerRanks(model)
+    weights = ranks.whole_state(model)
     if not ranks.leads:
         return
     write_model(model, folder, weights)
@@ -354,5 +349,3 @@ def _remove(folder: Path) -> None:
     leftover = folder.with_name(folder.name + ".deleted.partial")
     os.replace(folder, leftover)
     shutil.rmtree(leftover)
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDictBase
@@ -19,6 +20,25 @@ DEFAULT_TOKENS_PER_MICRO_BATCH = 8_192
 #: Micro-batches on a GPU are as wide as a multiple of this: attention kernels want masks aligned,
 #: and compiled layers meet fewer shapes. Wider steps cost more padding than they save.
 GPU_WIDTH_MULTIPLE = 16
+
+
+@dataclass
+class BeforeStep:
+    """What has to be over before an optimizer step writes weights that an engine may read.
+
+    Attributes:
+        finish_proof: compares what a canary was answered with, while the weights are those that
+            it was asked about.
+        pause_engine: stops an engine that samples for others from memory it shares.
+    """
+
+    finish_proof: Callable[[], object] | None = None
+    pause_engine: Callable[[], object] | None = None
+
+    def __call__(self) -> None:
+        for finish in (self.finish_proof, self.pause_engine):
+            if finish is not None:
+                finish()
 
 
 class Learner:
@@ -48,8 +68,7 @@ class Learner:
     Attributes:
         seconds: what the last update spent in ``"train"`` (forward and backward) and in
             ``"optimizer"``.
-        before_step: called before each optimizer step, whose writes an engine that shares the
-            weights sees at once.
+        before_step: called before each optimizer step.
     """
 
     def __init__(
@@ -75,7 +94,7 @@ class Learner:
                       "whole_groups": self.whole_groups, "packed": loss.scorer.shares_prompts}
         self.device = next(loss.actor_network.parameters()).device
         self.seconds = {"train": 0.0, "optimizer": 0.0}
-        self.before_step: Callable[[], object] | None = None
+        self.before_step = BeforeStep()
         self._perturbation: Perturbation | None = None
         self._probe: CheckpointingProbe | None = None
         if getattr(loss.actor_network, "is_gradient_checkpointing", False):
@@ -164,8 +183,7 @@ class Learner:
         values = {key: value.item() for key, value in diagnostics.items()}
         trained = time.perf_counter()
         lr = self.optimizer.lr
-        if self.before_step is not None:
-            self.before_step()
+        self.before_step()
         stepping = time.perf_counter()
         # Without a single valid token there is no gradient, and momentum must not move the weights.
         grad_norm = self.optimizer.step() if normalizer.count > 0 else self.optimizer.skip()

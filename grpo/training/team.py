@@ -23,13 +23,11 @@ from grpo import data
 from grpo.objectives import GRPOLoss
 from grpo.policies.scoring import evaluating
 from grpo.training.checkpoint import save_trained
+from grpo.training.learner import BeforeStep
 from grpo.training.parallel import ParallelLearner, score_divided
 from grpo.training.ranks import Ranks
 from grpo.weights.adapters import adapters_disabled, whole_adapters
-from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import TrainerRanks, trained_parameters
-from grpo.weights.shared import WrappedSync
-from grpo.weights.transfer import WeightTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +130,7 @@ class LedLearner:
         self.learner, self.leader = learner, leader
         self.loss, self.optimizer = learner.loss, _LedOptimizer(learner.optimizer, leader)
         self.scorer = LedScorer(learner.loss, leader)
-        self.before_step: Callable[[], object] | None = None
+        self.before_step = BeforeStep()
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -140,8 +138,7 @@ class LedLearner:
 
     def update(self, rollout: TensorDictBase, *, iteration: int) -> dict[str, float]:
         """See :meth:`grpo.training.learner.Learner.update`."""
-        if self.before_step is not None:
-            self.before_step()  # which may need the other ranks, as they are not busy yet
+        self.before_step()  # which may need the other ranks, as they are not busy yet
         self.leader.tell("update", iteration,
                          {name: getattr(self.loss.terms, name) for name in _CONTROLLED})
         return self.learner.update(self.leader.ranks.share(rollout), iteration=iteration)
@@ -171,29 +168,6 @@ class _LedOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Each rank reads the checkpoint itself and keeps its slices.
         self._optimizer.load_state_dict(state)
-
-
-class LedTransfer(WrappedSync):
-    """A :class:`~grpo.weights.transfer.WeightTransfer` in which the other ranks take part.
-
-    Args:
-        transfer: of rank 0.
-        leader: tells the others.
-    """
-
-    def __init__(self, transfer: WeightTransfer, leader: Leader) -> None:
-        super().__init__(transfer)
-        self.leader = leader
-
-    def publish(self) -> int:
-        """See :meth:`grpo.weights.transfer.WeightTransfer.publish`."""
-        self.leader.tell("publish", self.version)
-        return super().publish()
-
-    def differing(self, part: Part = ALL) -> list[str]:
-        """See :meth:`grpo.weights.transfer.WeightTransfer.differing`."""
-        self.leader.tell("differing", part)
-        return super().differing(part)
 
 
 class LedReference:

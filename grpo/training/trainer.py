@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from grpo import data
-from grpo.collectors.sync import SyncCollector
+from grpo.collectors.base import Collector
 from grpo.envs.rewards.batch import RewardsFailed, check_failures
 from grpo.policies.scoring import evaluating
 from grpo.report.reporter import Reporter
@@ -31,7 +31,6 @@ from grpo.training.learner import Learner
 from grpo.training.rollout_metrics import advantage_counts, advantage_metrics, rollout_metrics
 from grpo.training.stopping import Stopped, StopRequests
 from grpo.weights.canary import Canary
-from grpo.weights.in_flight import PeriodicUpdates
 from grpo.weights.proof import WeightProof
 from grpo.weights.shared import WeightSync
 from grpo.weights.tolerance import CanaryReport
@@ -59,8 +58,7 @@ class Trainer:
         run_dir, config: folder and resolved configuration of the run, saved with checkpoints.
         iterations: how many to run in all.
         eval_frequency: iterations between evaluations; 0: only at the start and the end. Before
-            each the engine gets the present weights, also where
-            :class:`~grpo.weights.in_flight.PeriodicUpdates` would let it wait.
+            each the engine gets the present weights, also where updates would wait on purpose.
         checkpoint_frequency: iterations between checkpoints; 0: none.
         keep_checkpoints: how many of them stay.
         reference: writes the reference policy's log-probs into a rollout, where anything is
@@ -75,7 +73,7 @@ class Trainer:
     def __init__(
         self,
         *,
-        collector: SyncCollector,
+        collector: Collector,
         advantage: TensorDictModuleBase,
         learner: Learner,
         weights: WeightSync,
@@ -120,7 +118,7 @@ class Trainer:
         self._unproven = False
         self.overlap_canary = overlap_canary
         if overlap_canary:
-            learner.before_step = self._finish_proof
+            learner.before_step.finish_proof = self._finish_proof
 
     @property
     def model(self) -> torch.nn.Module:
@@ -231,10 +229,8 @@ class Trainer:
         self._before_batch, self._unlogged = None, metrics
         evaluate = self.evaluator is not None and self._due(self.eval_frequency)
         with self._timed("sync"):
-            metrics["policy/version"] = self.weights.publish()
             # An accuracy is that of its step's model, the last one that of the model that is kept.
-            if evaluate and isinstance(self.weights, PeriodicUpdates):
-                metrics["policy/version"] = self.weights.catch_up()
+            metrics["policy/version"] = self.weights.publish(now=evaluate)
         save = self.checkpoint_frequency > 0 and self._due(self.checkpoint_frequency)
         first = self._report is None
         kept = evaluate or save or self.step == self.iterations
@@ -260,7 +256,7 @@ class Trainer:
         return metrics
 
     def _check_rewards(self, rollout: TensorDictBase) -> None:
-        when, failures = f"iteration {self.step + 1}", getattr(self.collector, "failures", {})
+        when, failures = f"iteration {self.step + 1}", self.collector.failures
         fault_B = rollout.get(data.REWARD_FAULT, rollout[data.REWARD_ERROR].long()).flatten()
         check_failures(fault_B, failures, limit=self.max_reward_errors, when=when)
         if rollout[data.REWARD_ERROR].all():
@@ -269,7 +265,7 @@ class Trainer:
     def _prove_start(self) -> None:
         """Before any step: do updates arrive, and do engine and trainer agree?"""
         with self._timed("canary"), evaluating(self.model):
-            self.proof.self_test(self.learner, begin=self.learner.before_step or (lambda: None))
+            self.proof.self_test(self.learner, begin=self.learner.before_step)
             self._report = self.canary.check()
 
     def _prove(self, *, now: bool = True, whole: bool = False) -> None:
@@ -320,7 +316,7 @@ class Trainer:
 
     def _position(self) -> dict[str, Any]:
         """What a rollout moves on: the data, and all random numbers."""
-        return {"env": self.collector.env.state_dict(), "random": random_state(),
+        return {"env": self.collector.state_dict(), "random": random_state(),
                 "calls": {name: policy.calls for name, policy in self._policies().items()}}
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -330,7 +326,7 @@ class Trainer:
         self.resumed_from, self.saved, self._looked = checkpoint.folder, checkpoint, True
         self.step = state["step"]
         self.learner.optimizer.load_state_dict(state["optimizer"])
-        self.collector.env.load_state_dict(state["env"])
+        self.collector.load_state_dict(state["env"])
         self.weights.version = state["version"]
         self.collector.policy.start_at(state["version"])
         self.first_accuracy, self.last_accuracy = state["accuracy"]

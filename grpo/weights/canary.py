@@ -8,6 +8,7 @@ a model that is computed differently. When it fails, :mod:`grpo.weights.diagnosi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -76,11 +77,13 @@ class Canary:
         self._sampled: Callable[[], TensorDictBase] | None = None
 
     def check(self) -> CanaryReport:
-        """Generate, score, compare.
+        """Generate, score, compare; NaN where the engine has older weights on purpose.
 
         Raises:
             StaleWeightsError: if the difference is past tolerance, or a parameter is not shared.
         """
+        if self.weights.pending:
+            return CanaryReport(math.nan, math.nan)
         self.start()
         return self.finish()
 

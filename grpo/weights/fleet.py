@@ -7,7 +7,7 @@ with each new version as soon as the workers have it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,13 +19,14 @@ from grpo.policies.ray_engine import Call, EngineFleet, RayEngine, WorkerPool
 from grpo.weights.adapters import whole_adapters
 from grpo.weights.channel import TransferError
 from grpo.weights.fingerprint import ALL, Part, fingerprints
-from grpo.weights.gather import TrainerRanks, trained_parameters
+from grpo.weights.gather import Tell, TrainerRanks, tell_nobody, trained_parameters
 from grpo.weights.packed import Packed
-from grpo.weights.transfer import TransferBackend, WeightTransfer
+from grpo.weights.shared import WeightSync
+from grpo.weights.transfer import WeightTransfer
 from grpo.weights.worker.lora import flat
 
 
-class FleetSync(ABC):
+class FleetSync(WeightSync):
     """What all ways have in common.
 
     Args:
@@ -35,15 +36,11 @@ class FleetSync(ABC):
         WorkersLost: from :meth:`publish` and :meth:`heal`, when workers die again and again.
     """
 
-    version: int
-
     def __init__(self, pool: WorkerPool) -> None:
         self.pool = pool
         self.on_publish: Callable[[int], None] = lambda version: None
-        #: Tells the other ranks of a sharded trainer to take part in what follows.
-        self.tell: Callable[..., None] = lambda what, *details: None
 
-    def publish(self) -> int:
+    def publish(self, *, now: bool = False) -> int:
         """Give all workers the trainer's weights as a new version."""
         version = self.version + 1
         try:
@@ -76,9 +73,6 @@ class FleetSync(ABC):
         """Names of parameters that differ in any worker, by fingerprint.
 
         A worker that dies meanwhile is replaced, and the comparison is made again.
-
-        Args:
-            part: of the parameters, to compare some only.
         """
         while True:
             try:
@@ -88,10 +82,6 @@ class FleetSync(ABC):
                 if not self.pool.dead:
                     raise
             self.heal()
-
-    def unshared(self) -> list[str]:
-        """Nothing is shared, and nothing has to be: :meth:`publish` copies what is trained."""
-        return []
 
     def _until_sent(self, send: Callable[[], None]) -> None:
         """Try again with new workers while any die meanwhile; the pool limits how often."""
@@ -129,11 +119,13 @@ class ObjectStoreSync(FleetSync):
         model: the trainer's.
         pool: of the workers.
         timeout: seconds for one update; a worker takes it up between two groups.
+        tell: the other ranks of a sharded trainer to gather.
     """
 
-    def __init__(self, model: nn.Module, pool: WorkerPool, *, timeout: float = 600.0) -> None:
+    def __init__(self, model: nn.Module, pool: WorkerPool, *, timeout: float = 600.0,
+                 tell: Tell = tell_nobody) -> None:
         super().__init__(pool)
-        self.model, self.timeout, self.version = model, timeout, 0
+        self.model, self.timeout, self.tell = model, timeout, tell
 
     def _publish(self) -> None:
         self._send(self.version + 1, range(self.pool.count))
@@ -182,12 +174,12 @@ class FleetLoRA(ObjectStoreSync):
         pool: of the workers.
         pause_mode: what becomes of running requests: ``keep`` lets them go on with the new adapter,
             ``wait`` finishes them first.
-        timeout: seconds for one update.
+        options: the others of :class:`ObjectStoreSync`.
     """
 
     def __init__(self, model: nn.Module, pool: WorkerPool, *, pause_mode: PauseMode = "keep",
-                 timeout: float = 600.0) -> None:
-        super().__init__(model, pool, timeout=timeout)
+                 **options: Any) -> None:
+        super().__init__(model, pool, **options)
         self.pause_mode = pause_mode
 
     def _give(self, number: int, values: Any, version: int) -> Call:
@@ -218,21 +210,15 @@ class FleetTransfer(FleetSync):
         model: the trainer's, sharded or not; see :class:`~grpo.weights.transfer.WeightTransfer`.
         pool: of the workers.
         tensor_parallel_size: devices of an engine.
-        backend: ``nccl`` between GPUs, ``gloo`` for engines on a CPU.
-        host: address of the trainer that the workers can reach.
-        pause_mode: what becomes of running requests: ``keep`` lets them go on with the new weights,
-            ``wait`` finishes them first.
-        timeout: seconds for one update.
+        options: the others of :class:`~grpo.weights.transfer.WeightTransfer`.
     """
 
     def __init__(self, model: nn.Module, pool: WorkerPool, *, tensor_parallel_size: int = 1,
-                 backend: TransferBackend = "nccl", host: str = "127.0.0.1",
-                 pause_mode: PauseMode = "keep", timeout: float = 300.0) -> None:
+                 **options: Any) -> None:
         super().__init__(pool)
         self.fleet = EngineFleet([RayEngine(pool, number) for number in range(pool.count)],
                                  tensor_parallel_size=tensor_parallel_size)
-        self.transfer = WeightTransfer(model, self.fleet, backend=backend, host=host,
-                                       pause_mode=pause_mode, timeout=timeout)
+        self.transfer = WeightTransfer(model, self.fleet, **options)
 
     @property
     def version(self) -> int:
@@ -245,21 +231,16 @@ class FleetTransfer(FleetSync):
     def _publish(self) -> None:
         if self.pool.outdated:
             self.transfer.close()  # newcomers are not in its group
-        self._send()
+        self.transfer.publish()
 
     def _refresh(self) -> None:
         self.transfer.close()
         self.transfer.version -= 1
         try:
-            self._send()
+            self.transfer.publish()
         except (EngineError, TransferError):
             self.transfer.version += 1
             raise
 
-    def _send(self) -> None:
-        self.tell("publish", self.version)
-        self.transfer.publish()
-
     def _differing(self, part: Part) -> list[str]:
-        self.tell("differing", part)
         return self.transfer.differing(part)

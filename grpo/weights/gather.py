@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+#: Tells the other ranks of a sharded trainer to take part in what this one does next; see
+#: :meth:`grpo.training.team.Leader.tell`.
+Tell: TypeAlias = Callable[..., None]
+
+
+def tell_nobody(what: str, *details: Any) -> None:
+    """The :data:`Tell` of a trainer whose other ranks, if any, call the same methods themselves."""
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -63,6 +72,18 @@ class TrainerRanks:
             if self._dtype is not None and name in self._trained:
                 tensor = tensor.to(self._dtype)  # half the bytes to gather
             yield name, tensor.full_tensor()
+
+    def whole_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """What is saved of a model, on the leading rank's CPU; empty on the others.
+
+        A tied head is the embedding. Written once, it can never be loaded as something else. All
+        are copies, because views into an engine's fused tensors share storages, which safetensors
+        refuses.
+        """
+        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+        named = ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
+        return {name: whole.to("cpu", copy=True).contiguous() for name, whole in self.whole(named)
+                if self.leads}
 
     def agree(self, succeeded: bool) -> None:
         """Let every rank know whether the leading one succeeded; call it in a ``finally``.

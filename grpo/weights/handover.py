@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from grpo.weights.handover_file import (
-    FILE_NAME,
     Handover,
     HandoverError,
     Kind,
@@ -29,10 +28,6 @@ from grpo.weights.handover_file import (
     TensorEntry,
     process_start,
 )
-
-__all__ = ["FILE_NAME", "Handover", "HandoverError", "Kind", "Owner", "StaleHandoverError",
-           "StorageEntry", "TensorEntry", "export_cuda_ipc", "export_shared_memory",
-           "export_tensors", "map_tensors", "process_start", "release"]
 
 # Tensors start at multiples of a cache line, as torch's own allocations do.
 _ALIGNMENT = 64

@@ -181,33 +181,6 @@ class Handover:
         handover.check_owner(source=str(path))
         return handover
 
-    @staticmethod
-    def find(path: str | Path | None = None, *, log_dir: str | Path | None = None) -> Path:
-        """Where the file is.
-
-        Looked at in this order: ``path``, the variable ``VLLM_BRIDGE_CONFIG_PATH``, ``log_dir``,
-        the variable ``LOGDIR``, the working directory. The first two must exist where they are
-        given: a misspelt path never falls through to another engine's file.
-
-        Raises:
-            HandoverError: listing the places that were looked at.
-        """
-        for given, what in ((path, "the given path"), (os.environ.get("VLLM_BRIDGE_CONFIG_PATH"),
-                                                       "VLLM_BRIDGE_CONFIG_PATH")):
-            if given:
-                file = Path(given) / FILE_NAME if Path(given).is_dir() else Path(given)
-                if not file.is_file():
-                    raise HandoverError(f"{what} is {given}, where there is no {FILE_NAME}; start "
-                                        "the engine first, or correct it")
-                return file
-        folders = [Path(folder) for folder in (log_dir, os.environ.get("LOGDIR"), ".") if folder]
-        for folder in folders:
-            if (folder / FILE_NAME).is_file():
-                return folder / FILE_NAME
-        looked_at = ", ".join(str(folder.absolute()) for folder in folders)
-        raise HandoverError(f"no {FILE_NAME} in {looked_at}; start the engine first, or set "
-                            "VLLM_BRIDGE_CONFIG_PATH to its file")
-
     def check_owner(self, *, source: str = "the handover") -> None:
         """Raise :class:`StaleHandoverError` if the owner is gone or its pid is another process's.
         """

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
-from grpo.weights.canary import Canary
 from grpo.weights.shared import WeightSync, WrappedSync
-from grpo.weights.tolerance import CanaryReport
 
 if TYPE_CHECKING:
     from grpo.policies.handle import EngineHandle
@@ -39,9 +36,9 @@ class PausedUpdates(WrappedSync):
             self.engine.pause("keep", timeout=self.timeout)
             self.paused = True
 
-    def publish(self) -> int:
+    def publish(self, *, now: bool = False) -> int:
         self.begin()
-        version = super().publish()
+        version = super().publish(now=now)
         self.end()
         return version
 
@@ -55,16 +52,13 @@ class PausedUpdates(WrappedSync):
 class PeriodicUpdates(WrappedSync):
     """Publish at every ``interval``-th call only, where each update costs a new engine.
 
-    In between the engine samples with older weights, and the version stays. What must be asked of
-    the present weights, such as an evaluation, calls :meth:`catch_up` before; the next interval
+    In between the engine samples with older weights, and the version stays. What is asked of the
+    present weights, such as an evaluation, needs ``publish(now=True)`` before; the next interval
     begins there.
 
     Args:
         weights: how an update is made.
         interval: calls of :meth:`publish` for one update.
-
-    Attributes:
-        pending: calls since the last update.
 
     Examples:
         >>> from torch import nn
@@ -82,37 +76,9 @@ class PeriodicUpdates(WrappedSync):
         super().__init__(weights)
         self.interval, self.pending = interval, 0
 
-    def publish(self) -> int:
+    def publish(self, *, now: bool = False) -> int:
         self.pending += 1
-        if self.pending == self.interval:
-            self.catch_up()
-        return self.version
-
-    def catch_up(self) -> int:
-        """Make the update that is pending now, if one is; returns the version."""
-        if self.pending:
-            super().publish()
+        if now or self.pending == self.interval:
+            super().publish(now=now)
             self.pending = 0
         return self.version
-
-
-class PeriodicCanary:
-    """A canary that has nothing to say while the engine is behind on purpose.
-
-    Args:
-        canary: asked after each update.
-        weights: that say whether there was one.
-    """
-
-    def __init__(self, canary: Canary, weights: PeriodicUpdates) -> None:
-        self.canary, self.weights = canary, weights
-
-    @property
-    def policy(self):
-        return self.canary.policy
-
-    def check(self) -> CanaryReport:
-        """As :meth:`Canary.check`; NaN where the engine has older weights."""
-        if self.weights.pending:
-            return CanaryReport(math.nan, math.nan)
-        return self.canary.check()

@@ -132,27 +132,6 @@ def hf_names(places: Mapping[str, Place]) -> dict[str, list[str]]:
     return names
 
 
-def split_engine_tensor(
-    name: str, tensor: Tensor, places: Mapping[str, Place]
-) -> dict[str, Tensor]:
-    """The Hugging Face parameters inside one engine tensor, as views; padding is left out.
-
-    Args:
-        name: of the engine tensor.
-        tensor: its values, or anything with the same rows.
-        places: from :func:`engine_layout`.
-
-    Examples:
-        >>> import torch
-        >>> split_engine_tensor("a.gate_up_proj.bias", torch.arange(4),
-        ...                     {"a.gate_proj.bias": Place("a.gate_up_proj.bias", 0, 2),
-        ...                      "a.up_proj.bias": Place("a.gate_up_proj.bias", 2, 4)})
-        {'a.gate_proj.bias': tensor([0, 1]), 'a.up_proj.bias': tensor([2, 3])}
-    """
-    return {ours: tensor[places[ours].start : places[ours].stop]
-            for ours in hf_names(places).get(name, [])}
-
-
 def _first_names(params: Params) -> dict[str, str]:
     """Each name mapped to one name of the same tensor: itself, unless it is a tied head."""
     first: dict[tuple, str] = {}

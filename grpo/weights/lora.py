@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import Tensor, nn
 
@@ -21,19 +21,21 @@ from grpo.weights.adapters import (
     whole_adapters,
 )
 from grpo.weights.fingerprint import ALL, Part
-from grpo.weights.gather import TrainerRanks
+from grpo.weights.gather import Tell, TrainerRanks, tell_nobody
 from grpo.weights.lora_slot import AdapterSlot, differing_factors, lora_request, shapes_of
+from grpo.weights.shared import WeightSync
 from grpo.weights.worker import lora as lora_worker
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
+    from grpo.policies.client import EngineClient
     from grpo.policies.handle import EngineHandle
 
 How = Literal["auto", "views", "write", "load"]
 
 
-class LoRASync:
+class LoRASync(WeightSync):
     """Keep one adapter of an engine equal to the trainer's.
 
     ========= ==================================================== ==============================
@@ -66,8 +68,7 @@ class LoRASync:
         adapter_id: of the adapter, positive; one for each adapter of an engine.
         version: updates published so far.
         timeout: seconds that any call to the engine may take.
-        tell: tells the other ranks of a sharded trainer to gather, see
-            :meth:`grpo.training.team.Leader.tell`.
+        tell: the other ranks of a sharded trainer to gather.
 
     Raises:
         RuntimeError: if the engine was started without LoRA.
@@ -85,7 +86,7 @@ class LoRASync:
         adapter_id: int = 1,
         version: int = 0,
         timeout: float = 60.0,
-        tell: Callable[..., None] = lambda what, *details: None,
+        tell: Tell = tell_nobody,
     ) -> None:
         if how not in get_args(How):
             raise ValueError(f"how={how!r} is unknown; use one of {get_args(How)}")
@@ -109,7 +110,7 @@ class LoRASync:
         """What generation requests carry to use the adapter."""
         return lora_request(self.name, self.adapter_id)
 
-    def publish(self) -> int:
+    def publish(self, *, now: bool = False) -> int:
         """Bring the adapter's current values to the engine and return the new version.
 
         Raises:
@@ -187,18 +188,7 @@ class LoRASync:
         return obstacles[:3]
 
 
-class AdapterServer(Protocol):
-    """What is needed of :class:`~grpo.policies.client.EngineClient`."""
-
-    def load_lora(self, path: str, *, name: str, version: int) -> str:
-        """Use the adapter in a folder from now on; returns the name it is served under."""
-
-    def lora_fingerprints(self, shapes: dict[str, list[int]]) -> list[dict[str, list]]:
-        """What each worker's slot holds of the adapter that new requests use; see
-        :func:`~grpo.weights.worker.lora.slot_fingerprints`. Empty where they use none."""
-
-
-class HTTPLoRASync:
+class HTTPLoRASync(WeightSync):
     """Bring adapters to an engine server as folders that it reads from disk.
 
     The server gives every load a name and id of its own, so running requests finish with the
@@ -215,25 +205,29 @@ class HTTPLoRASync:
 
     Attributes:
         lora_name: what the newest version is served as; None before the first is published.
+        restart: where set, starts a new server for each version and returns its client.
     """
 
     KEPT = 2
 
-    def __init__(self, client: AdapterServer, model: nn.Module, *, folder: str | Path,
+    def __init__(self, client: EngineClient, model: nn.Module, *, folder: str | Path,
                  name: str = "policy", version: int = 0) -> None:
         adapters(model)  # raises if there are none
         self.client, self.model, self.folder = client, model, Path(folder)
         self.name, self.version = name, version
         self.lora_name: str | None = None
         self.saved: list[Path] = []
+        self.restart: Callable[[], EngineClient] | None = None
 
-    def publish(self) -> int:
+    def publish(self, *, now: bool = False) -> int:
         """Save the adapter and have the server use it for the requests to come.
 
         The version only counts once the server has loaded it.
         """
         version = self.version + 1
         path = save_adapter(self.model, self.folder / f"adapter_step_{version}")
+        if self.restart is not None:
+            self.client = self.restart()
         self.lora_name = self.client.load_lora(str(path), name=self.name, version=version)
         self.version = version
         if path in self.saved:  # the same version again
@@ -245,14 +239,10 @@ class HTTPLoRASync:
 
     @property
     def starts_engines(self) -> bool:
-        return getattr(self.client, "starts_engines", False)
+        return self.restart is not None
 
     def differing(self, part: Part = ALL) -> list[str]:
         """Factors whose values differ in the server's memory, in the adapter that requests use."""
         values = lora_worker.flat({key: a.tensors() for key, a in adapters(self.model).items()})
         values = dict(part.choose(values.items()))
         return differing_factors(self.client.lora_fingerprints(shapes_of(values)), values)
-
-    def unshared(self) -> list[str]:
-        """Nothing is meant to be shared."""
-        return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -119,33 +119,9 @@ def differing_factors(
     return [name for name in values if name in found]
 
 
-class SlotAccess(Protocol):
-    """What can be done with the slot; factors are called ``module.lora_A`` and ``module.lora_B``.
-    """
-
-    workers: int
-    """Processes that hold a part of the engine's model."""
-
-    def open(self, shapes: dict[str, list[int]]) -> int:
-        """Give the adapter a slot of zeros and return its number."""
-
-    def slot(self) -> int | None:
-        """The adapter's slot now."""
-
-    def map(self) -> dict[str, Tensor]:
-        """The slot's memory, at the engine's full rank."""
-
-    def load(self, values: dict[str, Tensor]) -> int:
-        """Install the adapter anew and return its slot."""
-
-    def fingerprints(self, shapes: dict[str, list[int]]) -> list[dict[str, list]]:
-        """What each worker's slot holds of each factor."""
-
-    def close(self) -> None:
-        """Give the slot back."""
-
-
-def slot_access(engine: EngineHandle, adapter_id: int, *, timeout: float) -> SlotAccess:
+def slot_access(
+    engine: EngineHandle, adapter_id: int, *, timeout: float
+) -> LocalSlot | RemoteSlot:
     """Direct access to an engine of this process, or access through its workers' methods."""
     if isinstance(engine, InProcessEngine) and not engine.workers:
         model = engine_module(engine.llm)
@@ -154,7 +130,13 @@ def slot_access(engine: EngineHandle, adapter_id: int, *, timeout: float) -> Slo
 
 
 class LocalSlot:
-    """The slot of an engine in this process."""
+    """The slot of an engine in this process.
+
+    Factors are called ``module.lora_A`` and ``module.lora_B``.
+
+    Attributes:
+        workers: processes that hold a part of the engine's model.
+    """
 
     workers = 1
 
@@ -162,26 +144,32 @@ class LocalSlot:
         self.registry, self.adapter_id = registry, adapter_id
 
     def open(self, shapes: dict[str, list[int]]) -> int:
+        """Give the adapter a slot of zeros and return its number."""
         return lora_worker.open_slot(self.registry, self.adapter_id, shapes)
 
     def slot(self) -> int | None:
+        """The adapter's slot now."""
         return lora_worker.slot_of(self.registry, self.adapter_id)
 
     def map(self) -> dict[str, Tensor]:
+        """The slot's memory, at the engine's full rank."""
         return lora_worker.flat(lora_worker.slot_factors(self.registry, self.adapter_id))
 
     def load(self, values: dict[str, Tensor]) -> int:
+        """Install the adapter anew and return its slot."""
         return lora_worker.load_slot(self.registry, self.adapter_id, lora_worker.nested(values))
 
     def fingerprints(self, shapes: dict[str, list[int]]) -> list[dict[str, list]]:
+        """What each worker's slot holds of each factor."""
         return [lora_worker.slot_fingerprints(self.registry, self.adapter_id, shapes)]
 
     def close(self) -> None:
+        """Give the slot back."""
         self.registry.remove_adapter(self.adapter_id)
 
 
 class RemoteSlot:
-    """The slot of an engine whose workers run :class:`~grpo.weights.worker.lora.LoRAMethods`.
+    """As :class:`LocalSlot`, of workers with :class:`~grpo.weights.worker.lora.LoRAMethods`.
 
     Values that the workers are to copy are laid out in shared memory of this process; they are
     megabytes, so this is done on the CPU for GPUs as well.

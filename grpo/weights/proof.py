@@ -127,9 +127,9 @@ class WeightProof:
         Raises:
             StaleWeightsError: if any tensor differs.
         """
-        if getattr(self.weights, "pending", 0):
+        if self.weights.pending:
             return
-        whole = whole or self._checks < FIRST_UPDATES or self._starts_engines
+        whole = whole or self._checks < FIRST_UPDATES or self.weights.starts_engines
         part = ALL if whole else Part(self._checks % self.interval, self.interval)
         self._checks += 1
         if names := self.weights.differing(part):
@@ -153,7 +153,7 @@ class WeightProof:
             StaleWeightsError: if what was published did not arrive; the trainer has its own
                 values again.
         """
-        missed = [] if self._starts_engines else self._missed(learner, begin)
+        missed = [] if self.weights.starts_engines else self._missed(learner, begin)
         if missed:
             raise StaleWeightsError(self._complaint(
                 missed, "the self-test changed a few values and published them, but the engine "
@@ -179,10 +179,6 @@ class WeightProof:
             self.weights.version = version
         self._publish_again()
         return missed
-
-    @property
-    def _starts_engines(self) -> bool:
-        return getattr(self.weights, "starts_engines", False)
 
     def _publish_again(self) -> None:
         """Publish what there is as the version that there is."""

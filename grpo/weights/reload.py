@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,8 @@ from grpo.system.threads import in_background
 from grpo.weights.channel import Deadline, TransferError
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import TrainerRanks
-from grpo.weights.transfer import check_option, compare, describe_workers, make_plan
+from grpo.weights.shared import WeightSync
+from grpo.weights.transfer import check_option, compare, describe_workers, go_on, make_plan
 
 if TYPE_CHECKING:
     from grpo.policies.handle import EngineHandle
@@ -31,7 +32,7 @@ _NAME = re.compile(r"version_\d{6,}")
 _UNFINISHED = ".unfinished"
 
 
-class CheckpointSync(ABC):
+class CheckpointSync(WeightSync):
     """What both ways share: checkpoints in a folder, and a comparison with the engine.
 
     A trainer sharded by FSDP2 calls every method on all ranks; rank 0 writes.
@@ -45,7 +46,7 @@ class CheckpointSync(ABC):
         self.engine, self.timeout, self.version = engine, timeout, version
         self.trainer = TrainerRanks(model)
 
-    def publish(self) -> int:
+    def publish(self, *, now: bool = False) -> int:
         """Write a checkpoint, bring the engine to it, remove the older ones.
 
         Returns:
@@ -72,8 +73,7 @@ class CheckpointSync(ABC):
     def differing(self, part: Part = ALL) -> list[str]:
         """Names of parameters whose values differ in the engine, by fingerprint (on rank 0).
 
-        Args:
-            part: of the parameters; only these are compared, and gathered.
+        Only parameters of ``part`` are gathered.
         """
         params = dict(self.model.named_parameters())
         wholes = (whole for _, whole in self.trainer.whole(part.choose(params.items())))
@@ -86,10 +86,6 @@ class CheckpointSync(ABC):
         rounded = (whole.to(getattr(torch, item["dtype"]))
                    for item, whole in zip(plan, wholes, strict=True))
         return compare(rounded, self.engine, plan, workers, timeout=self.timeout)
-
-    def unshared(self) -> list[str]:
-        """Nothing is shared, and nothing has to be: :meth:`publish` writes every parameter."""
-        return []
 
     @abstractmethod
     def _serve(self, path: Path, version: int, deadline: Deadline) -> None:
@@ -138,13 +134,7 @@ class CheckpointReload(CheckpointSync):
         waiting_for = f"the engine's workers to read {path}"
         deadline.result(in_background(self.engine.collective_rpc, "load_checkpoint", str(path),
                                       timeout=deadline.left(waiting_for)), waiting_for)
-        if not self.engine.reset_prefix_cache(
-                timeout=deadline.left("the engine to reset its prefix cache")):
-            raise TransferError(
-                f"{deadline.doing}: the weights are there, but the engine refused to reset its "
-                "prefix cache because requests still run; use pause_mode='wait' or 'abort'")
-        self.engine.set_version(version)
-        self.engine.resume(timeout=deadline.left("the engine to resume"))
+        go_on(self.engine, version, deadline)
 
     def _refuse_adapters(self, deadline: Deadline) -> None:
         workers = describe_workers(self.engine, timeout=deadline.left("the engine's adapters"))
@@ -198,10 +188,7 @@ class EngineRestart(CheckpointSync):
         self.engine.set_version(version)
 
     def differing(self, part: Part = ALL) -> list[str]:
-        """Names of parameters whose values differ in the engine, by fingerprint (on rank 0).
-
-        Args:
-            part: of the parameters; only these are compared, and gathered.
+        """See :meth:`CheckpointSync.differing`.
 
         Raises:
             TransferError: if no engine runs.
@@ -228,17 +215,10 @@ def write_checkpoint(model: nn.Module, tokenizer: Any, folder: Path, version: in
         The checkpoint's folder.
     """
     trainer = TrainerRanks(model)
-    # A tied head is the embedding. Written once, it can never be loaded as something else.
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    weights = trainer.whole_state(model)
     path = folder / f"version_{version:06d}"
     if not trainer.leads:
-        for _ in trainer.whole(state.items()):
-            pass
         return path
-    # Copies, because views into an engine's fused tensors share storages.
-    weights = {name: whole.to("cpu", copy=True).contiguous()
-               for name, whole in trainer.whole(state.items())}
     unfinished = folder / (path.name + _UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

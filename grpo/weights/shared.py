@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +32,29 @@ if TYPE_CHECKING:
 _RETRY = 0.05
 
 
-class WeightSync(Protocol):
-    """How new weights reach the policy that generates."""
+class WeightSync(ABC):
+    """How new weights reach the policy that generates.
 
-    version: int
-    """Number of updates published so far; rollouts carry it as ``policy_version``."""
+    Attributes:
+        version: number of updates published so far; rollouts carry it as ``policy_version``.
+        pending: calls of :meth:`publish` whose update still waits for a later call.
+        starts_engines: whether each update starts a new engine.
+    """
 
-    def publish(self) -> int:
-        """Make the trainer's current weights the engine's and return the new version."""
+    version = 0
+    pending = 0
+    starts_engines = False
 
+    @abstractmethod
+    def publish(self, *, now: bool = False) -> int:
+        """Make the trainer's current weights the engine's and return the new version.
+
+        Args:
+            now: also where updates wait on purpose for later ones, as those of
+                :class:`~grpo.weights.in_flight.PeriodicUpdates` do.
+        """
+
+    @abstractmethod
     def differing(self, part: Part = ALL) -> list[str]:
         """Names of the trainer's parameters whose values differ in the engine, to the bit.
 
@@ -48,17 +63,15 @@ class WeightSync(Protocol):
         """
 
     def unshared(self) -> list[str]:
-        """Names of parameters whose in-place updates would not reach the engine."""
+        """Names of parameters that were shared with the engine and no longer are.
 
-    # Those that start a new engine for each update say so by ``starts_engines = True``.
+        In-place updates of these never reach the engine. None where :meth:`publish` copies.
+        """
+        return []
 
 
-class WrappedSync:
-    """Another :class:`WeightSync`, for classes that do something around its methods.
-
-    Args:
-        weights: what everything is passed on to.
-    """
+class WrappedSync(WeightSync):
+    """Another :class:`WeightSync`, for classes that do something around its methods."""
 
     def __init__(self, weights: WeightSync) -> None:
         self.weights = weights
@@ -71,12 +84,12 @@ class WrappedSync:
     def version(self, value: int) -> None:
         self.weights.version = value
 
-    def publish(self) -> int:
-        return self.weights.publish()
-
     @property
     def starts_engines(self) -> bool:
-        return getattr(self.weights, "starts_engines", False)
+        return self.weights.starts_engines
+
+    def publish(self, *, now: bool = False) -> int:
+        return self.weights.publish(now=now)
 
     def differing(self, part: Part = ALL) -> list[str]:
         return self.weights.differing(part)
@@ -85,7 +98,7 @@ class WrappedSync:
         return self.weights.unshared()
 
 
-class SameModule:
+class SameModule(WeightSync):
     """Trainer and policy use the very same module, as with ``TransformersPolicy``.
 
     Args:
@@ -98,23 +111,19 @@ class SameModule:
         self.model, self.version = model, version
         self.used = used or (lambda: model)
 
-    def publish(self) -> int:
+    def publish(self, *, now: bool = False) -> int:
         self.version += 1
         return self.version
 
     @torch.no_grad()
     def differing(self, part: Part = ALL) -> list[str]:
-        """Names of parameters that have other values in the module that generates."""
         theirs = dict(self.used().named_parameters())
         return [name for name, param in part.choose(self.model.named_parameters())
                 if theirs.get(name) is not param
                 and not (name in theirs and torch.equal(theirs[name], param))]
 
-    def unshared(self) -> list[str]:
-        return []
 
-
-class SingleCopy:
+class SingleCopy(WeightSync):
     """The trainer's parameters are views into an in-process engine's tensors.
 
     An optimizer that writes in place has then already updated the engine; what :meth:`publish`
@@ -149,7 +158,7 @@ class SingleCopy:
                 if buffer is not None:
                     module._buffers[key] = buffer.to(self.device)
 
-    def publish(self) -> int:
+    def publish(self, *, now: bool = False) -> int:
         """Finish pending writes, drop the engine's cached keys and values, count the version.
 
         Raises:
@@ -165,7 +174,6 @@ class SingleCopy:
 
     @torch.no_grad()
     def differing(self, part: Part = ALL) -> list[str]:
-        """Names of the trainer's parameters whose values differ in the engine."""
         different = []
         # What the engine uses now, which something may have put in the place of what is shared.
         engine_params = base_parameters(engine_module(self.engine))
@@ -178,15 +186,11 @@ class SingleCopy:
         return different
 
     def unshared(self) -> list[str]:
-        """Names of parameters that no longer lie in the engine's memory.
-
-        An in-place update of such a parameter never reaches the engine.
-        """
         return [name for name, param in base_parameters(self.model).items()
                 if param.data_ptr() != self._addresses[name]]
 
 
-class SharedCopy:
+class SharedCopy(WeightSync):
     """The trainer's parameters are views into memory that an engine in another process uses too.
 
     The engine owns the memory and exports it: on a CPU a shared file, on a GPU a CUDA IPC mapping.
@@ -237,7 +241,7 @@ class SharedCopy:
                              "copied")
         return map_tensors(Handover.from_dict(answers[0], source=str(self.engine)))
 
-    def publish(self) -> int:
+    def publish(self, *, now: bool = False) -> int:
         """Finish pending writes, drop the engine's cached keys and values, count the version.
 
         Raises:
@@ -267,13 +271,10 @@ class SharedCopy:
 
     @torch.no_grad()
     def differing(self, part: Part = ALL) -> list[str]:
-        """Names of the trainer's parameters whose values differ in the engine.
+        """See :meth:`WeightSync.differing`; ``part`` is one of the engine's tensors.
 
         The engine hashes its tensors in its own process, so equality after an update proves that
         both processes really see one memory.
-
-        Args:
-            part: of the engine's tensors, and of what the trainer has in them.
         """
         names = part.choose(self.tensors)
         if not names:
@@ -292,10 +293,6 @@ class SharedCopy:
         return [name for name in self.places if name in different]
 
     def unshared(self) -> list[str]:
-        """Names of parameters that no longer lie in the shared memory.
-
-        An in-place update of such a parameter never reaches the engine.
-        """
         return [name for name, param in base_parameters(self.model).items()
                 if param.data_ptr() != view(self.places[name], self.tensors).data_ptr()]
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from grpo.policies.handle import PauseMode
 from grpo.weights.channel import Deadline, TransferError
 from grpo.weights.fingerprint import ALL, Part, fingerprints
-from grpo.weights.gather import TrainerRanks
+from grpo.weights.gather import Tell, TrainerRanks, tell_nobody
 from grpo.weights.layout import engine_layout
+from grpo.weights.shared import WeightSync
 from grpo.weights.transports import DirectPath, MappedPath, WrittenPath
 from grpo.weights.worker.receiver import part_of, pieces_of
 
@@ -32,7 +33,7 @@ _RETRY = ("if it still runs, the engine stays paused because its weights may be 
           "publish again, or restart it from a checkpoint")
 
 
-class WeightTransfer:
+class WeightTransfer(WeightSync):
     """Send the trainer's parameters to an engine's workers.
 
     Each parameter is broadcast straight into the rows of vLLM's fused tensor that it makes up: no
@@ -63,6 +64,7 @@ class WeightTransfer:
             ``wait`` finishes them first, ``abort`` ends them.
         timeout: seconds for connecting or for one update.
         version: updates published before.
+        tell: the other ranks of a sharded trainer to call the same method, where they follow.
 
     Raises:
         LayoutError: naming parameters that are missing, left over or of another shape on the other
@@ -81,6 +83,7 @@ class WeightTransfer:
         pause_mode: PauseMode = "keep",
         timeout: float = 300.0,
         version: int = 0,
+        tell: Tell = tell_nobody,
     ) -> None:
         check_option("backend", backend, TransferBackend)
         check_option("pause_mode", pause_mode, PauseMode)
@@ -88,7 +91,7 @@ class WeightTransfer:
             raise ValueError(f"bucket_bytes={bucket_bytes} and timeout={timeout} must be positive")
         self.model, self.engine, self.version = model, engine, version
         self.backend, self.bucket_bytes, self.host = backend, bucket_bytes, host
-        self.pause_mode, self.timeout = pause_mode, timeout
+        self.pause_mode, self.timeout, self.tell = pause_mode, timeout, tell
         params = dict(model.named_parameters())
         self.device = next(iter(params.values())).device
         self.trainer = TrainerRanks(model)
@@ -111,7 +114,7 @@ class WeightTransfer:
         finally:
             self.trainer.agree(matches)
 
-    def publish(self) -> int:
+    def publish(self, *, now: bool = False) -> int:
         """Give the engine the trainer's current weights.
 
         Returns:
@@ -120,6 +123,7 @@ class WeightTransfer:
         Raises:
             TransferError: at the deadline, naming what was waited for, or with the engine's error.
         """
+        self.tell("publish", self.version)
         succeeded = False
         deadline = Deadline(self.timeout, f"publishing weights {self.version + 1}", fix=_CONNECT)
         try:
@@ -140,20 +144,15 @@ class WeightTransfer:
     def differing(self, part: Part = ALL) -> list[str]:
         """Names of parameters whose values differ in the engine, by fingerprint (on rank 0).
 
-        What the trainer has is hashed as it lies in its own memory, not as it was sent.
-
-        Args:
-            part: of the parameters; only these are compared, and gathered.
+        What the trainer has is hashed as it lies in its own memory, not as it was sent. Only
+        parameters of ``part`` are gathered.
         """
+        self.tell("differing", part)
         if not self.trainer.leads:
             return list(self._gathered(part=part))  # empty; takes part in the gathering
         plan = part.choose(self.plan)
         return compare(self._gathered(plan, part), self.engine, plan, self.workers,
                        timeout=self.timeout)
-
-    def unshared(self) -> list[str]:
-        """Nothing is shared, and nothing has to be: :meth:`publish` copies every parameter."""
-        return []
 
     def close(self) -> None:
         """Leave the connection; the next :meth:`publish` makes a new one."""
@@ -177,7 +176,7 @@ class WeightTransfer:
             if self.trainer.count > 1:
                 for _ in wholes:  # the other ranks gather all parameters, whatever happens here
                     pass
-        self._finish(deadline)
+        go_on(self.engine, self.version + 1, deadline)
 
     def _write(self, deadline: Deadline) -> None:
         """As :meth:`_publish`, by all ranks together."""
@@ -194,17 +193,7 @@ class WeightTransfer:
             self.trainer.agree(paused)
         self._path.send()
         if self.trainer.leads:
-            self._finish(deadline)
-
-    def _finish(self, deadline: Deadline) -> None:
-        """The weights are there: let the engine generate with them."""
-        if not self.engine.reset_prefix_cache(
-                timeout=deadline.left("the engine to reset its prefix cache")):
-            raise TransferError(
-                f"{deadline.doing}: the weights are there, but the engine refused to reset its "
-                "prefix cache because requests still run; use pause_mode='wait' or 'abort'")
-        self.engine.set_version(self.version + 1)
-        self.engine.resume(timeout=deadline.left("the engine to resume"))
+            go_on(self.engine, self.version + 1, deadline)
 
     def _connect(self, deadline: Deadline) -> Any:
         if self.backend == "ipc":
@@ -223,6 +212,21 @@ class WeightTransfer:
             if self.trainer.leads:
                 dtype = getattr(torch, (plan or self.plan)[number]["dtype"])
                 yield whole.to(dtype).contiguous()
+
+
+def go_on(engine: EngineHandle, version: int, deadline: Deadline) -> None:
+    """Let a paused engine generate with the weights that it has been given.
+
+    Raises:
+        TransferError: if it keeps what the old ones computed, or at the deadline.
+    """
+    if not engine.reset_prefix_cache(
+            timeout=deadline.left("the engine to reset its prefix cache")):
+        raise TransferError(
+            f"{deadline.doing}: the weights are there, but the engine refused to reset its "
+            "prefix cache because requests still run; use pause_mode='wait' or 'abort'")
+    engine.set_version(version)
+    engine.resume(timeout=deadline.left("the engine to resume"))
 
 
 def compare(wholes: Iterator[Tensor], engine: EngineHandle, plan: list[dict[str, Any]],

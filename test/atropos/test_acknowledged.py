@@ -86,7 +86,7 @@ def test_what_a_checkpoint_has_trained_is_not_trained_again_after_a_kill(client)
     fill(client, 6, VOCABULARY, 7, 8, 9, 10)
     with trainer(client) as collector:
         assert trained(collector) == [6, 7]
-        checkpoint = collector.env.state_dict()  # after the step
+        checkpoint = collector.state_dict()  # after the step
         raise Killed
     fill(client, 11, 12)
     with trainer(client, checkpoint=checkpoint) as collector:
@@ -101,8 +101,8 @@ def test_where_there_are_checkpoints_the_hub_keeps_what_no_checkpoint_has(client
     with trainer(client, hold=True) as collector:
         in_it = trained(collector) + trained(collector)
         assert client.status()["hub"]["acknowledged"] == 0
-        checkpoint = collector.env.state_dict()
-        collector.env.saved()
+        checkpoint = collector.state_dict()
+        collector.assembler.saved()
         assert client.status()["hub"]["acknowledged"] == 2
         undone = trained(collector)
         raise Killed
@@ -116,7 +116,7 @@ def test_what_was_trained_before_the_kill_between_checkpoint_and_word_is_left_ou
     fill(client, 6, 7, 8, 9)
     with trainer(client, hold=True) as collector:
         assert trained(collector) == [6, 7]
-        checkpoint = collector.env.state_dict()
+        checkpoint = collector.state_dict()
         raise Killed  # before saved()
     with trainer(client, hold=True, checkpoint=checkpoint) as collector:
         assert trained(collector) == [8, 9]

@@ -421,7 +421,7 @@ def test_pull_form_collects_without_a_driver():
     assert collector.metrics["atropos/groups"] == 2
     with pytest.raises(TimeoutError, match=r"no group finished within 0.2 s; 2 of 5 rows"):
         collector.collect()
-    state = collector.env.state_dict()
+    state = collector.state_dict()
     again = GroupAssembler(groups, GroupConverter(pad_token_id=0), rows=2)
     again.load_state_dict(state)
     groups.send(group)

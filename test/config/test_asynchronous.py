@@ -14,6 +14,7 @@ from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError, load_config
 from grpo.run import build_async
 from grpo.run.placement import DevicePlan
+from grpo.weights import factory
 from grpo.weights.fleet import FleetLoRA
 
 from .configs import FOLDER, composed, small
@@ -99,7 +100,8 @@ LORA = {"lora": {"enabled": True}}
 def test_adapters_are_taken_up_when_the_run_wants_it(update_at, mode, words):
     config = load_config(small(train={"update_at": update_at}, train_model=LORA), AsyncConfig)
     assert config.weight_sync == "lora" and not config.shares_weights
-    weights = build_async._build_weights(config, nn.Linear(1, 1), Pool(), "vllm", None)
+    weights = factory.make_fleet_sync(config, nn.Linear(1, 1), Pool(), backend="vllm",
+                                      device=torch.device("cpu"), host="127.0.0.1")
     assert isinstance(weights, FleetLoRA) and weights.pause_mode == mode
     places = SimpleNamespace(plan=SimpleNamespace(kind="cuda", engines=((1,), (2,))))
     assert build_async.describe(config, places, backend="vllm")["weights"].startswith(words)
@@ -111,13 +113,14 @@ def test_adapters_are_taken_up_when_the_run_wants_it(update_at, mode, words):
     ("in_flight", "vllm", "gloo", False)])
 def test_an_update_at_a_groups_border_waits_for_groups_as_long_as_the_run_does(
         update_at, backend, transfer, waits, monkeypatch):
-    monkeypatch.setattr(build_async, "FleetTransfer",
+    monkeypatch.setattr(factory, "FleetTransfer",
                         lambda model, pool, **options: SimpleNamespace(**options))
     patience = {}
     for seconds in (50.0, 9000.0):
         config = load_config(small(train={"update_at": update_at, "rollout_timeout": seconds},
                                    train_model={} if transfer else LORA), AsyncConfig)
-        weights = build_async._build_weights(config, nn.Linear(1, 1), Pool(), backend, transfer)
+        weights = factory.make_fleet_sync(config, nn.Linear(1, 1), Pool(), backend=backend,
+                                          device=torch.device("cpu"), host="127.0.0.1")
         patience[seconds] = weights.timeout
     assert patience[50.0] >= 300
     assert patience[9000.0] - patience[50.0] == (8950 if waits else 0)

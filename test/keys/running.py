@@ -33,6 +33,7 @@ from grpo.run import (
     start_atropos,
 )
 from grpo.run.build_objective import build_learner, build_loss
+from grpo.weights import factory
 from grpo.weights.fleet import ObjectStoreSync
 
 from ..collectors.asynchronous import LocalPool, LocalRay
@@ -143,8 +144,8 @@ class Runner:
             patch(build_async, "WorkerPool", _pool(seen))
             patch("ray.remote", lambda cls: SimpleNamespace(
                 options=lambda **options: SimpleNamespace(remote=cls)))
-            patch(build_async, "FleetTransfer", _fleet(seen))
-            patch(build_async, "FleetLoRA", _fleet(seen))
+            patch(factory, "FleetTransfer", _fleet(seen))
+            patch(factory, "FleetLoRA", _fleet(seen))
             patch(build_worker, "_start_engine", _worker_engine(seen, build_worker._start_engine))
         if mode.script == "atropos":
             patch(start_atropos, "find_engine", lambda config: seen.note(

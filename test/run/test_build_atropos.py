@@ -20,7 +20,7 @@ from grpo.training.checkpoint import Checkpoint
 from grpo.weights.canary import Canary
 from grpo.weights.handover import export_shared_memory
 from grpo.weights.handover_file import HandoverError
-from grpo.weights.in_flight import PausedUpdates, PeriodicCanary, PeriodicUpdates
+from grpo.weights.in_flight import PausedUpdates, PeriodicUpdates
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def test_one_copy_is_served_at_the_port_exported_and_paused_while_it_is_written(
         assert options["served_model_name"] == started.setup.config.model.name
         assert options["kv_cache_memory_bytes"] == 256 << 20 and options["max_model_len"] == 64
         assert isinstance(trainer.weights, PausedUpdates)
-        assert trainer.learner.before_step == trainer.weights.begin
+        assert trainer.learner.before_step.pause_engine == trainer.weights.begin
         assert isinstance(trainer.canary, Canary)
 
 
@@ -71,8 +71,8 @@ def test_engines_are_restarted_at_intervals_and_the_canary_knows(mode, config_of
     config = config_of("--weight-bridge-mode", mode, "--vllm-restart-interval", "4")
     with atropos_trainer(config) as trainer:
         assert isinstance(trainer.weights, PeriodicUpdates) and trainer.weights.interval == 4
-        assert isinstance(trainer.canary, PeriodicCanary)
-        assert trainer.learner.before_step is None
+        assert trainer.canary.weights is trainer.weights
+        assert trainer.learner.before_step.pause_engine is None
         assert started.server.options["shared_weights"] is False
 
 

@@ -18,8 +18,9 @@ from grpo.config.schema import ConfigError, load_config
 from grpo.policies.base import Sampling
 from grpo.policies.server import ServerPolicy
 from grpo.run import build, build_engine
-from grpo.run.build_engine import FreshServer, RunServer, Setup, build_actor
+from grpo.run.build_engine import RunServer, Setup, build_actor
 from grpo.system.lifeline import TOKEN_VARIABLE
+from grpo.weights import factory
 from grpo.weights.adapters import adapters, has_adapters, make_lora, save_adapter
 
 from ..config.configs import FOLDER, message, small
@@ -63,13 +64,20 @@ class Recorder:
 @pytest.fixture
 def parts(monkeypatch):
     """Stand-ins for all that starts or talks to an engine; how each was made."""
-    names = ("SingleCopy", "SharedCopy", "LoRASync", "HTTPLoRASync", "CheckpointReload",
-             "EngineRestart", "WeightTransfer", "VLLMPolicy", "ServerPolicy", "start_engine")
-    recorders = {name: Recorder(name) for name in names}
-    for name, recorder in recorders.items():
-        monkeypatch.setattr(build_engine, name, recorder)
-    monkeypatch.setattr(build_engine, "InProcessEngine", lambda llm: SimpleNamespace(
-        llm=llm, workers=["one"] if llm.options["separate_process"] else []))
+    names = {factory: ("SingleCopy", "SharedCopy", "LoRASync", "HTTPLoRASync", "CheckpointReload",
+                       "EngineRestart", "WeightTransfer"),
+             build_engine: ("VLLMPolicy", "ServerPolicy", "start_engine")}
+    recorders = {name: Recorder(name) for of_module in names.values() for name in of_module}
+    for module, of_module in names.items():
+        for name in of_module:
+            monkeypatch.setattr(module, name, recorders[name])
+
+    class Handle:
+        def __init__(self, llm) -> None:
+            self.llm, self.workers = llm, ["one"] if llm.options["separate_process"] else []
+
+    for module in names:
+        monkeypatch.setattr(module, "InProcessEngine", Handle)
     client = MagicMock(host="127.0.0.1", port=9001, url=URL)
     client.info.return_value = {"dtype": "float32", "device": "cpu",
                                      "max_model_len": 64, "max_lora_rank": 4}
@@ -126,7 +134,7 @@ def test_each_arrangement_has_its_engine_policy_and_way_of_the_weights(name, par
     assert all(p.requires_grad == (".lora_" in n or not lora)
                for n, p in actor.model.named_parameters())
     words = build_engine.describe_engine(config, device=CPU, backend="vllm")
-    assert words["weights"].startswith(build_engine._WAYS[config.weight_sync])
+    assert words["weights"].startswith(factory._WORDS[config.weight_sync])
     assert "the weights beneath are one copy" in words["weights"] or not (lora and shared)
 
 
@@ -251,14 +259,8 @@ def test_a_restart_takes_up_each_adapter_in_a_new_server(parts, setup_of):
     weights = build_actor(setup_of(config), backend="vllm").weights
     assert weights.published == 1  # into the server that has just been started
     parts.stopped.assert_not_called()
-    fresh = weights.client
-    assert isinstance(fresh, FreshServer)
-    parts.client.load_lora.return_value = "policy-v1"
-    assert fresh.load_lora("adapter", name="policy", version=3) == "policy-v1"
+    assert weights.restart() is parts.client
     parts.stopped.assert_called_once_with()
-    parts.client.load_lora.assert_called_once_with("adapter", name="policy", version=3)
-    assert fresh.starts_engines  # each is compared as a whole, none is started for the self-test
-    assert fresh.lora_fingerprints({}) is parts.client.lora_fingerprints.return_value
 
 
 # -- a server that runs already --------------------------------------------------------------------

@@ -19,7 +19,7 @@ from grpo.report.loggers import read_jsonl
 from grpo.training.checkpoint import find_checkpoint, list_checkpoints
 from grpo.training.rollout_metrics import advantage_counts, advantage_metrics, rollout_metrics
 from grpo.weights.canary import StaleWeightsError
-from grpo.weights.in_flight import PeriodicCanary, PeriodicUpdates
+from grpo.weights.in_flight import PeriodicUpdates
 
 from .runs import make_rollout, make_trainer, timeless, weights
 
@@ -206,7 +206,7 @@ def test_evaluations_are_of_their_steps_model_also_where_updates_wait(
     trainer = make_trainer(config, tmp_path)
     weights = trainer.weights = PeriodicUpdates(trainer.weights, interval=interval)
     trainer.proof.weights = weights
-    trainer.canary = PeriodicCanary(trainer.canary, weights)
+    trainer.canary.weights = weights
     pending: list[int] = []
     run = trainer.evaluator.run
     monkeypatch.setattr(trainer.evaluator, "run", lambda: (pending.append(weights.pending),

@@ -51,10 +51,10 @@ class Faulty(WrappedSync):
         assert self.held
         self.active = True
 
-    def publish(self) -> int:
+    def publish(self, *, now: bool = False) -> int:
         lost = self.held if self.active else []
         values = [value.clone() for value in lost]
-        version = super().publish()
+        version = super().publish(now=now)
         for target, value in zip(lost, values, strict=True):
             target.copy_(value)
         return version

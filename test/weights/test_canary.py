@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from grpo.objectives.scorer import TokenScorer
 from grpo.policies.base import Sampling
 from grpo.policies.transformers import TransformersPolicy
 from grpo.weights.canary import Canary, StaleWeightsError
+from grpo.weights.in_flight import PeriodicUpdates
 from grpo.weights.shared import SameModule
 
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
@@ -178,3 +180,16 @@ def test_same_module_counts_its_updates(byte_model):
     weights = SameModule(byte_model, version=3)
     assert [weights.publish(), weights.publish(), weights.version] == [4, 5, 5]
     assert weights.differing() == []
+
+
+def test_it_has_nothing_to_say_while_the_engine_is_behind_on_purpose(byte_model):
+    weights = PeriodicUpdates(SameModule(byte_model), interval=2)
+    canary = Canary(make_policy(copy.deepcopy(byte_model)), TokenScorer(byte_model), weights,
+                    prompts=PROMPTS)
+    assert canary.check().max_abs_diff < 1e-4
+    train(byte_model)
+    weights.publish()
+    assert math.isnan(canary.check().max_abs_diff)
+    weights.publish()  # which brings nothing to the copy
+    with pytest.raises(StaleWeightsError):
+        canary.check()

@@ -37,7 +37,7 @@ class Copied(SingleCopy):
             param.data = param.data.clone()
 
     @torch.no_grad()
-    def publish(self) -> int:
+    def publish(self, *, now: bool = False) -> int:
         for name, param in base_parameters(self.model).items():
             view(self.places[name], self.engine_params).copy_(param)
         return super().publish()

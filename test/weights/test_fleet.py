@@ -160,9 +160,7 @@ def test_a_replaced_worker_alone_is_healed(model, pool):
 def test_other_ranks_are_told_to_gather_adapters_or_what_is_trained(model, pool):
     told = []
     for way in (FleetLoRA, ObjectStoreSync):
-        weights = way(model, pool)
-        weights.tell = lambda *order: told.append(order)
-        weights.publish()
+        way(model, pool, tell=lambda *order: told.append(order)).publish()
     assert told == [("adapters",), ("gather", "trained")]
 
 

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from grpo.weights.fingerprint import fingerprint, fingerprints
 from grpo.weights.handover import (
-    FILE_NAME,
     Handover,
     HandoverError,
     StaleHandoverError,
@@ -30,6 +29,7 @@ from grpo.weights.handover import (
     process_start,
     release,
 )
+from grpo.weights.handover_file import FILE_NAME
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -219,35 +219,6 @@ def test_the_file_round_trips_is_private_and_replaces_an_old_one(handover, tmp_p
     handover.write(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == [FILE_NAME]
-
-
-def test_the_file_is_found_in_order_and_a_misspelt_path_is_an_error(
-        handover, tmp_path, monkeypatch):
-    folders = {name: tmp_path / name for name in ("given", "env", "log", "logdir", "cwd")}
-    for folder in folders.values():
-        folder.mkdir()
-        handover.write(folder)
-    monkeypatch.setenv("VLLM_BRIDGE_CONFIG_PATH", str(folders["env"] / FILE_NAME))
-    monkeypatch.setenv("LOGDIR", str(folders["logdir"]))
-    monkeypatch.chdir(folders["cwd"])
-    assert Handover.find(folders["given"], log_dir=folders["log"]).parent == folders["given"]
-    assert Handover.find(log_dir=folders["log"]).parent == folders["env"]
-    monkeypatch.delenv("VLLM_BRIDGE_CONFIG_PATH")
-    assert Handover.find(log_dir=folders["log"]).parent == folders["log"]
-    (folders["log"] / FILE_NAME).unlink()
-    assert Handover.find(log_dir=folders["log"]).parent == folders["logdir"]
-    monkeypatch.delenv("LOGDIR")
-    assert Handover.find().absolute().parent == folders["cwd"]
-
-    with pytest.raises(HandoverError, match="the given path is missing.json"):
-        Handover.find("missing.json")
-    monkeypatch.setenv("VLLM_BRIDGE_CONFIG_PATH", "typo.json")
-    with pytest.raises(HandoverError, match="VLLM_BRIDGE_CONFIG_PATH is typo.json"):
-        Handover.find(log_dir=folders["logdir"])
-    monkeypatch.delenv("VLLM_BRIDGE_CONFIG_PATH")
-    (folders["cwd"] / FILE_NAME).unlink()
-    with pytest.raises(HandoverError, match=f"no {FILE_NAME} in {folders['cwd']}"):
-        Handover.find()
 
 
 def test_a_missing_and_a_truncated_file_are_named(handover, tmp_path):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from grpo.weights.fingerprint import ALL, Part
-from grpo.weights.in_flight import PausedUpdates, PeriodicCanary, PeriodicUpdates
-from grpo.weights.tolerance import CanaryReport
+from grpo.weights.in_flight import PausedUpdates, PeriodicUpdates
 
 
 class Engine:
@@ -28,7 +25,7 @@ class Weights:
     def __init__(self, calls: list[str], *, fails: bool = False) -> None:
         self.calls, self.fails, self.version = calls, fails, 0
 
-    def publish(self) -> int:
+    def publish(self, *, now: bool = False) -> int:
         if self.fails:
             raise RuntimeError("the engine is gone")
         self.calls.append("publish")
@@ -76,27 +73,11 @@ def test_everything_else_is_that_of_the_weights(make):
     assert (weights.differing(Part(0, 2)), weights.unshared()) == (["a"], ["b"])
 
 
-def test_the_canary_speaks_when_the_engine_has_the_weights():
-    class Canary:
-        policy = "the policy"
-
-        def check(self):
-            return CanaryReport(0.0, 0.0)
-
-    weights = PeriodicUpdates(Weights([]), interval=2)
-    canary = PeriodicCanary(Canary(), weights)
-    assert canary.check() == CanaryReport(0.0, 0.0) and canary.policy == "the policy"
-    weights.publish()
-    assert math.isnan(canary.check().max_abs_diff)
-    weights.publish()
-    assert canary.check() == CanaryReport(0.0, 0.0)
-
-
 def test_what_is_pending_can_be_published_early_and_the_interval_begins_anew():
     calls: list[str] = []
     weights = PeriodicUpdates(Weights(calls), interval=3)
-    assert (weights.catch_up(), calls) == (0, [])  # the engine has what there is
-    assert (weights.publish(), weights.catch_up(), weights.pending) == (0, 1, 0)
+    assert (weights.publish(), calls, weights.pending) == (0, [], 1)
+    assert (weights.publish(now=True), weights.pending) == (1, 0)
     assert [weights.publish() for _ in range(3)] == [1, 1, 2]
 
 

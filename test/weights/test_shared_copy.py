@@ -134,8 +134,6 @@ def test_other_weights_are_refused(run, model_folder):
 
 def test_what_the_worker_refuses_is_passed_on(run, tmp_path):
     for method, argument, complaint in (
-            ("export_weights", "disk", "kind='disk' is unknown"),
-            ("export_weights", "cuda_ipc", "does not suit weights on cpu"),
             ("fingerprints", ["nonsense"], "no tensors called nonsense"),
             ("load_checkpoint", str(tmp_path), r"has no \*\.safetensors file")):
         with pytest.raises(EngineError, match=f"{method} failed.*{complaint}"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from grpo.policies.unpacked import keep_weights_unpacked
 from grpo.system.lifeline import leave_interrupts_to_parent
 from grpo.weights.fingerprint import fingerprints
-from grpo.weights.handover import Kind, export_tensors
+from grpo.weights.handover import export_tensors
 from grpo.weights.layout import base_parameters, without_adapters
 from grpo.weights.worker.layer_outputs import LayerMethods
 from grpo.weights.worker.lora import LoRAMethods
@@ -33,24 +33,17 @@ if "vllm" in sys.modules:  # a vLLM worker imports this module; others only look
 class WeightMethods:
     """Sharing, checking and replacing the weights of one worker."""
 
-    def export_weights(self, kind: Kind | None = None) -> dict[str, Any]:
+    _exported_weights: dict[str, Any] | None = None
+
+    def export_weights(self) -> dict[str, Any]:
         """Make the weights mappable by one other process.
 
-        Args:
-            kind: ``shared_memory`` on a CPU, ``cuda_ipc`` on a GPU; None: what the device needs.
-
         Returns:
-            A :class:`~grpo.weights.handover.Handover` as a dictionary.
+            A :class:`~grpo.weights.handover_file.Handover` as a dictionary.
         """
         params = self._weights()
-        suits = "cuda_ipc" if any(p.is_cuda for p in params.values()) else "shared_memory"
-        if kind not in (None, *get_args(Kind)):
-            raise ValueError(f"kind={kind!r} is unknown; use one of {get_args(Kind)} or None")
-        if kind not in (None, suits):
-            raise ValueError(f"kind={kind!r} does not suit weights on "
-                             f"{next(iter(params.values())).device}; use {suits!r} or None")
         # A second trainer of the same shared file needs no second file; CUDA counts its users.
-        if suits == "cuda_ipc" or getattr(self, "_exported_weights", None) is None:
+        if self._exported_weights is None or self._exported_weights["kind"] == "cuda_ipc":
             self._exported_weights = export_tensors(
                 params, model=self.model_config.model, owner="engine",
                 tensor_parallel_size=self.parallel_config.tensor_parallel_size).to_dict()

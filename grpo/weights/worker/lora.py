@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from grpo.weights.fingerprint import fingerprints
+from grpo.weights.handover import export_tensors, map_tensors
+from grpo.weights.handover_file import Handover
 
 if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager
@@ -48,12 +50,16 @@ class LoRAMethods:
         # On a CPU the export moves the buffers, and must not move them away from those who mapped
         # them; on a GPU each process that maps them needs an export of its own.
         if self._exported_buffers is None or self._exported_buffers["kind"] == "cuda_ipc":
-            self._exported_buffers = export_buffers(self._adapter_registry())
+            buffers = {name: place.buffers()
+                       for name, place in _places(self._adapter_registry()).items()}
+            self._exported_buffers = export_tensors(
+                flat(buffers), model="LoRA adapter slots", owner="engine").to_dict()
         return self._exported_buffers
 
     def lora_load(self, adapter_id: int, handover: dict[str, Any]) -> int:
         """Install an adapter from the trainer's memory; see :func:`load_slot`."""
-        return load_slot(self._adapter_registry(), adapter_id, _mapped(handover))
+        values = nested(map_tensors(Handover.from_dict(handover)))
+        return load_slot(self._adapter_registry(), adapter_id, values)
 
     def lora_fingerprints(self, adapter_id: int, shapes: dict[str, list[int]]) -> dict[str, list]:
         """What the slot holds of each factor; see :func:`slot_fingerprints`."""
@@ -146,14 +152,6 @@ def slot_factors(registry: LoRAModelManager, adapter_id: int) -> dict[str, Facto
                            "the engine's weights were reloaded, which drops adapters")
     return {name: {part: buffer[slot, 0] for part, buffer in place.buffers().items()}
             for name, place in _places(registry).items()}
-
-
-def export_buffers(registry: LoRAModelManager) -> dict[str, Any]:
-    """A handover of the buffers that hold all slots, for another process."""
-    from grpo.weights.handover import export_tensors
-
-    buffers = flat({name: place.buffers() for name, place in _places(registry).items()})
-    return export_tensors(buffers, model="LoRA adapter slots", owner="engine").to_dict()
 
 
 def slot_fingerprints(
@@ -299,9 +297,3 @@ def _forget_mapping(registry: LoRAModelManager) -> None:
     """Before slots change: vLLM 0.25 keeps the assignment of rows to slots while the requests stay
     the same."""
     registry._last_mapping = None
-
-
-def _mapped(handover: dict[str, Any]) -> dict[str, Factors]:
-    from grpo.weights.handover import Handover, map_tensors
-
-    return nested(map_tensors(Handover.from_dict(handover)))

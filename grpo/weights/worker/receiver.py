@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from grpo.weights.channel import Channel, Deadline, Packing, as_words, buckets
 from grpo.weights.fingerprint import fingerprints
+from grpo.weights.handover import map_tensors
+from grpo.weights.handover_file import Handover
 from grpo.weights.layout import base_parameters
 
 #: ``[local start, start in the whole tensor, length]`` along one dimension.
@@ -68,8 +70,6 @@ class TransferMethods:
                 workers, or one for each.
             plan: as for :meth:`transfer_connect`.
         """
-        from grpo.weights.handover import Handover, map_tensors
-
         self.transfer_close()
         mine = handovers[self.rank if len(handovers) > 1 else 0]
         mapped = map_tensors(Handover.from_dict(mine))
