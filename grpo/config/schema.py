@@ -7,7 +7,7 @@ An unknown key is an error, and so is a key that the chosen mode would not read.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field, ValidationError, model_validator
@@ -37,7 +37,7 @@ from grpo.config.objective import (
     Section,
 )
 from grpo.config.optimizer import OptimizerConfig
-from grpo.config.unread import SYNC, Unread, refuse_unread
+from grpo.config.unread import WHOLE_PROOF, Unread, only_with, refuse_unread
 from grpo.objectives.registry import get_objective
 
 
@@ -109,7 +109,8 @@ class TrainConfig(LengthConfig):
     """Iterations between held-out evaluations; 0: at the start and the end only."""
     checkpoint_frequency: int = Field(100, ge=0)
     """Iterations between checkpoints; 0: none."""
-    keep_checkpoints: int | None = Field(None, ge=1)
+    keep_checkpoints: Annotated[int | None, only_with("train.checkpoint_frequency")] = Field(
+        None, ge=1)
     """null: the 3 newest."""
     proof_interval: int = Field(10, ge=1)
     """Updates within which every tensor of the engine is compared with the trainer's, to the bit: a
@@ -132,14 +133,18 @@ class PolicyConfig(Section):
     """The same as ``train.kl_to_ref_coeff``."""
 
 
+_WANDB = Unread(lambda c: "wandb" not in c.logging.backends,
+                "because logging.backends has no 'wandb'; add it, or")
+
+
 class LoggingConfig(Section):
     """Loggers beside ``metrics.jsonl``, which is always written."""
 
     backends: list[Literal["wandb", "tensorboard"]] = Field(default_factory=list)
-    wandb_project: str | None = None
-    wandb_group: str | None = None
-    wandb_run_name: str | None = None
-    wandb_mode: Literal["online", "offline"] | None = None
+    wandb_project: Annotated[str | None, _WANDB] = None
+    wandb_group: Annotated[str | None, _WANDB] = None
+    wandb_run_name: Annotated[str | None, _WANDB] = None
+    wandb_mode: Annotated[Literal["online", "offline"] | None, _WANDB] = None
     num_samples: int = Field(6, ge=0)
     """Completions shown and saved at each evaluation."""
 
@@ -150,8 +155,8 @@ AnyConfig = TypeVar("AnyConfig", bound="Config")
 class Config(Section):
     """A whole run."""
 
-    #: What it does not read when.
-    unread: ClassVar[tuple[Unread, ...]] = SYNC
+    #: What the script does not read, besides what keys and sections say of themselves.
+    unread: ClassVar[tuple[Unread, ...]] = (WHOLE_PROOF,)
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     resume: str | None = None
