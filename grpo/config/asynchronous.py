@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from grpo.config.model import Device, InferenceModelConfig, RefModelConfig, RoleDevices, Sync
-from grpo.config.schema import Config, TrainConfig
+from grpo.config.schema import Config
 from grpo.config.section import Section
+from grpo.config.train import TrainConfig
 from grpo.config.unread import Unread
 
 _UPDATE = Unread(lambda c: c.train.staleness == 0 and c.train.oversample == 0, "because with "

@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 
 from grpo.config.atropos_section import EVALUATED, AtroposSection
 from grpo.config.objective import DistillConfig
-from grpo.config.schema import Config, TrainConfig
+from grpo.config.schema import Config
+from grpo.config.train import TrainConfig
 from grpo.config.unread import Unread, only_with
 from grpo.system.ports import check_ports
 

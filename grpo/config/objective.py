@@ -26,7 +26,9 @@ from grpo.objectives.terms import LossTerms, Proximal
 
 _ADVANTAGE = Unread(lambda c: c.train.is_maxent, "by train.objective={train.objective}, whose "
                     "weights come from the section maxent;")
-_KL = only_with("train.kl_to_ref_coeff", "train.kl_to_inference_coeff")
+_KL = Unread(lambda c: c.train.kl_to_ref_coeff is None and c.train.kl_to_inference_coeff is None,
+             "because both train.kl_to_ref_coeff and train.kl_to_inference_coeff are null; set one "
+             "of them, or")
 _TAU = only_with("maxent.tau_target")
 _TOPK = only_with("distill.topk_coeff")
 

@@ -30,30 +30,17 @@ class Unread:
             another way out; ``{section.key}`` stands for a value.
         keys: ``section.key`` or ``section.*``, several parted by spaces, where this does not
             stand at the key itself.
-        but: a key that is read all the same.
     """
 
     where: Callable[[Any], bool]
     why: str
     keys: str = ""
-    but: str = ""
-
-    def is_about(self, key: str) -> bool:
-        return any(fnmatchcase(key, pattern) for pattern in self.keys.split())
 
 
-def only_with(*keys: str) -> Unread:
-    """Of what is read only where one of some keys is set: not null, not false, no count of 0."""
-    if len(keys) > 1:
-        why = f"because both {' and '.join(keys)} are null; set one of them, or"
-    else:
-        why = f"because {keys[0]} is {{{keys[0]}}}; set that, or"
-    return Unread(lambda config: all(_is_off(value_at(config, key)) for key in keys), why,
-                  but=keys[0])
-
-
-def _is_off(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and not value)
+def only_with(key: str) -> Unread:
+    """Of what is read only where a key is set: not null, not false, no count of 0."""
+    return Unread(lambda config: value_at(config, key) in (None, 0),
+                  f"because {key} is {{{key}}}; set that, or")
 
 
 #: Where the whole of a new engine is compared after each update.
@@ -113,8 +100,9 @@ def refuse_unread(config: BaseModel, table: tuple[Unread, ...]) -> None:
 0; set that, or remove it [type=value_error, ...
     """
     for key, value, own in _keys_that_are_set(config):
-        for entry in (*(entry for entry in table if entry.is_about(key)), *own):
-            if key != entry.but and entry.where(config):
+        named = [one for one in table if any(fnmatchcase(key, name) for name in one.keys.split())]
+        for entry in named + own:
+            if entry.where(config):
                 why = re.sub(r"{([\w.]+)}", lambda m: _shown(value_at(config, m[1])), entry.why)
                 raise ConfigError(f"{key}={_shown(value)} is not read {why} remove it")
 

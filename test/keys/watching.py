@@ -161,7 +161,7 @@ def _reader(frame: FrameType | None) -> bool:
         file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
         if name in _CHECKS:
             return False
-        through = file.name.startswith("config") or "pydantic" in file.parts or file == _HERE
+        through = file.parent.name == "config" or "pydantic" in file.parts or file == _HERE
         if not through:
             return name not in _WORDS and file.name not in _ESTIMATES
         frame = frame.f_back
