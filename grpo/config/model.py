@@ -46,7 +46,7 @@ class ModelConfig(Section):
 class LoRAConfig(Section):
     """Train low-rank adapters instead of the weights."""
 
-    only = only_with("train_model.lora.enabled")
+    only = only_with("train_model.lora.enabled", "set that to true")
 
     enabled: bool = False
     r: int = Field(16, ge=1, le=512)
@@ -178,16 +178,13 @@ def resolve_sync(inference: InferenceModelConfig, lora: LoRAConfig, *, ranks: in
         'transfer'
     """
     chosen = inference.weight_sync
-    if ranks > 1:
-        way: Sync = "lora" if lora.enabled else "transfer"
-        if problem := _obstacle_for_ranks(inference, way):
-            raise ValueError(f"{ranks} devices of train_model share a model: {problem}, or train "
-                             "on one device")
-        return way
+    whole: Sync = "single_copy" if inference.on_this_host and ranks == 1 else "transfer"
+    own: Sync = "lora" if lora.enabled else whole
+    if ranks > 1 and (problem := _obstacle_for_ranks(inference, own)):
+        raise ValueError(f"{ranks} devices of train_model share a model: {problem}, or train on "
+                         "one device")
     if chosen == "auto":
-        if lora.enabled:
-            return "lora"
-        return "single_copy" if inference.on_this_host else "transfer"
+        return own
     if problem := _obstacle(chosen, inference, lora):
         raise ValueError(f"inference_model.weight_sync={chosen} {problem}")
     return chosen

@@ -44,8 +44,8 @@ class TrainConfig(ObjectiveConfig):
     """Iterations between held-out evaluations; 0: at the start and the end only."""
     checkpoint_frequency: int = Field(100, ge=0)
     """Iterations between checkpoints; 0: none."""
-    keep_checkpoints: Annotated[int | None, only_with("train.checkpoint_frequency")] = Field(
-        None, ge=1)
+    keep_checkpoints: Annotated[
+        int | None, only_with("train.checkpoint_frequency", "raise that")] = Field(None, ge=1)
     """null: the 3 newest."""
     proof_interval: int = Field(10, ge=1)
     """Updates within which every tensor of the engine is compared with the trainer's, to the bit: a

@@ -37,10 +37,10 @@ class Unread:
     keys: str = ""
 
 
-def only_with(key: str) -> Unread:
-    """Of what is read only where a key is set: not null, not false, no count of 0."""
+def only_with(key: str, instead: str = "set that") -> Unread:
+    """Of what is read only where another key is set: not null, false or 0."""
     return Unread(lambda config: value_at(config, key) in (None, 0),
-                  f"because {key} is {{{key}}}; set that, or")
+                  f"because {key} is {{{key}}}; {instead}, or")
 
 
 #: Where the whole of a new engine is compared after each update.
