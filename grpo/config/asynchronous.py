@@ -3,14 +3,24 @@ rollouts may be, and Ray."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from grpo.config.model import Device, InferenceModelConfig, RefModelConfig, RoleDevices, Sync
-from grpo.config.schema import Config, TrainConfig
+from grpo.config.schema import Config
 from grpo.config.section import Section
-from grpo.config.unread import ASYNC
+from grpo.config.train import TrainConfig
+from grpo.config.unread import Unread
+
+_UPDATE = Unread(lambda c: c.train.staleness == 0 and c.train.oversample == 0, "because with "
+                 "train.staleness=0 and train.oversample=0 nothing is being generated when "
+                 "weights are updated; raise one of them, or")
+_EXTRA = Unread(lambda c: c.oversampled_groups == 0, "because of the {groups_per_batch} groups of "
+                "a batch that is less than half a group; raise it, or")
+_SEPARATE = Unread(lambda c: c.train_model.lora.enabled and c.ref_model.name is None,
+                   "because with train_model.lora.enabled=true the reference is the trainer's own "
+                   "model without its adapters; name another model as ref_model.name, or")
 
 
 class AsyncTrainConfig(TrainConfig):
@@ -19,14 +29,14 @@ class AsyncTrainConfig(TrainConfig):
     staleness: int = Field(1, ge=0)
     """Weight updates that may lie between a token and its training; 0: none, on-policy. The more,
     the less a batch has to wait for long groups."""
-    update_at: Literal["auto", "in_flight", "group_border"] = "auto"
+    update_at: Annotated[Literal["auto", "in_flight", "group_border"], _UPDATE] = "auto"
     """When engines take new weights: ``in_flight``, between two tokens, so that a row may have
     tokens of several versions; ``group_border``, when what they generate is finished, so that none
     has; auto: in flight where the engine can, which is vLLM."""
     group_deadline: float | None = Field(None, gt=0)
     """Seconds that a group may take; then it is generated again elsewhere, and dropped after three
     attempts, so that the longest completions are not trained. null: any time."""
-    oversample: float = Field(0.0, ge=0)
+    oversample: Annotated[float, _EXTRA] = Field(0.0, ge=0)
     """Share of groups started beyond those a batch needs, so that it need not wait for the slowest
     ones. The prompts of those are sampled anew, which favours short completions."""
     rollout_timeout: float = Field(1800.0, gt=0)
@@ -50,9 +60,10 @@ class PlacedRefModel(RefModelConfig, RoleDevices):
 
     role = "ref_model"
 
-    num_devices: int | None = Field(None, ge=1, le=1)
+    num_devices: Annotated[int | None, _SEPARATE] = Field(None, ge=1, le=1)
     """1: a device of its own; null: the trainer's."""
-    devices: list[Device] | None = Field(None, min_length=1, max_length=1)
+    devices: Annotated[list[Device] | None, _SEPARATE] = Field(
+        None, min_length=1, max_length=1)
 
 
 class RayConfig(Section):
@@ -69,7 +80,9 @@ class RayConfig(Section):
 class AsyncConfig(Config):
     """A whole asynchronous run; see :class:`~grpo.config.schema.Config` for the rest."""
 
-    unread = ASYNC
+    unread = (*Config.unread, Unread(
+        lambda c: True, "by grpo-async.py, whose engines are its own workers;",
+        "inference_model.engine inference_model.url inference_model.weight_sync"))
 
     train: AsyncTrainConfig = Field(default_factory=AsyncTrainConfig)
     inference_model: PlacedInferenceModel = Field(default_factory=PlacedInferenceModel)

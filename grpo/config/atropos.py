@@ -3,27 +3,66 @@ bring themselves, and a section of its own."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Annotated
+
 from pydantic import Field, model_validator
 
-from grpo.config.atropos_section import AtroposSection
-from grpo.config.schema import Config, TrainConfig
-from grpo.config.unread import ATROPOS
+from grpo.config.atropos_section import EVALUATED, AtroposSection
+from grpo.config.objective import DistillConfig
+from grpo.config.schema import Config
+from grpo.config.train import TrainConfig
+from grpo.config.unread import Unread, only_with
 from grpo.system.ports import check_ports
+
+#: What environments do themselves, and what is used instead.
+_INSTEAD = {
+    "train.max_steps": "atropos.steps",
+    "train.data_epochs": "atropos.steps, because environments choose their problems",
+    "train.total_dialog_turns": "atropos.steps",
+    "train.dialog_turns_per_batch": "atropos.batch_size",
+    "train.max_sampling_rounds": "the environments' ensure_scores_are_not_same",
+    "train.overlong_buffer": "the environments' own length penalty",
+    "inference_model.max_tokens":
+        "the environments' own max_tokens, atropos.seq_len for what is trained, "
+        "atropos.eval_max_tokens for evaluations",
+    "inference_model.ignore_eos": "the environments' own options of sampling",
+}
 
 
 class AtroposTrainConfig(TrainConfig):
     """The loop; evaluations are few unless they are asked for."""
 
-    eval_frequency: int = Field(0, ge=0)
+    eval_frequency: Annotated[int, EVALUATED] = Field(0, ge=0)
+
+
+class AtroposDistillConfig(DistillConfig):
+    """A teacher whose own tokens come with the groups."""
+
+    only = only_with("distill.topk_coeff")
 
 
 class AtroposConfig(Config):
     """A whole run on Atropos environments; see :class:`~grpo.config.schema.Config` for the rest."""
 
-    unread = ATROPOS
+    unread = (
+        *(Unread(lambda c: True, f"with Atropos environments; use {instead}, and", key)
+          for key, instead in _INSTEAD.items()),
+        Unread(lambda c: True, "with Atropos environments: those ask the teacher, and their groups "
+               "bring its tokens; use distill.topk_coeff, and",
+               "distill.teacher distill.reverse_kl_coeff"),
+        Unread(lambda c: True, "with Atropos environments, where one device trains;",
+               "train_model.num_devices train_model.devices"),
+        Unread(lambda c: not c.atropos.evaluate, "because environments bring problems and rewards; "
+               "set atropos.evaluate=true (--eval-task) to measure the accuracy on a task of this "
+               "library, or", "env.*"),
+        Unread(lambda c: True, "with Atropos environments, which make their groups themselves, and "
+               "an evaluation takes each problem once;", "env.num_envs env.repeats"),
+        replace(EVALUATED, keys="logging.num_samples"))
 
     atropos: AtroposSection = Field(default_factory=AtroposSection)
     train: AtroposTrainConfig = Field(default_factory=AtroposTrainConfig)
+    distill: AtroposDistillConfig = Field(default_factory=AtroposDistillConfig)
 
     # In the place of Config's of the same name: there is neither `num_envs` nor `repeats` here.
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from grpo.config.section import Section
+from grpo.config.unread import Unread, only_with
 from grpo.objectives.scorer import HeadKind
 from grpo.system.http_call import is_loopback
 
@@ -22,18 +23,30 @@ Sync = Literal["single_copy", "transfer", "lora", "reload", "restart"]
 #: finish with the one before.
 LORA_SLOTS: dict[EngineKind, int] = {"in_process": 1, "process": 1, "server": 2}
 
+_EMBEDDED = Unread(lambda c: c.model.name != "embedded", "because model.name={model.name} is "
+                   "trained already; set model.name=embedded, or")
+_HEAD = Unread(lambda c: c.train_model.head == "logits", "by train_model.head=logits, which are "
+               "the model's own and all there at once; set head=auto, or")
+_SERVER = Unread(lambda c: c.inference_model.engine != "server", "by inference_model.engine="
+                 "{inference_model.engine}; set engine=server, or")
+_STARTED = Unread(lambda c: c.inference_model.url is not None, "because the server at "
+                  "inference_model.url={inference_model.url} runs already; start that with the "
+                  "option, or")
+
 
 class ModelConfig(Section):
     """What is trained."""
 
     name: str = "embedded"
     """Folder or hub id of a causal language model, or ``embedded``."""
-    warm_start_steps: int | None = Field(None, ge=1)
-    warm_start_noise: float | None = Field(None, ge=0, le=1)
+    warm_start_steps: Annotated[int | None, _EMBEDDED] = Field(None, ge=1)
+    warm_start_noise: Annotated[float | None, _EMBEDDED] = Field(None, ge=0, le=1)
 
 
 class LoRAConfig(Section):
     """Train low-rank adapters instead of the weights."""
+
+    only = only_with("train_model.lora.enabled", "set that to true")
 
     enabled: bool = False
     r: int = Field(16, ge=1, le=512)
@@ -89,9 +102,9 @@ class TrainModelConfig(RoleDevices):
     the compilation back, see :mod:`grpo.run.fast_defaults`."""
     head: HeadKind = "auto"
     """How log-probs are computed from hidden states; ``auto``: without ever holding all logits."""
-    head_chunk_size: int | None = Field(None, ge=1)
+    head_chunk_size: Annotated[int | None, _HEAD] = Field(None, ge=1)
     """Tokens whose logits exist at a time; null: by device."""
-    fp32_head: bool = False
+    fp32_head: Annotated[bool, _HEAD] = False
     """Logits in float32 where weights are bfloat16, in trainer and engine."""
     layer_indices: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
     """Decoder layers that are trained, everything else being frozen; null: all of the model."""
@@ -119,7 +132,7 @@ class InferenceModelConfig(Section):
     backend: Literal["auto", "vllm", "transformers"] = "auto"
     engine: EngineKind = "in_process"
     """Where vLLM runs: in the trainer's process, in one of its own, or behind our HTTP server."""
-    url: str | None = None
+    url: Annotated[str | None, _SERVER] = None
     """``http://host:port`` of a server that runs already; null: the run starts its own."""
     weight_sync: Literal["auto"] | Sync = "auto"
     """``auto``: adapters where those are trained, a transfer from several devices, else one copy,
@@ -128,10 +141,10 @@ class InferenceModelConfig(Section):
     max_tokens: int | None = Field(None, ge=1)
     """Longest response; null: 1024, and 128 for the embedded model on problems it cannot solve."""
     max_model_len: int | None = Field(None, ge=2)
-    max_num_seqs: int | None = Field(None, ge=1)
-    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    kv_cache_memory_bytes: int | None = Field(None, ge=1)
-    enforce_eager: bool | None = None
+    max_num_seqs: Annotated[int | None, _STARTED] = Field(None, ge=1)
+    gpu_memory_utilization: Annotated[float | None, _STARTED] = Field(None, gt=0, le=1)
+    kv_cache_memory_bytes: Annotated[int | None, _STARTED] = Field(None, ge=1)
+    enforce_eager: Annotated[bool | None, _STARTED] = None
     """null: CUDA graphs on a GPU, nothing compiled on a CPU."""
     ignore_eos: bool = False
     """Always generate ``max_tokens``; for benchmarks."""
@@ -165,16 +178,13 @@ def resolve_sync(inference: InferenceModelConfig, lora: LoRAConfig, *, ranks: in
         'transfer'
     """
     chosen = inference.weight_sync
-    if ranks > 1:
-        way: Sync = "lora" if lora.enabled else "transfer"
-        if problem := _obstacle_for_ranks(inference, way):
-            raise ValueError(f"{ranks} devices of train_model share a model: {problem}, or train "
-                             "on one device")
-        return way
+    whole: Sync = "single_copy" if inference.on_this_host and ranks == 1 else "transfer"
+    own: Sync = "lora" if lora.enabled else whole
+    if ranks > 1 and (problem := _obstacle_for_ranks(inference, own)):
+        raise ValueError(f"{ranks} devices of train_model share a model: {problem}, or train on "
+                         "one device")
     if chosen == "auto":
-        if lora.enabled:
-            return "lora"
-        return "single_copy" if inference.on_this_host else "transfer"
+        return own
     if problem := _obstacle(chosen, inference, lora):
         raise ValueError(f"inference_model.weight_sync={chosen} {problem}")
     return chosen
@@ -220,6 +230,9 @@ def _obstacle_for_ranks(inference: InferenceModelConfig, way: Sync) -> str | Non
 
 class RefModelConfig(Section):
     """The reference policy of ``train.kl_to_ref_coeff`` and ``maxent.beta``."""
+
+    only = Unread(lambda c: not c.needs_reference, "because train.kl_to_ref_coeff and maxent.beta "
+                  "are null; set the coefficient, or")
 
     name: str | None = None
     """null: the model the run starts from; with adapters that is the model without them."""

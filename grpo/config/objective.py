@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from grpo.config.section import Section
+from grpo.config.unread import Unread, only_with
 from grpo.objectives.aggregate import Aggregation
 from grpo.objectives.controllers import (
     Controller,
@@ -22,6 +23,14 @@ from grpo.objectives.kl import KLEstimator
 from grpo.objectives.maxent import MaxEntWeights, TauController
 from grpo.objectives.registry import get_objective
 from grpo.objectives.terms import LossTerms, Proximal
+
+_ADVANTAGE = Unread(lambda c: c.train.is_maxent, "by train.objective={train.objective}, whose "
+                    "weights come from the section maxent;")
+_KL = Unread(lambda c: c.train.kl_to_ref_coeff is None and c.train.kl_to_inference_coeff is None,
+             "because both train.kl_to_ref_coeff and train.kl_to_inference_coeff are null; set one "
+             "of them, or")
+_TAU = only_with("maxent.tau_target")
+_TOPK = only_with("distill.topk_coeff")
 
 
 class ObjectiveConfig(Section):
@@ -41,23 +50,23 @@ class ObjectiveConfig(Section):
     """Share of the tokens, those with the highest entropy, that the objective is applied to."""
     kl_to_ref_coeff: float | None = Field(None, ge=0)
     kl_to_inference_coeff: float | None = Field(None, ge=0)
-    kl_estimator: KLEstimator | None = None
+    kl_estimator: Annotated[KLEstimator | None, _KL] = None
     """null: k3 in the loss, k1 in the reward."""
-    kl_in_reward: bool = False
+    kl_in_reward: Annotated[bool, _ADVANTAGE] = False
     """Subtract the KL to the reference from the reward instead of adding it to the loss; with
     ``global_norm`` from that of each token on, as REINFORCE++ does."""
     entropy_coeff: float | None = Field(None, ge=0)
-    advantage_estimator: str | None = None
+    advantage_estimator: Annotated[str | None, _ADVANTAGE] = None
     """null: group_norm; ``module:function``: your own."""
-    advantage_eps: float | None = Field(None, ge=0)
+    advantage_eps: Annotated[float | None, _ADVANTAGE] = Field(None, ge=0)
     """Added to what the estimator divides by; null: 1e-4, and 0 for maxrl."""
-    advantage_clip_percentile: float | None = Field(None, gt=0, lt=50)
-    zero_variance_filter: bool = False
-    mask_truncated: bool = False
-    overlong_buffer: float | None = Field(None, gt=0)
+    advantage_clip_percentile: Annotated[float | None, _ADVANTAGE] = Field(None, gt=0, lt=50)
+    zero_variance_filter: Annotated[bool, _ADVANTAGE] = False
+    mask_truncated: Annotated[bool, _ADVANTAGE] = False
+    overlong_buffer: Annotated[float | None, _ADVANTAGE] = Field(None, gt=0)
     """Tokens before ``inference_model.max_tokens`` over which length is punished; below 1: as a
     share of it."""
-    overlong_factor: float | None = Field(None, gt=0)
+    overlong_factor: Annotated[float | None, only_with("train.overlong_buffer")] = Field(None, gt=0)
     """null: 1."""
     max_sampling_rounds: int | None = Field(None, ge=2)
     """Dynamic sampling: generate until all groups of a batch have different rewards, at most so
@@ -133,6 +142,8 @@ class ObjectiveConfig(Section):
 class KLControllerConfig(Section):
     """Adapts ``train.kl_to_ref_coeff``, its first value, to the measured KL."""
 
+    only = only_with("kl_controller.kind")
+
     kind: KLControllerKind | None = None
     """null: the coefficient stays."""
     target: float | None = Field(None, gt=0)
@@ -157,6 +168,8 @@ class KLControllerConfig(Section):
 
 class EntropyControllerConfig(Section):
     """Adapts ``train.entropy_coeff``, its first value, to keep the entropy up."""
+
+    only = only_with("entropy_controller.target")
 
     target: float | None = Field(None, gt=0)
     """Nats a token; null: the coefficient stays."""
@@ -183,18 +196,21 @@ class EntropyControllerConfig(Section):
 class MaxEntConfig(Section):
     """Weights of ``train.objective=maxent_listwise`` and ``maxent_weighted``."""
 
+    only = Unread(lambda c: not c.train.is_maxent, "by train.objective={train.objective}, but by "
+                  "maxent_listwise and maxent_weighted;")
+
     tau: float | None = Field(None, ge=0)
     """null: 1."""
     beta: float | None = Field(None, ge=0)
     """null: 0, no pull towards the reference."""
     q_temperature: float | None = Field(None, gt=0)
     q_epsilon: float | None = Field(None, ge=0, lt=1)
-    length_normalize_ref: bool | None = None
+    length_normalize_ref: Annotated[bool | None, only_with("maxent.beta")] = None
     tau_target: float | None = Field(None, gt=0)
     """Wanted entropy of the weights, nats; null: tau stays."""
-    tau_step: float | None = Field(None, gt=0)
-    tau_minimum: float | None = Field(None, gt=0)
-    tau_maximum: float | None = Field(None, gt=0)
+    tau_step: Annotated[float | None, _TAU] = Field(None, gt=0)
+    tau_minimum: Annotated[float | None, _TAU] = Field(None, gt=0)
+    tau_maximum: Annotated[float | None, _TAU] = Field(None, gt=0)
 
     def weights(self) -> MaxEntWeights:
         options = {key: value for key, value in self.given().items()
@@ -218,13 +234,15 @@ class DistillConfig(Section):
     """A teacher: its own tokens (``topk_coeff``) or its opinion of the policy's
     (``reverse_kl_coeff``), or both."""
 
+    only = only_with("distill.teacher")
+
     teacher: str | None = None
     """Folder or hub id of a model with the same vocabulary; null: none."""
     reverse_kl_coeff: float | None = Field(None, gt=0)
     topk_coeff: float | None = Field(None, gt=0)
-    topk: int | None = Field(None, ge=1)
+    topk: Annotated[int | None, _TOPK] = Field(None, ge=1)
     """Tokens of the teacher's distribution; null: 20."""
-    temperature: float | None = Field(None, gt=0)
+    temperature: Annotated[float | None, _TOPK] = Field(None, gt=0)
     """Of the top-k cross-entropy; null: that of sampling."""
 
     @model_validator(mode="after")

@@ -8,24 +8,31 @@ from pydantic import Field
 
 from grpo.config.keys import OptimizerName
 from grpo.config.section import Section
+from grpo.config.unread import Unread
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+_ADAMW = Unread(lambda c: c.optimizer.name == "adafactor", "by optimizer.name=adafactor;")
+_ADAFACTOR = Unread(lambda c: c.optimizer.name != "adafactor",
+                    "by optimizer.name={optimizer.name}; choose adafactor, or")
+_SCHEDULE = Unread(lambda c: c.optimizer.relative_step, "by optimizer.relative_step=true;")
+_DECAY = Unread(lambda c: c.optimizer.schedule == "constant",
+                "by optimizer.schedule=constant; choose linear or cosine, or")
 
 
 class OptimizerConfig(Section):
     """AdamW, or another optimizer, over float32 master weights."""
 
     name: OptimizerName = "adamw"
-    lr: float = Field(1e-5, gt=0)
-    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
+    lr: Annotated[float, _SCHEDULE] = Field(1e-5, gt=0)
+    betas: Annotated[tuple[_Beta, _Beta], _ADAMW] = (0.9, 0.999)
+    eps: Annotated[float, _ADAMW] = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     clip_grad_norm: float | None = Field(1.0, gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    final_lr_fraction: float | None = Field(None, ge=0, le=1)
+    warmup_steps: Annotated[int, _SCHEDULE] = Field(0, ge=0)
+    schedule: Annotated[Literal["constant", "linear", "cosine"], _SCHEDULE] = "constant"
+    final_lr_fraction: Annotated[float | None, _DECAY] = Field(None, ge=0, le=1)
     """Share of ``lr`` that a decaying schedule runs towards; null: 0."""
-    scale_parameter: bool = False
+    scale_parameter: Annotated[bool, _ADAFACTOR] = False
     """Adafactor: multiply the learning rate by the root mean square of each weight matrix."""
-    relative_step: bool = False
+    relative_step: Annotated[bool, _ADAFACTOR] = False
     """Adafactor: the learning rate follows the number of steps, ``lr`` is not read."""

@@ -13,11 +13,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 
-def preset_names(config_folder: Path) -> list[str]:
-    """The presets of a configuration folder."""
-    return sorted(path.stem for path in (config_folder / "preset").glob("*.yaml"))
-
-
 def describe_preset(name: str, values: DictConfig, *, config_folder: Path) -> str:
     """One line: the keys a preset sets, with the value in use where another was given.
 

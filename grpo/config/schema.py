@@ -7,20 +7,14 @@ An unknown key is an error, and so is a key that the chosen mode would not read.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, TypeVar
+import math
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field, ValidationError, model_validator
 
 from grpo.config.aliases import accept_aliases
 from grpo.config.keys import ConfigError, errors_text, unknown_key
-from grpo.config.length import (
-    DEFAULT_TURNS,
-    DEMONSTRATION_BATCHES,
-    EMBEDDED_TURNS,
-    LengthConfig,
-    steps_of_epochs,
-)
 from grpo.config.model import (
     InferenceModelConfig,
     ModelConfig,
@@ -34,10 +28,11 @@ from grpo.config.objective import (
     EntropyControllerConfig,
     KLControllerConfig,
     MaxEntConfig,
-    Section,
 )
 from grpo.config.optimizer import OptimizerConfig
-from grpo.config.unread import SYNC, Unread, refuse_unread
+from grpo.config.section import Section
+from grpo.config.train import TrainConfig
+from grpo.config.unread import WHOLE_PROOF, Unread, refuse_unread
 from grpo.objectives.registry import get_objective
 
 
@@ -85,46 +80,6 @@ class EnvConfig(Section):
         return chosen if isinstance(chosen, dict) else {chosen: 1.0}
 
 
-class TrainConfig(LengthConfig):
-    """The loop; its length, and the objective of :class:`~grpo.config.objective.ObjectiveConfig`.
-    """
-
-    exp_name: str = "grpo"
-    seed: int = Field(0, ge=0)
-    dialog_turns_per_batch: int | None = Field(None, ge=1)
-    """Completions generated between weight updates; null: ``env.num_envs * env.repeats``."""
-    optim_batch_size: int | None = Field(None, ge=1)
-    """Completions an optimizer step; null: all of a batch (strictly on-policy)."""
-    epochs: int = Field(1, ge=1)
-    """Passes over each batch of completions; those over the problems are ``train.data_epochs``."""
-    gradient_accumulation_steps: int | None = Field(None, ge=1)
-    max_tokens_per_micro_batch: int | None = Field(None, ge=1)
-    """Split by token budget; null together with the previous key: the largest of
-    :data:`grpo.run.fast_defaults.BUDGETS` that fits the GPU, and 8192 tokens on a CPU."""
-    packing: bool | None = None
-    """Compute on rows laid end to end without padding, and on what rows of a group begin with once,
-    where the model's attention allows that (see :mod:`grpo.objectives.packing`). null: on a GPU,
-    for models that were measured, see :mod:`grpo.run.fast_defaults`."""
-    eval_frequency: int = Field(10, ge=0)
-    """Iterations between held-out evaluations; 0: at the start and the end only."""
-    checkpoint_frequency: int = Field(100, ge=0)
-    """Iterations between checkpoints; 0: none."""
-    keep_checkpoints: int | None = Field(None, ge=1)
-    """null: the 3 newest."""
-    proof_interval: int = Field(10, ge=1)
-    """Updates within which every tensor of the engine is compared with the trainer's, to the bit: a
-    part of them after each, all after the first three, at evaluations and at checkpoints. 1: all
-    after each update; it cannot be switched off."""
-
-    @model_validator(mode="after")
-    def _one_way_to_split(self) -> TrainConfig:
-        if self.gradient_accumulation_steps and self.max_tokens_per_micro_batch:
-            raise ValueError("train.gradient_accumulation_steps and "
-                             "train.max_tokens_per_micro_batch both say how to split a batch; "
-                             "set one of them to null")
-        return self
-
-
 class PolicyConfig(Section):
     """Earlier names, accepted for other keys."""
 
@@ -132,26 +87,34 @@ class PolicyConfig(Section):
     """The same as ``train.kl_to_ref_coeff``."""
 
 
+_WANDB = Unread(lambda c: "wandb" not in c.logging.backends,
+                "because logging.backends has no 'wandb'; add it, or")
+
+
 class LoggingConfig(Section):
     """Loggers beside ``metrics.jsonl``, which is always written."""
 
     backends: list[Literal["wandb", "tensorboard"]] = Field(default_factory=list)
-    wandb_project: str | None = None
-    wandb_group: str | None = None
-    wandb_run_name: str | None = None
-    wandb_mode: Literal["online", "offline"] | None = None
+    wandb_project: Annotated[str | None, _WANDB] = None
+    wandb_group: Annotated[str | None, _WANDB] = None
+    wandb_run_name: Annotated[str | None, _WANDB] = None
+    wandb_mode: Annotated[Literal["online", "offline"] | None, _WANDB] = None
     num_samples: int = Field(6, ge=0)
     """Completions shown and saved at each evaluation."""
 
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
+#: Completions of a run whose length nobody has given: of a model that is to learn something; of the
+#: embedded one, which is through with its additions after 360 batches of 256; and batches of a
+#: demonstration.
+_DEFAULT_TURNS, _EMBEDDED_TURNS, _DEMONSTRATION_BATCHES = 100_000, 92_160, 5
 
 
 class Config(Section):
     """A whole run."""
 
-    #: What it does not read when.
-    unread: ClassVar[tuple[Unread, ...]] = SYNC
+    #: What the script does not read, besides what keys and sections say of themselves.
+    unread: ClassVar[tuple[Unread, ...]] = (WHOLE_PROOF,)
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     resume: str | None = None
@@ -285,8 +248,8 @@ class Config(Section):
         """
         if (epochs := self.train.data_epochs) is None:
             return self
-        return self.changed(train={"data_epochs": None, "max_steps": steps_of_epochs(
-            epochs, problems=count, batch=self.groups_per_batch)})
+        batches = round(epochs * count / self.groups_per_batch, 6)  # 0.3 * 10 is above 3
+        return self.changed(train={"data_epochs": None, "max_steps": math.ceil(batches)})
 
     @property
     def total_turns(self) -> int:
@@ -296,8 +259,8 @@ class Config(Section):
     @property
     def _default_turns(self) -> int:
         if self.is_demonstration:
-            return DEMONSTRATION_BATCHES * self.turns_per_batch
-        return EMBEDDED_TURNS if self.model.name == "embedded" else DEFAULT_TURNS
+            return _DEMONSTRATION_BATCHES * self.turns_per_batch
+        return _EMBEDDED_TURNS if self.model.name == "embedded" else _DEFAULT_TURNS
 
     @property
     def max_tokens(self) -> int:
@@ -327,8 +290,17 @@ class Config(Section):
 
     @property
     def iterations(self) -> int:
-        """Rounds of generate, train and publish."""
-        return self.train.iterations(batch=self.turns_per_batch, default_turns=self._default_turns)
+        """Rounds of generate, train and publish.
+
+        Raises:
+            ValueError: if the length is given in passes over problems that are not yet counted.
+        """
+        train = self.train
+        if train.data_epochs is not None:
+            raise ValueError(f"train.data_epochs={train.data_epochs:g} counts training problems, "
+                             "whose number is not known yet; call config.for_problems(number)")
+        return train.max_steps or (
+            train.total_dialog_turns or self._default_turns) // self.turns_per_batch
 
     @property
     def optimizer_steps(self) -> int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
+
+from grpo.config.unread import Unread
 
 
 class Section(BaseModel):
     """Keys are checked, unknown ones refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    #: Runs that read none of its keys.
+    only: ClassVar[Unread | None] = None
 
     def given(self) -> dict[str, Any]:
         """The keys that are not null."""

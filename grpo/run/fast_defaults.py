@@ -57,23 +57,21 @@ def choose(
     Returns:
         The configuration with these keys set, and a line for each key that was chosen here.
     """
-    said = []
+    said, train = [], config.train
+
+    def chosen(section: str, key: str, value: bool | int, why: str) -> None:
+        nonlocal config
+        config = config.changed(**{section: {key: value}})
+        if device.type == "cuda":
+            said.append(f"{section}.{key}={str(value).lower()}: {why}")
+
     if config.train_model.compile is None:
-        compiled, why = _compiled(config, shape, device, backend, row_tokens)
-        config = config.changed(train_model={"compile": compiled})
-        if device.type == "cuda":
-            said.append(f"train_model.compile={str(compiled).lower()}: {why}")
-    if config.train.packing is None:
-        packed, why = _packed(config, shape, device, dtype)
-        config = config.changed(train={"packing": packed})
-        if device.type == "cuda":
-            said.append(f"train.packing={str(packed).lower()}: {why}")
-    train = config.train
+        chosen("train_model", "compile", *_compiled(config, shape, device, backend, row_tokens))
+    if train.packing is None:
+        chosen("train", "packing", *_packed(config, shape, device, dtype))
     if train.max_tokens_per_micro_batch is None and train.gradient_accumulation_steps is None:
-        budget, why = _budget(config, ledger_of, device, row_tokens, room)
-        config = config.changed(train={"max_tokens_per_micro_batch": budget})
-        if device.type == "cuda":
-            said.append(f"train.max_tokens_per_micro_batch={budget}: {why}")
+        chosen("train", "max_tokens_per_micro_batch",
+               *_budget(config, ledger_of, device, row_tokens, room))
     return config, said
 
 

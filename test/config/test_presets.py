@@ -11,7 +11,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 
 from grpo import data
-from grpo.config.presets import describe_preset, preset_names
+from grpo.config.presets import describe_preset
 from grpo.config.schema import load_config
 from grpo.objectives import GroupAdvantage, total_loss
 from grpo.objectives.maxent import MaxEntWeights
@@ -21,7 +21,7 @@ from . import configs
 from .configs import FOLDER
 
 RUNS = sorted(path.stem for path in FOLDER.glob("*.yaml") if "async" not in path.stem)
-NAMES = preset_names(FOLDER)
+NAMES = sorted(path.stem for path in (FOLDER / "preset").glob("*.yaml"))
 composed = functools.cache(configs.composed)
 
 

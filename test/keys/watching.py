@@ -28,7 +28,8 @@ from grpo.config.schema import Config
 # Functions that look at keys to check or print them, and files that estimate or compare runs.
 _CHECKS = {"load_config", "changed", "model_validate", "model_dump", "refuse_unread", "check",
            "choose_gpu", "_name_errors"}
-_WORDS = {"describe", "_describe", "describe_loss", "describe_engine", "describe_device"}
+_WORDS = {"describe", "_describe", "describe_loss", "describe_engine", "describe_device",
+          "describe_length", "describe_weights"}
 _ESTIMATES = {"device_memory.py", "memory_atropos.py", "fast_defaults.py", "resume.py",
               "identity.py"}
 # Modules whose objects only show what happened.
@@ -161,7 +162,7 @@ def _reader(frame: FrameType | None) -> bool:
         file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
         if name in _CHECKS:
             return False
-        through = file.name.startswith("config") or "pydantic" in file.parts or file == _HERE
+        through = file.parent.name == "config" or "pydantic" in file.parts or file == _HERE
         if not through:
             return name not in _WORDS and file.name not in _ESTIMATES
         frame = frame.f_back

@@ -7,8 +7,8 @@ can be given as ``section.key=value``. A flag that the chosen mode would not rea
 from __future__ import annotations
 
 import argparse
+import copy
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -56,7 +56,16 @@ class Flag:
 
     @property
     def dest(self) -> str:
-        return self.names[0].removeprefix("--").replace("-", "_")
+        return _dest(self.names[0])
+
+    def unread(self, args: argparse.Namespace, mode: Mode) -> str | None:
+        """Why a command line does not read it, and what to do; None if it does."""
+        if self.modes and mode not in self.modes:
+            return (f"is not read with --weight-bridge-mode {mode}, but with "
+                    f"{' and '.join(self.modes)}; remove it, or change the mode")
+        if self.needs and not getattr(args, _dest(self.needs)):
+            return f"is not read without {self.needs}; add that, or remove it"
+        return None
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
         """Make it an option; what is not given is None."""
@@ -74,6 +83,10 @@ class Flag:
         default = "" if self.default is None else f" (default: {self.default})"
         modes = f" [{', '.join(self.modes)}]" if self.modes else ""
         return (self.help + default + modes).replace("%", "%%")
+
+
+def _dest(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")
 
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
@@ -234,17 +247,17 @@ def to_config(args: argparse.Namespace) -> AtroposConfig:
     mode: Mode = args.weight_bridge_mode
     given = {flag.dest: getattr(args, flag.dest) for flag in FLAGS
              if getattr(args, flag.dest) is not None}
-    _refuse_unread(args, mode, given)
+    for flag in FLAGS:
+        if flag.dest in given and (why := flag.unread(args, mode)):
+            raise ConfigError(f"{flag.names[0]} {why}")
     try:
         overrides = OmegaConf.from_dotlist(list(args.overrides))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{' '.join(args.overrides)}: {error}; write section.key=value") from None
     _check_overrides(args, given)
-    values: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(_MODES[mode]))
-    asked = {flag.key: given.get(flag.dest, OmegaConf.select(overrides, flag.key))
-             for flag in FLAGS}
+    values: dict[str, Any] = copy.deepcopy(_MODES[mode])
     for flag in FLAGS:
-        value = given.get(flag.dest, _default(flag, args, mode, asked, overrides))
+        value = given.get(flag.dest, _default(flag, args, mode, overrides))
         if value is not None:
             _put(values, flag.key, value)
     _settle(values, args, mode, given)
@@ -299,28 +312,10 @@ def in_flags(message: str) -> str:
     return message
 
 
-def _refuse_unread(args: argparse.Namespace, mode: Mode, given: Iterable[str]) -> None:
-    for flag in FLAGS:
-        if flag.dest not in given:
-            continue
-        if flag.modes and mode not in flag.modes:
-            raise ConfigError(f"{flag.names[0]} is not read with --weight-bridge-mode {mode}, but "
-                              f"with {' and '.join(flag.modes)}; remove it, or change the mode")
-        if flag.needs and not getattr(args, flag.needs.removeprefix("--").replace("-", "_")):
-            raise ConfigError(f"{flag.names[0]} is not read without {flag.needs}; add that, or "
-                              "remove it")
-
-
-def _default(
-    flag: Flag, args: argparse.Namespace, mode: Mode, asked: dict[str, Any], overrides: DictConfig
-) -> Any:
+def _default(flag: Flag, args: argparse.Namespace, mode: Mode, overrides: DictConfig) -> Any:
     """What a flag stands for that was not given: nothing where another key that was leaves it
     unread, because a default must not be refused."""
-    if flag.modes and mode not in flag.modes:
-        return None
-    if flag.needs and not getattr(args, flag.needs.removeprefix("--").replace("-", "_")):
-        return None
-    if flag.key == "optimizer.lr" and asked["optimizer.relative_step"]:
+    if flag.unread(args, mode):
         return None
     if flag.key == "train.clip_epsilon" and OmegaConf.select(overrides, "train.objective"):
         return None
@@ -328,7 +323,8 @@ def _default(
             overrides, "inference_model.weight_sync", default="restart") != "restart":
         return None
     if flag.key == "atropos.seq_len":
-        return min(flag.default, asked["inference_model.max_model_len"] or flag.default)
+        longest = args.max_model_len or OmegaConf.select(overrides, "inference_model.max_model_len")
+        return min(flag.default, longest or flag.default)
     return flag.default
 
 
