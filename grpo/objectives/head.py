@@ -137,8 +137,7 @@ class _LinearLogProbs(torch.autograd.Function):
                     tile = kept[start, left] = hidden.new_empty(
                         len(hidden), right - left, dtype=of_logits)
                 else:
-                    scratch = _scratch(scratch, hidden, width, of_logits)
-                    tile = _tile(scratch, hidden, right - left)
+                    scratch, tile = _tile(scratch, hidden, right - left, of_logits)
                 _logits(hidden, weight_VD[left:right].to(dtype), into=tile)
                 fold(tile, targets_N[start:stop], part, column=left,
                      inverse_temperature=inverse_temperature)
@@ -166,8 +165,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 weight = weight_VD[left:right].to(dtype)
                 tile = ctx.kept.pop((start, left), None)
                 if tile is None:
-                    scratch = _scratch(scratch, hidden, width, of_logits)
-                    tile = _tile(scratch, hidden, right - left)
+                    scratch, tile = _tile(scratch, hidden, right - left, of_logits)
                     _logits(hidden, weight, into=tile)
                 grad_(tile, targets_N[rows], log_normaliser_n=log_normaliser_N[rows],
                       entropy_n=entropy_N[rows], grad_log_prob_n=grad_log_prob_N[rows],
@@ -273,8 +271,7 @@ class _FusedLoss(torch.autograd.Function):
         for start, stop in zip(borders[:-1], borders[1:], strict=True):
             rows = slice(start, stop)
             hidden, targets = hidden_ND[rows].to(dtype), targets_N[rows]
-            scratch = _scratch(scratch, hidden, len(weight), of_logits)
-            tile = _tile(scratch, hidden, len(weight))
+            scratch, tile = _tile(scratch, hidden, len(weight), of_logits)
             _logits(hidden, weight, into=tile)
             statistics = Statistics.empty(stop - start, dtype=exact, device=hidden.device)
             fold(tile, targets, statistics, column=0, inverse_temperature=inverse_temperature)
@@ -368,16 +365,15 @@ def _tile_width(rows: int, dtype: torch.dtype, tile_bytes: int) -> int:
     return max(256, width // 256 * 256)
 
 
-def _scratch(scratch: Tensor | None, hidden: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a tile of ``[len(hidden), width]``; that of an earlier one where it suffices."""
+def _tile(
+    scratch: Tensor | None, hidden: Tensor, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Memory for tiles, that of the last one where it suffices, and its start as
+    ``[len(hidden), width]``."""
     size = len(hidden) * width
-    small = scratch is None or len(scratch) < size
-    return hidden.new_empty(size, dtype=dtype) if small else scratch
-
-
-def _tile(scratch: Tensor, hidden: Tensor, width: int) -> Tensor:
-    """The start of ``scratch`` as a ``[len(hidden), width]`` tile."""
-    return scratch[: len(hidden) * width].view(len(hidden), width)
+    if scratch is None or len(scratch) < size:
+        scratch = hidden.new_empty(size, dtype=dtype)
+    return scratch, scratch[:size].view(len(hidden), width)
 
 
 def _logits(hidden: Tensor, weight: Tensor, *, into: Tensor) -> None:

@@ -270,7 +270,9 @@ class TokenScorer(nn.Module):
         The log-probs are those of temperature 1, whatever the scorer's.
         """
         parts = []
-        for states in predictions.states.split(self._rows_of_logits(predictions)):
+        # The logits are raised to float32, and so is what topk makes of them.
+        rows = max(1, self.tokens_per_chunk(predictions) // 8)
+        for states in predictions.states.split(rows):
             logits = product(states, self.head_weight) if self.chunked else states
             log_probs = logits.to(sum_dtype(logits.dtype)).log_softmax(-1)
             parts.append(log_probs.topk(k))
@@ -278,10 +280,6 @@ class TokenScorer(nn.Module):
             empty = predictions.states.new_zeros(0, k)
             return empty, empty.long()
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-    def _rows_of_logits(self, predictions: Predictions) -> int:
-        """Positions whose raised logits fit a chunk's memory."""
-        return max(1, self.tokens_per_chunk(predictions) // 8)
 
     def fused_loss(
         self, predictions: Predictions, part_loss: PartLoss, *, borders: Sequence[int]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo.objectives.diagnostics import quantile
+from grpo.objectives.groups import Groups
 from grpo.objectives.kl import kl_estimate
 
 #: Estimators that need no gradient, so that they may stand in a reward.
@@ -137,17 +138,11 @@ def informative_groups(
     """
     valid_B = torch.ones_like(rewards_B, dtype=torch.bool) if valid_B is None else valid_B
     check_rewards(rewards_B, valid_B)
-    rewards = rewards_B.double()
-    ids, group = group_id_B.unique(return_inverse=True)
-
-    def group_max(values: Tensor) -> Tensor:
-        # Rows that do not count, and groups without any that does, are -inf.
-        values = torch.where(valid_B, values, -torch.inf)
-        start = values.new_full((len(ids),), -torch.inf)
-        return start.scatter_reduce(0, group, values, "amax")[group]
-
+    rewards, groups = rewards_B.double(), Groups(group_id_B, None)
     # The range vanishes where the standard deviation does, and has no rounding error of its own.
-    highest, lowest = group_max(rewards), -group_max(-rewards)
+    # Rows that do not count, and groups without any that does, are -inf.
+    highest = groups.max(torch.where(valid_B, rewards, -torch.inf))
+    lowest = -groups.max(torch.where(valid_B, -rewards, -torch.inf))
     return highest - lowest > 1e-8 * torch.maximum(highest.abs(), lowest.abs())
 
 

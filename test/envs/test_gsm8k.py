@@ -85,18 +85,15 @@ class TestLocalFiles:
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("line", "complaint"),
-        [
-            ('{"question": "?", ', "not valid JSON"),
-            ("[1, 2]", "expected an object"),
-            ('{"question": "?"}', "key 'answer' is missing"),
-            ('{"answer": "#### 1", "prompt": "?"}', "key 'question' is missing"),
-            ('{"question": "?", "answer": 18}', "'answer' must be text"),
-            ('{"question": "?", "answer": "it is 18"}', "must end in '#### <gold answer>'"),
-            ('{"question": "?", "answer": "it is 18 ####  "}', "must end in '#### <gold answer>'"),
-        ],
-    )
+    @pytest.mark.parametrize(("line", "complaint"), [
+        ('{"question": "?", ', "not valid JSON"),
+        ("[1, 2]", "expected an object"),
+        ('{"question": "?"}', "key 'answer' is missing"),
+        ('{"answer": "#### 1", "prompt": "?"}', "key 'question' is missing"),
+        ('{"question": "?", "answer": 18}', "'answer' must be text"),
+        ('{"question": "?", "answer": "it is 18"}', "must end in '#### <gold answer>'"),
+        ('{"question": "?", "answer": "it is 18 ####  "}', "must end in '#### <gold answer>'"),
+    ])
     def test_malformed_row_names_file_line_and_fault(self, folder, line, complaint):
         path = folder / "train.jsonl"
         path.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n")
@@ -140,8 +137,7 @@ class TestHub:
         monkeypatch.setattr(
             importlib.util,
             "find_spec",
-            lambda name, package=None: None if name == "datasets" else find_spec(name, package),
-        )
+            lambda name, package=None: None if name == "datasets" else find_spec(name, package))
         with pytest.raises(ImportError, match="pip install datasets"):
             Gsm8kTask()
 
@@ -150,8 +146,7 @@ class TestHub:
         pytest.importorskip("datasets")
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
         configs = "".join(
-            f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test")
-        )
+            f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
         header = f"---\nconfigs:\n- config_name: main\n  data_files:\n{configs}---\n"
         (folder / "README.md").write_text(header)
         task = Gsm8kTask(dataset=str(folder), num_train=2)

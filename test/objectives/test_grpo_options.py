@@ -108,8 +108,7 @@ class TestEffects:
         "temperature of the distillation": (
             {"distill_coeff": 0.1, "proximal": "current"},
             {"distill_coeff": 0.1, "proximal": "current", "distill_temperature": 0.7,
-             "temperature": 0.7}),
-    }
+             "temperature": 0.7})}
 
     @pytest.mark.parametrize("name", SWITCHES)
     def test_each_switch_changes_the_gradient(self, model, batch, name):

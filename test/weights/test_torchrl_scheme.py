@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 
 import pytest
@@ -12,7 +11,7 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.weight_update import WeightSyncScheme
 
 from grpo import data
-from grpo.envs.rewards import RewardResult, compute_rewards
+from grpo.envs.rewards import RewardResult, RewardScorer
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Sampling
 from grpo.policies.transformers import TransformersPolicy
@@ -31,7 +30,7 @@ def by_length(completion: str, problem) -> RewardResult:
 
 @pytest.fixture
 def env(prompts, tokenizer):
-    return VerifiableEnv(prompts, functools.partial(compute_rewards, [(by_length, 1.0)]), tokenizer,
+    return VerifiableEnv(prompts, RewardScorer([(by_length, 1.0)], workers=1), tokenizer,
                          num_prompts=3, group_size=2, max_prompt_tokens=WIDTH,
                          max_response_tokens=RESPONSE, eos_token_ids=(EOS,))
 
