@@ -27,7 +27,7 @@ from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Sampling
 from grpo.policies.transformers import TransformersPolicy
 from grpo.weights.shared import SameModule
-from grpo.weights.torchrl import as_torchrl_scheme
+from grpo.weights.torchrl import PublishScheme
 
 GROUPS, GROUP_SIZE, WIDTH, RESPONSE, PAD, EOS = 8, 8, 6, 8, 0, 1
 ROWS = GROUPS * GROUP_SIZE
@@ -70,7 +70,7 @@ def make_collector(
     weights = SameModule(model)
     policy = make_policy(model, version=lambda: weights.version)
     collector = LLMCollector(make_env(), policy=policy, flatten_data=True, **turns)
-    as_torchrl_scheme(weights).create_sender().register_collector(collector)
+    PublishScheme(weights).create_sender().register_collector(collector)
     return collector, collector.update_policy_weights_
 
 

@@ -117,7 +117,7 @@ def group_advantages(
 
 
 def _quotient(centred: Tensor, scale: Tensor) -> Tensor:
-    """0 where there is nothing to divide by, and so nothing to divide."""
+    """``centred / scale``; where the scale is 0 all values are, and so is the result."""
     return centred / torch.where(scale == 0, 1.0, scale)
 
 
@@ -230,11 +230,11 @@ class GroupAdvantage(TensorDictModuleBase):
         rewards_B = self._rewards(tensordict, kl_BT)
         valid_B = _valid_rows(tensordict)
         if rewards_B is None:
-            advantage, valid = torch.zeros(len(valid_B), 1, device=valid_B.device), None
+            advantage = torch.zeros(len(valid_B), 1, device=valid_B.device)
         else:
             advantage, valid = self._estimate(tensordict, rewards_B, kl_BT, valid_B)
-        if self.clip_percentile is not None:
-            advantage = clip_to_percentiles(advantage, self.clip_percentile, valid=valid)
+            if self.clip_percentile is not None:
+                advantage = clip_to_percentiles(advantage, self.clip_percentile, valid=valid)
         tensordict[data.ADVANTAGE] = advantage
         if self.reverse_kl_coeff is not None:
             tensordict[data.ADVANTAGE] = distillation_advantages(
@@ -248,7 +248,8 @@ class GroupAdvantage(TensorDictModuleBase):
     def _estimate(
         self, tensordict: TensorDictBase, rewards_B: Tensor, kl_BT: Tensor | None, valid_B: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Advantages ``[B, 1]`` or ``[B, T]``, and which of them are of anything."""
+        """Advantages ``[B, 1]`` or ``[B, T]``, and which of them belong to a row or token that
+        counts."""
         by_token = self.estimator == "global_norm"
         mask_BT = tensordict[data.ASSISTANT_MASK] & valid_B[:, None] if by_token else None
         if kl_BT is None or not by_token:

@@ -323,7 +323,7 @@ def _differentiate(
 def default_chunk_size(
     hidden_ND: Tensor, weight_VD: Tensor, *, float32_logits: bool = False
 ) -> int:
-    """Tokens a chunk where nobody says: enough to keep the device busy, few enough to fit."""
+    """Tokens of a chunk unless the user sets it: enough to keep the device busy, and fitting."""
     of_state = hidden_ND.dtype.itemsize
     of_logit = max(of_state, 4 * float32_logits)  # bytes
     on_cpu = max(16, CPU_CHUNK_BYTES // (len(weight_VD) * of_logit))
@@ -331,7 +331,7 @@ def default_chunk_size(
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over a vocabulary are kept in: float32, and float64 for float64."""
+    """The dtype of sums over a vocabulary: float32, or float64 for float64 input."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -347,9 +347,9 @@ def _check_shapes(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> No
 
 
 def _dtypes(hidden: Tensor, weight: Tensor, float32_logits: bool) -> tuple[torch.dtype, ...]:
-    """Of the inputs of the product, none of which is rounded to the other's, and of the logits."""
+    """The dtype that hidden states and weight are multiplied in, and that of the logits."""
     device = hidden.device.type
-    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)  # neither of them is rounded
     if torch.is_autocast_enabled(device) and not float32_logits:
         dtype = torch.get_autocast_dtype(device)
     return dtype, sum_dtype(dtype) if float32_logits else dtype

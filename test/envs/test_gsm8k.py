@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 from pathlib import Path
 
@@ -29,16 +28,6 @@ def folder(tmp_path: Path) -> Path:
     write_jsonl(tmp_path / "train.jsonl", ROWS)
     write_jsonl(tmp_path / "test.jsonl", ROWS[:1])
     return tmp_path
-
-
-@pytest.fixture
-def real_folder() -> Path:
-    """The published files, from ``$GRPO_TEST_DATA/gsm8k`` or ``../shared/data/gsm8k``."""
-    default = Path(__file__).resolve().parents[2].parent / "shared" / "data"
-    path = Path(os.environ.get("GRPO_TEST_DATA", default)) / "gsm8k"
-    if not (path / "train.jsonl").is_file():
-        pytest.skip("the GSM8K files are not here; set GRPO_TEST_DATA to the folder above gsm8k/")
-    return path
 
 
 class TestLocalFiles:
@@ -162,8 +151,8 @@ class TestHub:
 
 class TestPublishedFiles:
     @pytest.fixture
-    def task(self, real_folder):
-        return Gsm8kTask(data_path=real_folder)
+    def task(self, gsm8k_folder):
+        return Gsm8kTask(data_path=gsm8k_folder)
 
     def test_have_their_known_size(self, task):
         assert (len(task.train), len(task.test)) == (7473, 1319)

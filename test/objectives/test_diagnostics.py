@@ -21,11 +21,6 @@ OPTIONS = {"clip_epsilon": CLIP, "kl_to_ref_coeff": 0.1, "kl_to_inference_coeff"
 
 
 @pytest.fixture(scope="module")
-def model(make_model):
-    return make_model()
-
-
-@pytest.fixture(scope="module")
 def batch(model, make_batch):
     batch = make_batch(model, prompts=(2, 4, 1, 3, 2), responses=(5, 2, 6, 3, 0), error_rows=(3,),
                        noise=0.7)

@@ -13,14 +13,10 @@ from grpo.objectives.maxent import listwise_weights
 from grpo.objectives.registry import get_objective
 from grpo.objectives.tokens import LossTokens
 
+from .test_maxent import softmax
+
 LOSSES = {"listwise": maxent_listwise, "weighted": maxent_weighted}
 GROUPS = [4, 9, 4, 4, 9, -2, 4]  # unsorted, of sizes 4, 2 and 1
-
-
-def softmax(values):
-    top = max(values)
-    exps = [math.exp(v - top) for v in values]
-    return [e / sum(exps) for e in exps]
 
 
 def make_tokens(log_probs_N, lengths, groups, seed=1):

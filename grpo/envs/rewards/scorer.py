@@ -248,7 +248,7 @@ def _outcome(fn: Callable[..., Any], *args: Any, **options: Any) -> _Outcome:
 
 
 def _outcome_of(future: Future) -> _Outcome:
-    """That of a call in the pool, which answers each."""
+    """The outcome of a call in the pool; interrupts are raised here."""
     error = future.exception()
     if error is not None and not isinstance(error, Exception):
         raise error
