@@ -12,21 +12,17 @@ from grpo.data.keys import ASSISTANT_MASK, ATTENTION_MASK, GROUP_ID, TOKENS
 from grpo.data.layout import check_right_padded, first_scored, lengths, token_keys
 
 
-def trim(batch: TensorDictBase, *, multiple_of: int = 1) -> TensorDict:
+def trim(batch: TensorDictBase) -> TensorDict:
     """Drop the padding columns that no row of ``batch`` uses.
 
     Only what the trainer reads is kept at token width; ``tokens.prompt`` and ``tokens.response``
     keep their own widths.
 
-    Args:
-        batch: dense batch with ``batch_size [B]``.
-        multiple_of: round the width up, so that compiled graphs meet few shapes.
-
     Raises:
         ValueError: for rows that are not padded on the right.
     """
     check_right_padded(batch[ATTENTION_MASK], ATTENTION_MASK)
-    return _cut(batch, multiple_of)
+    return _cut(batch, multiple_of=1)
 
 
 def _cut(batch: TensorDictBase, multiple_of: int) -> TensorDict:
@@ -58,7 +54,7 @@ def split_rows(
         num_micro_batches: split into this many pieces of (nearly) equal row count.
         max_tokens: greatest ``rows x width`` of a piece; a row longer than that gets its own.
         multiple_of: pad pieces to a multiple of this many tokens, so that compiled graphs meet few
-            shapes; see :func:`trim`.
+            shapes.
         whole_groups: keep the rows of a ``group_id`` together, for objectives that compare them.
         packed: ``max_tokens`` counts the tokens that packed rows have, those of a group's prompt
             once, and rows of a group follow each other; see :mod:`grpo.objectives.packing`.

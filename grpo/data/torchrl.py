@@ -39,9 +39,8 @@ _SCALARS = {
     data.POLICY_VERSION: (torch.int64, ()),
     data.FINISH_REASON: (torch.int64, ()),
 }
-_TOKEN_ENTRIES = {data.PROMPT_TOKENS, data.RESPONSE_TOKENS, *data.TOKEN_KEYS, data.ADVANTAGE}
-_THEIR_ENTRIES = {_PADDED, _RESPONSE_LOG_PROBS, _COLLECTOR_MASK}
-_READ = {*_SCALARS, *_TOKEN_ENTRIES, *_THEIR_ENTRIES, data.PROMPT_MASK}
+_READ = {*_SCALARS, data.PROMPT_TOKENS, data.RESPONSE_TOKENS, *data.TOKEN_KEYS, data.ADVANTAGE,
+         data.PROMPT_MASK, _PADDED, _RESPONSE_LOG_PROBS, _COLLECTOR_MASK}
 
 ZeroFirstLogProb = Literal["mask", "keep"]
 
@@ -184,8 +183,7 @@ def to_torchrl(td: TensorDictBase) -> TensorDictBase:
             tokens=Tokens(prompt=full[:start], response=full[start:], full=full, padded=False),
             masks=Masks(all_attention_mask=everything, all_assistant_mask=assistant, padded=False),
             log_probs=LogProbs(response=log_probs[start:], full=log_probs, padded=False),
-            device=td.device,
-        )
+            device=td.device)
         if data.POLICY_VERSIONS in row.keys(True):
             out[data.POLICY_VERSIONS] = row[data.POLICY_VERSIONS][:length]
         out["next"] = _next_entries(row, length)
@@ -237,16 +235,14 @@ def _full_tokens(source: TensorDictBase) -> Tensor:
     if full.ndim != 1:
         raise ValueError(
             f"a row of {data.TOKENS} has shape {tuple(full.shape)}; give td one batch dimension "
-            "for every dimension of its tokens but the last"
-        )
+            "for every dimension of its tokens but the last")
     if prompt is None or response is None or source.get(data.PROMPT_MASK, None) is not None:
         return full
     if len(prompt) + len(response) != len(full):
         raise ValueError(
             f"{data.TOKENS} has {len(full)} tokens but prompt and response have {len(prompt)} and "
             f"{len(response)}: TransformersWrapper drops every token that equals the padding "
-            "token; give the tokenizer a pad_token that is not its eos_token"
-        )
+            "token; give the tokenizer a pad_token that is not its eos_token")
     return full
 
 
@@ -287,8 +283,7 @@ def _prompt_length(source: TensorDictBase, real: Tensor, assistant: Tensor | Non
     if assistant is None:
         raise KeyError(
             f"{data.PROMPT_TOKENS} and {data.ASSISTANT_MASK} are both missing, so sampled tokens "
-            "cannot be told from the prompt; keep the wrapper's 'tokens' and 'masks'"
-        )
+            "cannot be told from the prompt; keep the wrapper's 'tokens' and 'masks'")
     return int(real[: _first_true(assistant & real)].sum())
 
 
@@ -319,13 +314,11 @@ def _scalar(source: TensorDictBase, key: NestedKey) -> Tensor:
     if not isinstance(value, Tensor):
         raise ValueError(
             f"{key} must be a tensor in every row, got {type(value).__name__}; use integer group "
-            "ids, and PolicyVersion(version_type='int')"
-        )
+            "ids, and PolicyVersion(version_type='int')")
     if value.numel() != 1:
         raise ValueError(
             f"{key} has shape {tuple(value.shape)} in a row; expected one number, so reduce it "
-            "(rewards: the sum) before the conversion"
-        )
+            "(rewards: the sum) before the conversion")
     return value.reshape(())
 
 
@@ -348,8 +341,7 @@ def _token_values(
         if len(values) not in (1, L):
             raise ValueError(
                 f"{key} has {len(values)} values for {L} tokens; score the sampled tokens "
-                "(input_mode='tokens') rather than the re-rendered history"
-            )
+                "(input_mode='tokens') rather than the re-rendered history")
         aligned.append(values.expand(L).masked_fill(~row.assistant, neutral))
     return _pad(aligned, out[data.TOKENS].shape[1], neutral, dtype)
 

@@ -125,8 +125,8 @@ def _key(task: ArithmeticTask, spec: EmbeddedSpec) -> str:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """For a model so narrow that threads of a CPU would mostly wait for each other: for nine tenths
-    of the time where another process uses the same cores."""
+    """One CPU thread: the model is so narrow that several would mostly wait for each other, up to
+    nine tenths of the time when another process uses the same cores."""
     before = torch.get_num_threads()
     set_num_threads(1)
     try:

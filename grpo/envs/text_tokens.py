@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Any text does whose tokens have no other meaning.
+# Any text without special tokens would do.
 _PROBE = "a"
 
 

@@ -19,8 +19,6 @@ from grpo.envs.tasks.base import Problem
 
 logger = logging.getLogger(__name__)
 
-Scorer = Callable[[Sequence[str], Sequence[Problem]], RewardBatch]
-
 
 class _Begun(NamedTuple):
     """A group whose rewards have been started: its tokens, and what waits for the scores."""
@@ -38,9 +36,8 @@ class VerifiableEnv(EnvBase):
 
     Args:
         prompts: what to draw from, see :func:`grpo.envs.prompts.render_all`.
-        score: texts and problems to rewards. A :class:`~grpo.envs.rewards.RewardScorer` scores
-            groups as they are finished, see :meth:`row_finished`, and has its several rewards
-            reported.
+        score: texts and problems to rewards; groups are scored as they are finished, see
+            :meth:`row_finished`.
         tokenizer: turns response tokens into text for the reward.
         num_prompts: different prompts a batch.
         group_size: completions of each prompt.
@@ -65,7 +62,7 @@ class VerifiableEnv(EnvBase):
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        score: Scorer,
+        score: RewardScorer,
         tokenizer: Any,
         *,
         num_prompts: int,
@@ -92,7 +89,6 @@ class VerifiableEnv(EnvBase):
         self.groups_started = 0
         self.reward_errors = 0
         self.failures: dict[str, str] = {}  # of the last step, as of RewardBatch
-        self.reward_labels = score.labels if isinstance(score, RewardScorer) else ()
         self._current: list[Prompt] = []
         self._finished: dict[int, list[int]] = {}  # row -> tokens
         self._begun: dict[int, _Begun] = {}  # first row of a group -> its scores to come
@@ -106,7 +102,7 @@ class VerifiableEnv(EnvBase):
     @property
     def several_rewards(self) -> tuple[str, ...]:
         """Names of the rewards that are summed, which are reported beside the sum; one is not."""
-        return self.reward_labels if len(self.reward_labels) > 1 else ()
+        return self.score.labels if len(self.score.labels) > 1 else ()
 
     def _make_specs(self, prompt_width: int, response_width: int, vocabulary: int) -> None:
         rows = self.batch_size[0]
@@ -151,7 +147,7 @@ class VerifiableEnv(EnvBase):
         out[data.GROUP_ID] = (first + torch.arange(self.num_prompts)).repeat_interleave(
             self.group_size)
         self.groups_started += self.num_prompts
-        nothing = RewardBatch.of_rows([Row()] * rows, self.reward_labels)
+        nothing = RewardBatch.of_rows([Row()] * rows, self.score.labels)
         return out.update(self._entries(nothing))
 
     def row_finished(self, row: int, tokens: list[int]) -> None:
@@ -169,7 +165,7 @@ class VerifiableEnv(EnvBase):
         self._finished[row] = tokens[:min(ends, default=width)]
         first = row - row % self.group_size
         group = range(first, first + self.group_size)
-        if self._scores_ahead and all(row in self._finished for row in group):
+        if self.group_size > 1 and all(row in self._finished for row in group):
             self._begun[first] = self._begin(first, [self._finished[row] for row in group])
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -199,14 +195,8 @@ class VerifiableEnv(EnvBase):
                 {label: part[:, None] for label, part in scores.parts.items()}, self.batch_size)
         return entries
 
-    @property
-    def _scores_ahead(self) -> bool:
-        return self.group_size > 1 and isinstance(self.score, RewardScorer)
-
     def _score(self, rows: list[list[int]]) -> RewardBatch:
         """Scores of all rows, group by group; single completions are no groups and come at once."""
-        if not isinstance(self.score, RewardScorer):
-            return self.score(self._texts(rows), self.current_problems)
         each = self.group_size if self.group_size > 1 else len(rows)
         begun = []
         for first in range(0, len(rows), each):
@@ -216,10 +206,8 @@ class VerifiableEnv(EnvBase):
 
     def _begin(self, first: int, rows: list[list[int]]) -> _Begun:
         problems = [prompt.problem for prompt in self._current[first:first + len(rows)]]
-        return _Begun(rows, self.score.start(self._texts(rows), problems))
-
-    def _texts(self, rows: list[list[int]]) -> list[str]:
-        return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return _Begun(rows, self.score.start(texts, problems))
 
     def _read(self, response_BR: torch.Tensor) -> tuple[list[list[int]], torch.Tensor]:
         """Tokens of each response before its first end token, and whether it has one."""

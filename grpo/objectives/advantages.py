@@ -17,6 +17,7 @@ from torch import Tensor
 
 from grpo import data
 from grpo.objectives.estimators import DEFAULT_EPS, check_estimator, own_estimator
+from grpo.objectives.groups import Groups
 from grpo.objectives.shaping import (
     RewardKLEstimator,
     check_rewards,
@@ -89,43 +90,34 @@ def group_advantages(
         return own_estimator(estimator)(rewards_B, group_id_B, valid_B)
     if estimator == "maxrl":
         _check_not_negative(rewards_B, valid_B)
-    # float64: the statistics must not depend on the order of the rows.
-    rewards = torch.where(valid_B, rewards_B, 0.0).double()
-    weights = valid_B.double()
     if estimator == "global_norm":
-        tokens = weights if length_B is None else weights * length_B
-        return normalised(rewards, tokens * (weights.sum() > 1), eps=eps).float()
-    ids, group = group_id_B.unique(return_inverse=True)
-
-    def group_sum(values: Tensor) -> Tensor:
-        return values.new_zeros(len(ids)).index_add(0, group, values)[group]
-
-    size = group_sum(weights)
+        tokens_B = valid_B.double() if length_B is None else valid_B.double() * length_B
+        return normalised(rewards_B.double(), tokens_B * (valid_B.sum() > 1), eps=eps).float()
+    groups = Groups(group_id_B, valid_B)
+    # float64: the statistics must not depend on the order of the rows.
+    rewards, size = rewards_B[groups.rows].double(), groups.size[groups.group].double()
     # Above their lowest, equal rewards are exactly 0: no rounding error is divided by itself.
-    lowest = rewards.new_full((len(ids),), torch.inf).scatter_reduce(
-        0, group, torch.where(valid_B, rewards, torch.inf), "amin")[group]
-    excess = torch.where(valid_B, rewards - lowest, 0.0)
-    mean = group_sum(rewards) / size.clamp(min=1)
-    centred = (excess - group_sum(excess) / size.clamp(min=1)) * weights
+    excess = rewards + groups.max(-rewards)
+    centred = excess - groups.sum(excess) / size
     if estimator == "rloo":
         advantage = centred * size / (size - 1).clamp(min=1)
     elif estimator == "group_mean":
         advantage = centred
     elif estimator == "maxrl":
-        advantage = _quotient(centred, mean + eps)
+        advantage = _quotient(centred, groups.sum(rewards) / size + eps)
     elif estimator == "batch_norm":
         # Every group's mean is gone, so the batch's mean of these is zero.
-        variance = centred.square().sum() / (weights.sum() - 1).clamp(min=1)
+        variance = centred.square().sum() / max(len(rewards) - 1, 1)
         advantage = _quotient(centred, variance.sqrt() + eps)
     else:
         freedom = size if estimator == "group_norm_population" else size - 1
-        std = (group_sum(centred.square()) / freedom.clamp(min=1)).sqrt()
+        std = (groups.sum(centred.square()) / freedom.clamp(min=1)).sqrt()
         advantage = _quotient(centred, std + eps)
-    return torch.where(valid_B & (size > 1), advantage, 0.0).float()
+    return groups.scatter(torch.where(size > 1, advantage, 0.0)).float()
 
 
 def _quotient(centred: Tensor, scale: Tensor) -> Tensor:
-    """0 where there is nothing to divide by, and so nothing to divide."""
+    """``centred / scale``; where the scale is 0 all values are, and so is the result."""
     return centred / torch.where(scale == 0, 1.0, scale)
 
 
@@ -238,11 +230,11 @@ class GroupAdvantage(TensorDictModuleBase):
         rewards_B = self._rewards(tensordict, kl_BT)
         valid_B = _valid_rows(tensordict)
         if rewards_B is None:
-            advantage, valid = torch.zeros(len(valid_B), 1, device=valid_B.device), None
+            advantage = torch.zeros(len(valid_B), 1, device=valid_B.device)
         else:
             advantage, valid = self._estimate(tensordict, rewards_B, kl_BT, valid_B)
-        if self.clip_percentile is not None:
-            advantage = clip_to_percentiles(advantage, self.clip_percentile, valid=valid)
+            if self.clip_percentile is not None:
+                advantage = clip_to_percentiles(advantage, self.clip_percentile, valid=valid)
         tensordict[data.ADVANTAGE] = advantage
         if self.reverse_kl_coeff is not None:
             tensordict[data.ADVANTAGE] = distillation_advantages(
@@ -256,7 +248,8 @@ class GroupAdvantage(TensorDictModuleBase):
     def _estimate(
         self, tensordict: TensorDictBase, rewards_B: Tensor, kl_BT: Tensor | None, valid_B: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Advantages ``[B, 1]`` or ``[B, T]``, and which of them are of anything."""
+        """Advantages ``[B, 1]`` or ``[B, T]``, and which of them belong to a row or token that
+        counts."""
         by_token = self.estimator == "global_norm"
         mask_BT = tensordict[data.ASSISTANT_MASK] & valid_B[:, None] if by_token else None
         if kl_BT is None or not by_token:

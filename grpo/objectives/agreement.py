@@ -1,13 +1,13 @@
 """Whether what we compute is what a model computes, measured on a few tokens before training.
 
-Log-probs are right where three things hold of a model, and configurations do not say whether they
-do. Its logits are the last hidden states times the output matrix, with nothing capped, scaled or
-added after it. A row in a batch, padded or packed, has the logits of that row alone: recurrent and
-convolutional layers may carry what one row leaves behind into the next. And its attention caps its
-scores where the model was trained so, which some kernels do not.
+Log-probs are right only if three things hold of a model, and its configuration does not tell. Its
+logits are the last hidden states times the output matrix, with nothing capped, scaled or added
+afterwards. A row in a batch, padded or packed, has the logits of that row alone; recurrent and
+convolutional layers may carry the state of one row into the next. And its attention caps scores if
+the model was trained with a cap, which some kernels ignore.
 
-Each is measured where it can be told from rounding: matrices are compared on hidden states large
-and small, rows by changing *another* row and looking whether this one moves.
+The tests are chosen such that rounding cannot hide a difference: the output matrix is tried on
+hidden states large and small, and rows by changing *another* row, which must not move this one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ CUDA_FLOAT32 = 1e-2
 #: Standard deviations of the logits that the head is tried with: caps show in large ones, biases in
 #: small ones.
 _LOGIT_SIZES = (0.1, 1.0, 10.0, 50.0)
-_LONG, _SHORT = 9, 7  # tokens of the rows
-_START = 3  # of them that other rows may begin with, too
+_LONG, _SHORT = 9, 7  # lengths of the rows, in tokens
+_START = 3  # tokens at the start of a row that other rows may share
 
 # Attention to tokens that are cut off, or chosen, by where they lie in the whole sequence.
 _FROM_LENGTHS = ("attention_chunk_size", "index_topk", "indexer_budget")
@@ -77,7 +77,8 @@ class Gap:
 
 
 def can_try(model: nn.Module) -> bool:
-    """Whether a model can be tried here and now: it has values, whole ones, and its kernels fit."""
+    """Whether a model can be run now: its weights have values and are not sharded, and its
+    attention runs on their device."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     if embedding is None or any(param.is_meta for param in model.parameters()):
         return False
@@ -115,7 +116,7 @@ class Trial:
         return self.model(input_ids=row[None], attention_mask=None).logits[0]
 
     def allowed(self, table: dict[torch.dtype, float]) -> float:
-        """What rounding explains here."""
+        """The relative distance that rounding explains for this dtype and device."""
         if self.device.type == "cuda" and self.dtype == torch.float32:
             return CUDA_FLOAT32
         return table.get(self.dtype, table[torch.float32])
@@ -288,7 +289,7 @@ def _head_of_any_dtype(model: nn.Module) -> Iterator[None]:
 
 @functools.cache
 def say_once(message: str) -> None:
-    """Log a choice that was made; the scorers of one run would all say the same."""
+    """Log a message once, though every scorer of a run comes to the same choice."""
     logger.warning(message)
 
 

@@ -11,12 +11,12 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 KLControllerKind = Literal["horizon", "band"]
 
 
-class Controller(Protocol):
+class Controller(ABC):
     """What the trainer needs of a controller.
 
     Attributes:
@@ -24,25 +24,40 @@ class Controller(Protocol):
         skipped: measurements that were not finite, so far.
     """
 
-    skipped: int
-
-    @property
-    def value(self) -> float: ...
+    value: float
+    skipped: int = 0
 
     def update(self, measured: float) -> float:
-        """Adapt to a measurement; returns the new ``value``."""
-        ...
+        """Adapt to a measurement in nats; returns the new ``value``."""
+        measured = float(measured)
+        if math.isfinite(measured):
+            self._adapt(measured)
+        else:
+            self.skipped += 1
+        return self.value
+
+    @abstractmethod
+    def _adapt(self, measured: float) -> None:
+        """Move by a measurement that is finite."""
 
     def state_dict(self) -> dict[str, Any]:
         """What changes during a run, of JSON types."""
-        ...
+        return {"value": self.value, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a :meth:`state_dict`; ValueError if it is not one of this class."""
-        ...
+        self._check_keys(state)
+        _check_number("value", state["value"], above=0)
+        self.value, self.skipped = float(state["value"]), int(state["skipped"])
+
+    def _check_keys(self, state: Mapping[str, Any]) -> None:
+        wanted = self.state_dict().keys()
+        if state.keys() != wanted:
+            raise ValueError(f"state of {type(self).__name__} must have the keys {sorted(wanted)}, "
+                             f"not {sorted(state)}; was it saved by another controller?")
 
 
-class _MultiplicativeKL(ABC):
+class _MultiplicativeKL(Controller):
     """A coefficient that each measurement multiplies with :meth:`_factor`, always above 0."""
 
     def __init__(self, init: float, *, target: float) -> None:
@@ -53,32 +68,15 @@ class _MultiplicativeKL(ABC):
         _check_number("target", target, above=0)
         self.value = float(init)
         self.target = float(target)
-        self.skipped = 0
 
     @abstractmethod
     def _factor(self, measured: float) -> float:
         """What a measurement multiplies the coefficient with."""
 
-    def update(self, measured: float) -> float:
-        """Adapt to a measured KL in nats; returns the new ``value``."""
-        measured = float(measured)
-        if math.isfinite(measured):
-            # Within the floats that multiplication can leave again: neither 0 nor infinite.
-            value = self.value * self._factor(measured)
-            self.value = min(max(value, sys.float_info.min), sys.float_info.max)
-        else:
-            self.skipped += 1
-        return self.value
-
-    def state_dict(self) -> dict[str, Any]:
-        """``value`` and ``skipped``."""
-        return {"value": self.value, "skipped": self.skipped}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`; ValueError if it is not one of this class."""
-        _check_keys(self, state)
-        _check_number("value", state["value"], above=0)
-        self.value, self.skipped = float(state["value"]), int(state["skipped"])
+    def _adapt(self, measured: float) -> None:
+        # Within the floats that multiplication can leave again: neither 0 nor infinite.
+        value = self.value * self._factor(measured)
+        self.value = min(max(value, sys.float_info.min), sys.float_info.max)
 
 
 class HorizonKL(_MultiplicativeKL):
@@ -152,7 +150,7 @@ class BandKL(_MultiplicativeKL):
         return 1 / self.factor if measured < self.target / self.band else 1.0
 
 
-class EntropyController:
+class EntropyController(Controller):
     """Entropy bonus that holds the policy's entropy up (Skywork-OR1, arXiv:2505.22312).
 
     The coefficient grows by ``step`` when the entropy is below ``target``, else shrinks by
@@ -190,7 +188,6 @@ class EntropyController:
             raise ValueError(f"init={init!r} must not be above maximum={maximum!r}")
         self.coefficient = float(init)
         self.applied = True
-        self.skipped = 0
         self.target, self.step = float(target), float(step)
         self.minimum, self.maximum = float(minimum), float(maximum)
 
@@ -199,28 +196,17 @@ class EntropyController:
         """The coefficient to use now."""
         return self.coefficient if self.applied else 0.0
 
-    def update(self, measured: float) -> float:
-        """Adapt to a measured entropy in nats a token; returns the new ``value``."""
-        measured = float(measured)
-        if math.isfinite(measured):
-            step = self.step if measured < self.target else -self.step
-            self.coefficient = self._bounded(self.coefficient + step)
-            self.applied = measured <= self.target
-        else:
-            self.skipped += 1
-        return self.value
+    def _adapt(self, measured: float) -> None:
+        step = self.step if measured < self.target else -self.step
+        self.coefficient = self._bounded(self.coefficient + step)
+        self.applied = measured <= self.target
 
     def state_dict(self) -> dict[str, Any]:
-        """``coefficient``, ``applied`` and ``skipped``."""
         return {"coefficient": self.coefficient, "applied": self.applied, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`, within the bounds of this controller.
-
-        Raises:
-            ValueError: if it is not a state of this class.
-        """
-        _check_keys(self, state)
+        """Continue from a :meth:`state_dict`, within the bounds of this controller."""
+        self._check_keys(state)
         _check_number("coefficient", state["coefficient"])
         self.coefficient = self._bounded(float(state["coefficient"]))
         self.applied, self.skipped = bool(state["applied"]), int(state["skipped"])
@@ -268,11 +254,3 @@ def _check_number(name: str, value: float, *, above: float | None = None, at_lea
     if not inside:
         wanted = f"at least {at_least}" if above is None else f"above {above}"
         raise ValueError(f"{name}={value!r} must be a finite number {wanted}")
-
-
-def _check_keys(controller: Controller, state: Mapping[str, Any]) -> None:
-    wanted = controller.state_dict().keys()
-    if state.keys() != wanted:
-        raise ValueError(f"state of {type(controller).__name__} must have the keys "
-                         f"{sorted(wanted)}, not {sorted(state)}; was it saved by another "
-                         "controller?")

@@ -34,7 +34,6 @@ def topk_cross_entropy(
     teacher_log_probs_NK: Tensor,
     *,
     temperature: float = 1.0,
-    valid_NK: Tensor | None = None,
 ) -> Tensor:
     r"""Cross-entropy of the teacher's top-k distribution with the student's, of each token.
 
@@ -44,10 +43,9 @@ def topk_cross_entropy(
     Args:
         student_log_probs_NK: ``[N, K]``, log-probs over the whole vocabulary, with gradient; a
             temperature of the student is already in them.
-        teacher_log_probs_NK: ``[N, K]``, need not be normalised; treated as constant.
+        teacher_log_probs_NK: ``[N, K]``, need not be normalised; treated as constant. Entries of
+            ``-inf`` are left out, whatever the student has there.
         temperature: the ``T`` of the formula.
-        valid_NK: bool ``[N, K]``; other entries are left out, as are those of the teacher that
-            are ``-inf``, whatever the student has there.
 
     Returns:
         ``[N]``, float32 (float64 where an input is); 0, without gradient, for a token with no
@@ -64,8 +62,6 @@ def topk_cross_entropy(
     """
     _check_temperature(temperature)
     keep_NK = teacher_log_probs_NK != -torch.inf
-    if valid_NK is not None:
-        keep_NK = keep_NK & valid_NK
     dtype = torch.promote_types(student_log_probs_NK.dtype, torch.float32)
     teacher_NK = teacher_log_probs_NK.detach().to(
         torch.promote_types(teacher_log_probs_NK.dtype, dtype)) / temperature
@@ -161,26 +157,20 @@ def distillation_terms(
     scorer: TokenScorer, predictions: Predictions, log_probs_N: Tensor, ids_NK: Tensor,
     teacher_log_probs_NK: Tensor, *, temperature: float,
 ) -> Tensor:
-    """:func:`topk_cross_entropy` of each token under the scorer's model.
+    """:func:`topk_cross_entropy` of each token under the scorer's model, ``[N]``.
 
     Args:
         scorer: with a plain linear head.
         predictions: of :meth:`TokenScorer.predict`.
         log_probs_N: ``[N]``, the sampled tokens' log-probs at the scorer's temperature.
-        ids_NK: int64 ``[N, K]``.
-        teacher_log_probs_NK: ``[N, K]``.
+        ids_NK, teacher_log_probs_NK: the teacher's entries, ``[N, K]``.
         temperature: of both distributions.
-
-    Returns:
-        ``[N]``.
     """
     if temperature != scorer.temperature:
         log_probs_N, _ = scorer.score(predictions, temperature=temperature)
+    head = predictions.states, scorer.head_weight
     # The normaliser of the softmax follows from any one token's logit and log-prob.
-    sampled = {"ids_NK": predictions.targets_N[:, None], "temperature": temperature}
-    zeros_N = torch.zeros_like(log_probs_N)
-    logit_N = topk_log_probs(predictions.states, scorer.head_weight,
-                             log_normaliser_N=zeros_N, **sampled)[:, 0]
-    student_NK = topk_log_probs(predictions.states, scorer.head_weight, ids_NK,
-                                logit_N - log_probs_N, temperature=temperature)
+    logit_N = topk_log_probs(*head, predictions.targets_N[:, None], torch.zeros_like(log_probs_N),
+                             temperature=temperature)[:, 0]
+    student_NK = topk_log_probs(*head, ids_NK, logit_N - log_probs_N, temperature=temperature)
     return topk_cross_entropy(student_NK, teacher_log_probs_NK, temperature=temperature)

@@ -1,4 +1,4 @@
-"""Names of advantage estimators, and those of one's own."""
+"""Advantage estimators: the names of the built-in ones, and functions of the user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 AdvantageEstimator = Literal["group_norm", "group_norm_population", "group_mean", "rloo", "maxrl",
                              "batch_norm", "global_norm"]
 
-#: What is added to the denominator unless said otherwise; others have none.
+#: What is added to the denominator by default; estimators that are not here do not divide.
 DEFAULT_EPS = {"group_norm": 1e-4, "group_norm_population": 1e-4, "maxrl": 0.0,
                "batch_norm": 1e-4, "global_norm": 1e-4}
 

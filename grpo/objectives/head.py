@@ -137,8 +137,7 @@ class _LinearLogProbs(torch.autograd.Function):
                     tile = kept[start, left] = hidden.new_empty(
                         len(hidden), right - left, dtype=of_logits)
                 else:
-                    scratch = _scratch(scratch, hidden, width, of_logits)
-                    tile = _tile(scratch, hidden, right - left)
+                    scratch, tile = _tile(scratch, hidden, right - left, of_logits)
                 _logits(hidden, weight_VD[left:right].to(dtype), into=tile)
                 fold(tile, targets_N[start:stop], part, column=left,
                      inverse_temperature=inverse_temperature)
@@ -166,8 +165,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 weight = weight_VD[left:right].to(dtype)
                 tile = ctx.kept.pop((start, left), None)
                 if tile is None:
-                    scratch = _scratch(scratch, hidden, width, of_logits)
-                    tile = _tile(scratch, hidden, right - left)
+                    scratch, tile = _tile(scratch, hidden, right - left, of_logits)
                     _logits(hidden, weight, into=tile)
                 grad_(tile, targets_N[rows], log_normaliser_n=log_normaliser_N[rows],
                       entropy_n=entropy_N[rows], grad_log_prob_n=grad_log_prob_N[rows],
@@ -273,8 +271,7 @@ class _FusedLoss(torch.autograd.Function):
         for start, stop in zip(borders[:-1], borders[1:], strict=True):
             rows = slice(start, stop)
             hidden, targets = hidden_ND[rows].to(dtype), targets_N[rows]
-            scratch = _scratch(scratch, hidden, len(weight), of_logits)
-            tile = _tile(scratch, hidden, len(weight))
+            scratch, tile = _tile(scratch, hidden, len(weight), of_logits)
             _logits(hidden, weight, into=tile)
             statistics = Statistics.empty(stop - start, dtype=exact, device=hidden.device)
             fold(tile, targets, statistics, column=0, inverse_temperature=inverse_temperature)
@@ -326,7 +323,7 @@ def _differentiate(
 def default_chunk_size(
     hidden_ND: Tensor, weight_VD: Tensor, *, float32_logits: bool = False
 ) -> int:
-    """Tokens a chunk where nobody says: enough to keep the device busy, few enough to fit."""
+    """Tokens of a chunk unless the user sets it: enough to keep the device busy, and fitting."""
     of_state = hidden_ND.dtype.itemsize
     of_logit = max(of_state, 4 * float32_logits)  # bytes
     on_cpu = max(16, CPU_CHUNK_BYTES // (len(weight_VD) * of_logit))
@@ -334,7 +331,7 @@ def default_chunk_size(
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over a vocabulary are kept in: float32, and float64 for float64."""
+    """The dtype of sums over a vocabulary: float32, or float64 for float64 input."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -350,9 +347,9 @@ def _check_shapes(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> No
 
 
 def _dtypes(hidden: Tensor, weight: Tensor, float32_logits: bool) -> tuple[torch.dtype, ...]:
-    """Of the inputs of the product, none of which is rounded to the other's, and of the logits."""
+    """The dtype that hidden states and weight are multiplied in, and that of the logits."""
     device = hidden.device.type
-    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)  # neither of them is rounded
     if torch.is_autocast_enabled(device) and not float32_logits:
         dtype = torch.get_autocast_dtype(device)
     return dtype, sum_dtype(dtype) if float32_logits else dtype
@@ -368,16 +365,15 @@ def _tile_width(rows: int, dtype: torch.dtype, tile_bytes: int) -> int:
     return max(256, width // 256 * 256)
 
 
-def _scratch(scratch: Tensor | None, hidden: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a tile of ``[len(hidden), width]``; that of an earlier one where it suffices."""
+def _tile(
+    scratch: Tensor | None, hidden: Tensor, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Memory for tiles, that of the last one where it suffices, and its start as
+    ``[len(hidden), width]``."""
     size = len(hidden) * width
-    small = scratch is None or len(scratch) < size
-    return hidden.new_empty(size, dtype=dtype) if small else scratch
-
-
-def _tile(scratch: Tensor, hidden: Tensor, width: int) -> Tensor:
-    """The start of ``scratch`` as a ``[len(hidden), width]`` tile."""
-    return scratch[: len(hidden) * width].view(len(hidden), width)
+    if scratch is None or len(scratch) < size:
+        scratch = hidden.new_empty(size, dtype=dtype)
+    return scratch, scratch[:size].view(len(hidden), width)
 
 
 def _logits(hidden: Tensor, weight: Tensor, *, into: Tensor) -> None:

@@ -4,7 +4,8 @@ r"""Losses over the completions of a prompt: the policy learns the weights of
 It learns ``w`` through its own scores :math:`s_i` of the completions (log-prob, summed or
 averaged over tokens): :func:`maxent_listwise` is the cross-entropy of ListNet (Cao et al. 2007,
 "Learning to rank: from pairwise approach to listwise approach"), :func:`maxent_weighted` is
-weighted maximum likelihood. Both need the groups whole.
+weighted maximum likelihood. Both need the groups whole and ``aggregation="prompt"``: their terms
+are such that the mean over a prompt's tokens is the loss of the prompt.
 """
 
 from __future__ import annotations
@@ -14,17 +15,27 @@ import math
 import torch
 from torch import Tensor
 
-from grpo.objectives.maxent import Groups
+from grpo.objectives.groups import Groups
 from grpo.objectives.registry import register_surrogate
 from grpo.objectives.tokens import LossTokens, bounded_ratio
 
 _DEFAULT_CLIP_EPSILON = (0.2, 0.2)
 
 
+def _check_clip(
+    *, length_normalize: bool, clip_coeff: float, clip_epsilon: tuple[float, float]
+) -> None:
+    if not 0 <= clip_coeff < math.inf:
+        raise ValueError(f"clip_coeff={clip_coeff} must be at least 0 and finite")
+    if not clip_coeff and clip_epsilon != _DEFAULT_CLIP_EPSILON:
+        raise ValueError(f"clip_epsilon={clip_epsilon} would be ignored at clip_coeff=0; remove it "
+                         "or set clip_coeff > 0")
+
+
+@register_surrogate("maxent_listwise", scope="group", check=_check_clip)
 def maxent_listwise(
-    tokens: LossTokens, weight_R: Tensor, *, length_normalize: bool = True,
-    clip_coeff: float = 0.0, clip_epsilon: tuple[float, float] = _DEFAULT_CLIP_EPSILON,
-    valid_R: Tensor | None = None,
+    tokens: LossTokens, *, length_normalize: bool = True, clip_coeff: float = 0.0,
+    clip_epsilon: tuple[float, float] = _DEFAULT_CLIP_EPSILON,
 ) -> Tensor:
     r"""Cross-entropy of a group's weights with the softmax of its sequence scores.
 
@@ -35,46 +46,39 @@ def maxent_listwise(
     *i*. The gradient of the first part is :math:`\mathrm{softmax}_i(s) - w_i` for each score: a
     sequence whose share exceeds its weight is pushed **down**.
 
-    A row outside ``valid_R`` or without tokens takes no part: it is in no softmax and does not
-    count in ``K``, and the weights of the others are divided by their sum. (With
-    ``q_epsilon=0`` these are exactly the weights that the group would have without the row.)
+    A row without tokens takes no part: it is in no softmax and does not count in ``K``, and the
+    weights of the others are divided by their sum. (With ``q_epsilon=0`` these are exactly the
+    weights that the group would have without the row.)
 
     Args:
-        tokens: ``group_R`` is needed; advantages are not read.
-        weight_R: float ``[R]``, from :func:`listwise_weights`; treated as constant.
+        tokens: ``group_R`` and ``listwise_weight_R`` are needed; advantages are not read.
         length_normalize: score by the mean log-prob of the tokens instead of their sum.
-        clip_coeff: weight ``c`` of the clipped part.
-        clip_epsilon: ``(low, high)``: the ratio is clipped to ``[1 - low, 1 + high]``.
-        valid_R: bool ``[R]``; all rows if None.
-
-    Returns:
-        ``[R]``, to be minimised: the loss of a group is the **sum** of its rows, 0 for rows that
-        take no part.
+        clip_coeff: weight ``c`` of the clipped part; at 0 a ``clip_epsilon`` is refused.
 
     Raises:
-        ValueError: without ``group_R``, for an option out of range, or a ``clip_epsilon`` that
-            ``clip_coeff=0`` would ignore.
+        ValueError: without ``group_R``.
 
     Examples:
         >>> log_probs = torch.tensor([-1.0, -1.0], requires_grad=True)
         >>> tokens = LossTokens(
         ...     log_probs_N=log_probs, old_log_probs_N=log_probs.detach(),
         ...     advantage_N=torch.zeros(2), row_N=torch.tensor([0, 1]), num_rows=2,
-        ...     group_R=torch.zeros(2, dtype=torch.int64))
-        >>> maxent_listwise(tokens, torch.tensor([0.9, 0.1])).sum().backward()
+        ...     group_R=torch.zeros(2, dtype=torch.int64),
+        ...     listwise_weight_R=torch.tensor([0.9, 0.1]))
+        >>> maxent_listwise(tokens).mean().backward()
         >>> [round(g, 4) for g in log_probs.grad.tolist()]
         [-0.4, 0.4]
     """
-    groups, weight, score = _participants(tokens, weight_R, valid_R, length_normalize)
-    term = -weight * groups.log_softmax(score) + _clipped(
-        tokens, groups, weight, clip_coeff, clip_epsilon)
-    return groups.scatter(term).to(tokens.log_probs_N.dtype)
+    groups, weight, score = _participants(tokens, length_normalize)
+    term = -weight * groups.log_softmax(score)
+    return _by_token(tokens, groups, term + _clipped(
+        tokens, groups, weight, clip_coeff, clip_epsilon))
 
 
+@register_surrogate("maxent_weighted", scope="group", check=_check_clip)
 def maxent_weighted(
-    tokens: LossTokens, weight_R: Tensor, *, length_normalize: bool = True,
-    clip_coeff: float = 0.0, clip_epsilon: tuple[float, float] = _DEFAULT_CLIP_EPSILON,
-    valid_R: Tensor | None = None,
+    tokens: LossTokens, *, length_normalize: bool = True, clip_coeff: float = 0.0,
+    clip_epsilon: tuple[float, float] = _DEFAULT_CLIP_EPSILON,
 ) -> Tensor:
     r"""Weighted maximum likelihood, :math:`-\sum_i w_i s_i` a group.
 
@@ -85,26 +89,24 @@ def maxent_weighted(
         >>> tokens = LossTokens(
         ...     log_probs_N=torch.tensor([-1.0, -3.0]), old_log_probs_N=torch.zeros(2),
         ...     advantage_N=torch.zeros(2), row_N=torch.tensor([0, 1]), num_rows=2,
-        ...     group_R=torch.zeros(2, dtype=torch.int64))
-        >>> maxent_weighted(tokens, torch.tensor([0.75, 0.25])).tolist()
-        [0.75, 0.75]
+        ...     group_R=torch.zeros(2, dtype=torch.int64),
+        ...     listwise_weight_R=torch.tensor([0.75, 0.25]))
+        >>> maxent_weighted(tokens).mean().item()
+        1.5
     """
-    groups, weight, score = _participants(tokens, weight_R, valid_R, length_normalize)
-    term = -weight * score + _clipped(tokens, groups, weight, clip_coeff, clip_epsilon)
-    return groups.scatter(term).to(tokens.log_probs_N.dtype)
+    groups, weight, score = _participants(tokens, length_normalize)
+    return _by_token(tokens, groups, -weight * score + _clipped(
+        tokens, groups, weight, clip_coeff, clip_epsilon))
 
 
-def _participants(
-    tokens: LossTokens, weight_R: Tensor, valid_R: Tensor | None, length_normalize: bool
-) -> tuple[Groups, Tensor, Tensor]:
+def _participants(tokens: LossTokens, length_normalize: bool) -> tuple[Groups, Tensor, Tensor]:
     """The rows in the loss, their weights (summing to 1 in each group) and their scores."""
     if tokens.group_R is None:
         raise ValueError("group_R=None: a listwise objective compares the completions of a prompt; "
                          "pass LossTokens with group_R and keep every group in one micro-batch")
     # A score of 0, that of an empty sequence, would beat every real log-prob in the softmax.
-    present_R = tokens.length_R > 0
-    groups = Groups(tokens.group_R, present_R if valid_R is None else present_R & valid_R)
-    weight = weight_R.detach()[groups.rows].double()
+    groups = Groups(tokens.group_R, tokens.length_R > 0)
+    weight = tokens.listwise_weight_R.detach()[groups.rows].double()
     total = groups.sum(weight)
     # float64: in a sum over thousands of tokens float32 rounds by enough to move the softmax.
     score_R = (tokens.row_mean if length_normalize else tokens.row_sum)(tokens.log_probs_N.double())
@@ -116,7 +118,6 @@ def _clipped(
     tokens: LossTokens, groups: Groups, weight: Tensor, clip_coeff: float,
     clip_epsilon: tuple[float, float],
 ) -> Tensor | float:
-    _check_clip(clip_coeff, clip_epsilon)
     if not clip_coeff:
         return 0.0
     # The group's mean is 1/K, or 0 where all weight was left out and nothing is to be learnt.
@@ -126,49 +127,9 @@ def _clipped(
     return -clip_coeff * torch.minimum(ratio * advantage, clipped * advantage)
 
 
-def _check_clip(clip_coeff: float, clip_epsilon: tuple[float, float]) -> None:
-    low, high = clip_epsilon
-    if not (0 <= clip_coeff < math.inf and 0 <= low <= 1 and high >= 0):
-        raise ValueError(f"clip_coeff={clip_coeff} must be at least 0 and finite, and clip_epsilon="
-                         f"{clip_epsilon} a pair with 0 <= low <= 1 and high >= 0")
-    if not clip_coeff and tuple(clip_epsilon) != _DEFAULT_CLIP_EPSILON:
-        raise ValueError(f"clip_epsilon={clip_epsilon} would be ignored at clip_coeff=0; remove it "
-                         "or set clip_coeff > 0")
-
-
-# -- As objectives of GRPOLoss --------------------------------------------------------------------
-
-
-def _check_objective(
-    *, length_normalize: bool, clip_coeff: float, clip_epsilon: tuple[float, float]
-) -> None:
-    _check_clip(clip_coeff, clip_epsilon)
-
-
-@register_surrogate("maxent_listwise", scope="group", check=_check_objective)
-def listwise_objective(
-    tokens: LossTokens, *, length_normalize: bool = True, clip_coeff: float = 0.0,
-    clip_epsilon: tuple[float, float] = _DEFAULT_CLIP_EPSILON,
-) -> Tensor:
-    """:func:`maxent_listwise` with the weights of the batch, for ``aggregation="prompt"``."""
-    return _by_token(tokens, maxent_listwise(
-        tokens, tokens.listwise_weight_R, length_normalize=length_normalize,
-        clip_coeff=clip_coeff, clip_epsilon=clip_epsilon))
-
-
-@register_surrogate("maxent_weighted", scope="group", check=_check_objective)
-def weighted_objective(
-    tokens: LossTokens, *, length_normalize: bool = True, clip_coeff: float = 0.0,
-    clip_epsilon: tuple[float, float] = _DEFAULT_CLIP_EPSILON,
-) -> Tensor:
-    """:func:`maxent_weighted` with the weights of the batch, for ``aggregation="prompt"``."""
-    return _by_token(tokens, maxent_weighted(
-        tokens, tokens.listwise_weight_R, length_normalize=length_normalize,
-        clip_coeff=clip_coeff, clip_epsilon=clip_epsilon))
-
-
-def _by_token(tokens: LossTokens, term_R: Tensor) -> Tensor:
+def _by_token(tokens: LossTokens, groups: Groups, term: Tensor) -> Tensor:
     """Spread sequence terms so that the mean over a prompt's tokens is their sum, ``[N]``."""
+    term_R = groups.scatter(term).to(tokens.log_probs_N.dtype)
     length_R = tokens.length_R
     group_length_R = Groups(tokens.group_R, None).sum(length_R)
     return tokens.of_row(term_R * group_length_R / length_R.clamp(min=1))

@@ -17,6 +17,8 @@ The policy learns ``w`` through its own scores of the completions, see
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -32,36 +34,8 @@ from grpo.data import (
     REWARD,
     REWARD_ERROR,
 )
-
-
-class Groups:
-    """The rows that take part, by group.
-
-    Everything is computed on them alone, so nothing that a left-out row holds (NaN included)
-    reaches a value or a gradient.
-    """
-
-    def __init__(self, group_id_B: Tensor, valid_B: Tensor | None) -> None:
-        valid_B = torch.ones_like(group_id_B, dtype=torch.bool) if valid_B is None else valid_B
-        self.num_rows = len(group_id_B)
-        self.rows = valid_B.nonzero()[:, 0]
-        _, self.group, self.size = group_id_B[self.rows].unique(
-            return_inverse=True, return_counts=True)
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum of each group, given back to each of its rows."""
-        return values.new_zeros(len(self.size)).index_add(0, self.group, values)[self.group]
-
-    def log_softmax(self, scores: Tensor) -> Tensor:
-        constant = scores.detach()
-        peak = constant.new_full(self.size.shape, -torch.inf).scatter_reduce(
-            0, self.group, constant, "amax")
-        shifted = scores - peak[self.group]
-        return shifted - self.sum(shifted.exp()).log()
-
-    def scatter(self, values: Tensor) -> Tensor:
-        """Back to all rows, 0 for those left out."""
-        return values.new_zeros(self.num_rows).index_put((self.rows,), values)
+from grpo.objectives.controllers import Controller
+from grpo.objectives.groups import Groups
 
 
 def _check_options(tau: float, beta: float, q_temperature: float, q_epsilon: float) -> None:
@@ -219,7 +193,7 @@ class MaxEntWeights(TensorDictModuleBase):
         return score_B / mask_BT.sum(-1).clamp(min=1) if self.length_normalize_ref else score_B
 
 
-class TauController:
+class TauController(Controller):
     r"""Move ``tau`` until the weights have a wanted entropy.
 
     :math:`\tau \leftarrow \mathrm{clip}(\tau\, e^{step\,(target - measured)}, minimum, maximum)`,
@@ -233,10 +207,6 @@ class TauController:
         minimum, maximum: bounds of ``tau``.
         group_size: completions a prompt, ``K``. Weights over ``K`` rows have at most ``log(K)``
             nats, and have them only when uniform.
-
-    Attributes:
-        value: the current ``tau``.
-        skipped: number of measurements ignored because they were NaN or infinite.
 
     Raises:
         ValueError: for an option out of range, above all a ``target`` that no ``tau`` reaches.
@@ -265,28 +235,17 @@ class TauController:
             raise ValueError(f"minimum={minimum}, init={init} and maximum={maximum} must be "
                              "positive, finite and in this order")
         self.target, self.step, self.minimum, self.maximum = target, step, minimum, maximum
-        self.value, self.skipped = float(init), 0
+        self.value = float(init)
 
-    def update(self, measured: float) -> float:
-        """One step, given the mean entropy of a rollout's weights in nats; the new ``tau``."""
-        if math.isfinite(measured):
-            # A large step may ask for more than exp can give; the maximum is far below that.
-            exponent = min(self.step * (self.target - measured), 700.0)
-            self.value = self._clip(self.value * math.exp(exponent))
-        else:
-            self.skipped += 1
-        return self.value
+    def _adapt(self, measured: float) -> None:
+        # A large step may ask for more than exp can give; the maximum is far below that.
+        exponent = min(self.step * (self.target - measured), 700.0)
+        self.value = self._bounded(self.value * math.exp(exponent))
 
-    def _clip(self, tau: float) -> float:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`, within the bounds of this controller."""
+        super().load_state_dict(state)
+        self.value = self._bounded(self.value)
+
+    def _bounded(self, tau: float) -> float:
         return min(max(tau, self.minimum), self.maximum)
-
-    def state_dict(self) -> dict[str, float | int]:
-        """What a checkpoint keeps."""
-        return {"value": self.value, "skipped": self.skipped}
-
-    def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Go on where :meth:`state_dict` was taken, within this controller's bounds."""
-        if state.keys() != self.state_dict().keys() or not math.isfinite(state["value"]):
-            raise ValueError(f"state={state} must hold a finite 'value', and 'skipped'; was it "
-                             "saved by another controller?")
-        self.value, self.skipped = self._clip(float(state["value"])), int(state["skipped"])

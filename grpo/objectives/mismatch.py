@@ -183,7 +183,7 @@ def check_off_policy_delta(delta: float | None) -> float | None:
 
 
 def mismatch_diagnostics(
-    gap_N: Tensor, weight_N: Tensor, *, raw_log_weight_N: Tensor | None = None
+    gap_N: Tensor, weight_N: Tensor, *, raw_log_weight_N: Tensor
 ) -> dict[str, Tensor]:
     r"""How far the behaviour policy is, before any correction, and what the correction did.
 
@@ -200,25 +200,22 @@ def mismatch_diagnostics(
     Args:
         gap_N: proximal minus behaviour log-prob, ``[N]``.
         weight_N: from :meth:`Mismatch.weights`, ``[N]``.
-        raw_log_weight_N: from :meth:`Mismatch.raw_log_weight`, ``[N]``; needed where ``tis`` and
-            ``mis`` are not used, because the uncut weight is then not that of the token.
+        raw_log_weight_N: from :meth:`Mismatch.raw_log_weight`, ``[N]``.
 
     Returns:
         Scalars by name; empty without tokens.
 
     Examples:
         >>> gap_N = torch.tensor([4.0, 0.5]).log()
-        >>> out = mismatch_diagnostics(gap_N, torch.tensor([2.0, 0.5]))
+        >>> out = mismatch_diagnostics(gap_N, torch.tensor([2.0, 0.5]), raw_log_weight_N=gap_N)
         >>> out["mismatch_ratio_max"].item(), out["mismatch_truncated_fraction"].item()
         (4.0, 0.5)
     """
     if not len(gap_N):
         return {}
-    gap_N, weight_N = gap_N.detach(), weight_N.detach()
     ratio_N = gap_N.exp()
-    raw_N = ratio_N if raw_log_weight_N is None else raw_log_weight_N.detach().exp()
     # The margin is for the last digit of exp, which may depend on how the tokens were batched.
-    truncated_N = (weight_N > 0) & (weight_N < raw_N * (1 - 1e-6))
+    truncated_N = (weight_N > 0) & (weight_N < raw_log_weight_N.exp() * (1 - 1e-6))
     return {
         "mismatch_kl_k1": -gap_N.mean(),
         "mismatch_kl_k3": (torch.expm1(gap_N) - gap_N).mean(),

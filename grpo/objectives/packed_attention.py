@@ -23,8 +23,6 @@ try:
 except ImportError:
     varlen_attn, _OPTIONS = None, frozenset()
 
-__all__ = ["NAME", "inputs", "install", "no_kernel", "why_not"]
-
 NAME = "grpo_packed"
 #: Head sizes beyond this have no kernel.
 _WIDEST_HEAD = 256

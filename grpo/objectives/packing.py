@@ -15,8 +15,6 @@ from torch import Tensor
 
 from grpo.data import first_scored
 
-__all__ = ["PackedRows", "Segments", "pack"]
-
 
 class Segments(NamedTuple):
     """Which keys the tokens of a packed sequence attend to, one segment a row.

@@ -241,7 +241,10 @@ class TokenScorer(nn.Module):
                        "use_cache": False})
             source_N = packed.slots[index_N - 1]
         else:
-            inputs = {"input_ids": tokens_BT, "attention_mask": _padding_mask(attention_mask_BT)}
+            # Right padding cannot reach real tokens through causal attention. A mask is only needed
+            # to tell rows apart, so without padding the faster mask-free kernels are used.
+            mask = None if bool(attention_mask_BT.all()) else attention_mask_BT
+            inputs = {"input_ids": tokens_BT, "attention_mask": mask}
             source_N = index_N - 1
         return Predictions(self.outputs(inputs).flatten(0, 1)[source_N], targets_N, index_N)
 
@@ -270,7 +273,9 @@ class TokenScorer(nn.Module):
         The log-probs are those of temperature 1, whatever the scorer's.
         """
         parts = []
-        for states in predictions.states.split(self._rows_of_logits(predictions)):
+        # Logits are raised to float32 here, and sorted: more memory than a chunk is meant for.
+        rows = max(1, self.tokens_per_chunk(predictions) // 8)
+        for states in predictions.states.split(rows):
             logits = product(states, self.head_weight) if self.chunked else states
             log_probs = logits.to(sum_dtype(logits.dtype)).log_softmax(-1)
             parts.append(log_probs.topk(k))
@@ -278,10 +283,6 @@ class TokenScorer(nn.Module):
             empty = predictions.states.new_zeros(0, k)
             return empty, empty.long()
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-    def _rows_of_logits(self, predictions: Predictions) -> int:
-        """Positions whose raised logits fit a chunk's memory."""
-        return max(1, self.tokens_per_chunk(predictions) // 8)
 
     def fused_loss(
         self, predictions: Predictions, part_loss: PartLoss, *, borders: Sequence[int]
@@ -296,12 +297,6 @@ class TokenScorer(nn.Module):
         """``chunk_size``, or the default for the device and the vocabulary."""
         return self.chunk_size or default_chunk_size(
             predictions.states, self.head_weight, float32_logits=self.fp32_head)
-
-
-def _padding_mask(attention_mask_BT: Tensor) -> Tensor | None:
-    # Right padding cannot reach real tokens through causal attention. A mask is only needed to
-    # tell rows apart, so without padding the faster mask-free kernels are used.
-    return None if bool(attention_mask_BT.all()) else attention_mask_BT
 
 
 def _why_not_chunked(model: nn.Module) -> str | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo.objectives.diagnostics import quantile
+from grpo.objectives.groups import Groups
 from grpo.objectives.kl import kl_estimate
 
 #: Estimators that need no gradient, so that they may stand in a reward.
@@ -112,9 +113,7 @@ def normalised(values: Tensor, weights: Tensor, *, eps: float) -> Tensor:
     return centred / (variance.sqrt() + eps)
 
 
-def informative_groups(
-    rewards_B: Tensor, group_id_B: Tensor, valid_B: Tensor | None = None
-) -> Tensor:
+def informative_groups(rewards_B: Tensor, group_id_B: Tensor, valid_B: Tensor) -> Tensor:
     """Rows whose group has unequal rewards, hence a gradient.
 
     Rewards count as equal within 1e-8 of their magnitude, which for float32 means exactly equal.
@@ -132,28 +131,19 @@ def informative_groups(
 
     Examples:
         >>> informative_groups(torch.tensor([1.0, 0.0, 1.0, 1.0, 3.0]),
-        ...                    torch.tensor([4, 4, 7, 7, 9])).tolist()
+        ...                    torch.tensor([4, 4, 7, 7, 9]), torch.ones(5).bool()).tolist()
         [True, True, False, False, False]
     """
-    valid_B = torch.ones_like(rewards_B, dtype=torch.bool) if valid_B is None else valid_B
     check_rewards(rewards_B, valid_B)
-    rewards = rewards_B.double()
-    ids, group = group_id_B.unique(return_inverse=True)
-
-    def group_max(values: Tensor) -> Tensor:
-        # Rows that do not count, and groups without any that does, are -inf.
-        values = torch.where(valid_B, values, -torch.inf)
-        start = values.new_full((len(ids),), -torch.inf)
-        return start.scatter_reduce(0, group, values, "amax")[group]
-
+    rewards, groups = rewards_B.double(), Groups(group_id_B, None)
     # The range vanishes where the standard deviation does, and has no rounding error of its own.
-    highest, lowest = group_max(rewards), -group_max(-rewards)
+    # Rows that do not count, and groups without any that does, are -inf.
+    highest = groups.max(torch.where(valid_B, rewards, -torch.inf))
+    lowest = -groups.max(torch.where(valid_B, -rewards, -torch.inf))
     return highest - lowest > 1e-8 * torch.maximum(highest.abs(), lowest.abs())
 
 
-def clip_to_percentiles(
-    values: Tensor, percentile: float, *, valid: Tensor | None = None
-) -> Tensor:
+def clip_to_percentiles(values: Tensor, percentile: float, *, valid: Tensor) -> Tensor:
     """Clip values to their own ``[percentile, 100 - percentile]`` percentiles.
 
     Keep it small: where fewer than ``percentile`` % of the values lie on one side of zero, clipping
@@ -168,10 +158,10 @@ def clip_to_percentiles(
         Shape and dtype of ``values``.
 
     Examples:
-        >>> clip_to_percentiles(torch.tensor([-9.0, 0.0, 1.0, 2.0, 9.0]), 25.0).tolist()
+        >>> values = torch.tensor([-9.0, 0.0, 1.0, 2.0, 9.0])
+        >>> clip_to_percentiles(values, 25.0, valid=values > -torch.inf).tolist()
         [0.0, 0.0, 1.0, 2.0, 2.0]
     """
-    valid = torch.ones_like(values, dtype=torch.bool) if valid is None else valid
     if not valid.any():
         return values
     ordered = values[valid].double().sort().values

@@ -15,31 +15,25 @@ from torchrl.weight_update import WeightSyncScheme
 from grpo.weights.shared import WeightSync
 
 
-def as_torchrl_scheme(weights: WeightSync) -> PublishScheme:
+class PublishScheme(WeightSyncScheme):
     """A scheme whose updates are ``weights.publish()``.
+
+    Use it as ``Collector(weight_sync_schemes={"policy": scheme})``, or as
+    ``scheme.create_sender().register_collector(collector)`` where the collector's constructor takes
+    no schemes, as that of ``LLMCollector``.
 
     Args:
         weights: any of this package's ways to an engine.
-
-    Returns:
-        A scheme for ``Collector(weight_sync_schemes={"policy": scheme})``, or for
-        ``scheme.create_sender().register_collector(collector)`` where the collector's constructor
-        takes no schemes, as ``LLMCollector``'s.
 
     Examples:
         >>> import torch
         >>> from grpo.weights.shared import SameModule
         >>> weights = SameModule(torch.nn.Linear(1, 1))
-        >>> sender = as_torchrl_scheme(weights).create_sender()
+        >>> sender = PublishScheme(weights).create_sender()
         >>> sender.update_weights()
         >>> weights.version
         1
     """
-    return PublishScheme(weights)
-
-
-class PublishScheme(WeightSyncScheme):
-    """See :func:`as_torchrl_scheme`."""
 
     def __init__(self, weights: WeightSync) -> None:
         super().__init__()

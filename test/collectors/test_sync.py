@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 
@@ -13,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 from grpo import data
 from grpo.collectors.sync import SyncCollector
-from grpo.envs.rewards import compute_rewards
+from grpo.envs.rewards import RewardScorer
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Sampling
 from grpo.policies.transformers import TransformersPolicy
@@ -25,7 +24,7 @@ def make_collector(byte_model, prompts, tokenizer):
         policy = TransformersPolicy(byte_model, Sampling(max_tokens=3), pad_token_id=0,
                                     eos_token_ids=(1,), max_model_len=16)
         env = VerifiableEnv(
-            prompts, functools.partial(compute_rewards, [(reward, 1.0)]), tokenizer,
+            prompts, RewardScorer([(reward, 1.0)], workers=1), tokenizer,
             num_prompts=2, group_size=3, max_prompt_tokens=4, max_response_tokens=3,
             eos_token_ids=(1,))
         return SyncCollector(env, policy, **options)

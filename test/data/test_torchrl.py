@@ -139,8 +139,7 @@ def dense_batch(seed=0, prompts=(2, 5, 1, 3), responses=(6, 1, 4, 2), *, token_l
     log_probs = -torch.rand(B, R, generator=generator)
     log_probs[0, 0] = 0.0  # a sampled token may have probability one
     batch = data.join_prompt_response(
-        prompt, prompt_mask, response, response_mask, log_probs, pad_token_id=PAD
-    )
+        prompt, prompt_mask, response, response_mask, log_probs, pad_token_id=PAD)
     batch[data.PROMPT_TOKENS], batch[data.PROMPT_MASK] = prompt, prompt_mask
     batch[data.RESPONSE_TOKENS] = response
     batch[data.REWARD] = torch.rand(B, 1, generator=generator)
@@ -244,13 +243,10 @@ class TestHandMadeRows:
                 response=torch.tensor([[8, 9, 3], [8, 3, 0]]),
                 full=torch.tensor([[0, 5, 8, 9, 3], [6, 7, 8, 3, 0]]),
                 padded=True,
-                batch_size=[2],
-            ),
+                batch_size=[2]),
             log_probs=LogProbs(
-                response=torch.tensor([[-1.0, -2, -3], [-4, -5, 0]]), padded=True, batch_size=[2]
-            ),
-            batch_size=[2],
-        )
+                response=torch.tensor([[-1.0, -2, -3], [-4, -5, 0]]), padded=True, batch_size=[2]),
+            batch_size=[2])
         for key, value in extra:
             td[key] = value
         return td
@@ -306,14 +302,10 @@ class TestHandMadeRows:
         td = self.rows((("next", "truncated"), torch.ones(2, 1, dtype=torch.bool)))
         assert data.TRUNCATED not in from_torchrl(td, pad_token_id=PAD).keys(True)
 
-    @pytest.mark.parametrize(
-        ("drop", "message"),
-        [
-            ("log_probs", "return_log_probs=True"),
-            ("tokens", "vLLMWrapper's 'text' has no prompt tokens"),
-            (("tokens", "prompt"), "sampled tokens cannot be told from the prompt"),
-        ],
-    )
+    @pytest.mark.parametrize(("drop", "message"), [
+        ("log_probs", "return_log_probs=True"),
+        ("tokens", "vLLMWrapper's 'text' has no prompt tokens"),
+        (("tokens", "prompt"), "sampled tokens cannot be told from the prompt")])
     def test_missing_keys_are_named_with_the_fix(self, drop, message):
         with pytest.raises(KeyError, match=message):
             from_torchrl(self.rows().exclude(drop), pad_token_id=PAD)
@@ -336,10 +328,8 @@ class TestHandMadeRows:
     def test_tokens_deleted_by_the_wrapper_are_an_error(self):
         row = TensorDict(
             tokens=Tokens(
-                prompt=torch.tensor([5, 3]), response=torch.tensor([8]), full=torch.tensor([5, 8])
-            ),
-            log_probs=LogProbs(response=torch.tensor([-1.0])),
-        )
+                prompt=torch.tensor([5, 3]), response=torch.tensor([8]), full=torch.tensor([5, 8])),
+            log_probs=LogProbs(response=torch.tensor([-1.0])))
         with pytest.raises(ValueError, match="pad_token that is not its eos_token"):
             from_torchrl(lazy_stack([row]), pad_token_id=3)
 

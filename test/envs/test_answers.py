@@ -15,22 +15,18 @@ def problem(answer="18"):
 
 
 class TestAnswerTag:
-    @pytest.mark.parametrize(
-        ("completion", "content"),
-        [
-            ("<answer>18</answer>", "18"),
-            ("<think>a</think>\n<answer>\n18\n</answer> so", "18"),
-            ("<answer>1</answer><answer>2</answer>", "1"),
-            ("</answer><answer>18</answer>", "18"),
-            ("<answer></answer>", ""),
-            ("<answer>a\nb</answer>", "a\nb"),
-            ("<answer>18", None),
-            ("18</answer>", None),
-            ("<ANSWER>18</ANSWER>", None),
-            ("18", None),
-            ("", None),
-        ],
-    )
+    @pytest.mark.parametrize(("completion", "content"), [
+        ("<answer>18</answer>", "18"),
+        ("<think>a</think>\n<answer>\n18\n</answer> so", "18"),
+        ("<answer>1</answer><answer>2</answer>", "1"),
+        ("</answer><answer>18</answer>", "18"),
+        ("<answer></answer>", ""),
+        ("<answer>a\nb</answer>", "a\nb"),
+        ("<answer>18", None),
+        ("18</answer>", None),
+        ("<ANSWER>18</ANSWER>", None),
+        ("18", None),
+        ("", None)])
     def test_first_complete_block(self, completion, content):
         assert answer_tag(completion) == content
 
@@ -45,31 +41,11 @@ class TestAnswerTag:
 
 
 class TestNormalizeNumber:
-    @pytest.mark.parametrize(
-        ("text", "normal"),
-        [
-            ("18", "18"),
-            ("  18\n", "18"),
-            ("1,080", "1080"),
-            ("$18", "18"),
-            ("$ 18", "18"),
-            ("18%", "18"),
-            ("18 %.", "18"),
-            ("18.", "18"),
-            ("18.0", "18"),
-            ("18.00.", "18"),
-            ("18.50", "18.5"),
-            ("0.0", "0"),
-            ("100", "100"),
-            ("1,000.10", "1000.1"),
-            ("100.00", "100"),
-            ("-6.0", "-6"),
-            ("1.2.300", "1.2.300"),
-            ("ten.", "ten"),
-            ("$", ""),
-            ("", ""),
-        ],
-    )
+    @pytest.mark.parametrize(("text", "normal"), [
+        ("18", "18"), ("  18\n", "18"), ("1,080", "1080"), ("$18", "18"), ("$ 18", "18"),
+        ("18%", "18"), ("18 %.", "18"), ("18.", "18"), ("18.0", "18"), ("18.00.", "18"),
+        ("18.50", "18.5"), ("0.0", "0"), ("100", "100"), ("1,000.10", "1000.1"), ("100.00", "100"),
+        ("-6.0", "-6"), ("1.2.300", "1.2.300"), ("ten.", "ten"), ("$", ""), ("", "")])
     def test_golden_table(self, text, normal):
         assert normalize_number(text) == normal
 
@@ -84,23 +60,19 @@ class TestNormalizeNumber:
 
 
 class TestGsm8k:
-    @pytest.mark.parametrize(
-        ("completion", "gold", "reward", "success"),
-        [
-            ("<think>3*6</think><answer>18</answer>", "18", 1.0, True),
-            ("<answer>$18.00</answer>", "18", 1.0, True),
-            ("<answer>1080</answer>", "1,080", 1.0, True),
-            ("<answer>19</answer>", "18", 0.1, False),
-            ("<answer>180</answer>", "18", 0.1, False),
-            ("<answer>19</answer><answer>18</answer>", "18", 0.1, False),
-            ("<answer>18 dollars</answer>", "18", 0.1, False),
-            ("<answer> </answer>", "18", 0.0, False),
-            ("<answer>$</answer>", "18", 0.0, False),
-            ("<answer>18", "18", 0.0, False),
-            ("18", "18", 0.0, False),
-            ("", "18", 0.0, False),
-        ],
-    )
+    @pytest.mark.parametrize(("completion", "gold", "reward", "success"), [
+        ("<think>3*6</think><answer>18</answer>", "18", 1.0, True),
+        ("<answer>$18.00</answer>", "18", 1.0, True),
+        ("<answer>1080</answer>", "1,080", 1.0, True),
+        ("<answer>19</answer>", "18", 0.1, False),
+        ("<answer>180</answer>", "18", 0.1, False),
+        ("<answer>19</answer><answer>18</answer>", "18", 0.1, False),
+        ("<answer>18 dollars</answer>", "18", 0.1, False),
+        ("<answer> </answer>", "18", 0.0, False),
+        ("<answer>$</answer>", "18", 0.0, False),
+        ("<answer>18", "18", 0.0, False),
+        ("18", "18", 0.0, False),
+        ("", "18", 0.0, False)])
     def test_golden_table(self, completion, gold, reward, success):
         assert gsm8k(completion, problem(gold)) == (reward, success)
 
@@ -114,8 +86,7 @@ class TestGsm8k:
 class TestExactMatch:
     @pytest.mark.parametrize(
         ("completion", "reward"),
-        [("42", 1.0), (" 42\n", 1.0), ("042", 0.0), ("42.", 0.0), ("4 2", 0.0), ("", 0.0)],
-    )
+        [("42", 1.0), (" 42\n", 1.0), ("042", 0.0), ("42.", 0.0), ("4 2", 0.0), ("", 0.0)])
     def test_golden_table(self, completion, reward):
         assert exact_match(completion, problem("42")) == (reward, reward == 1.0)
 

@@ -33,8 +33,7 @@ def tasks(draw):
         operators=operators,
         seed=draw(st.integers(0, 2**32)),
         num_test=num_test,
-        num_train=draw(st.integers(0, total - num_test - 1)),
-    )
+        num_train=draw(st.integers(0, total - num_test - 1)))
 
 
 class TestProblems:
@@ -43,24 +42,19 @@ class TestProblems:
         assert (len(task.train), len(task.test)) == (2200, 256)
         assert {(len(p.prompt), len(p.answer)) for p in task.train + task.test} == {(6, 2)}
 
-    @pytest.mark.parametrize(
-        ("max_operand", "operators", "triple", "prompt", "answer"),
-        [
-            (49, "+", (7, "+", 5), "07+05=", "12"),
-            (49, "+", (0, "+", 0), "00+00=", "00"),
-            (99, "+", (7, "+", 5), "07+05=", "012"),
-            (99, "+", (99, "+", 99), "99+99=", "198"),
-            (9, "-", (3, "-", 9), "3-9=", "-6"),
-            (99, "-", (3, "-", 9), "03-09=", "-06"),
-            (99, "+-", (3, "-", 9), "03-09=", "-006"),
-            (49, "*", (49, "*", 49), "49*49=", "2401"),
-            (49, "+-*", (7, "+", 5), "07+05=", "0012"),
-        ],
-    )
+    @pytest.mark.parametrize(("max_operand", "operators", "triple", "prompt", "answer"), [
+        (49, "+", (7, "+", 5), "07+05=", "12"),
+        (49, "+", (0, "+", 0), "00+00=", "00"),
+        (99, "+", (7, "+", 5), "07+05=", "012"),
+        (99, "+", (99, "+", 99), "99+99=", "198"),
+        (9, "-", (3, "-", 9), "3-9=", "-6"),
+        (99, "-", (3, "-", 9), "03-09=", "-06"),
+        (99, "+-", (3, "-", 9), "03-09=", "-006"),
+        (49, "*", (49, "*", 49), "49*49=", "2401"),
+        (49, "+-*", (7, "+", 5), "07+05=", "0012")])
     def test_numbers_have_fixed_widths(self, max_operand, operators, triple, prompt, answer):
         task = ArithmeticTask(
-            max_operand=max_operand, operators=operators, num_train=10, num_test=10
-        )
+            max_operand=max_operand, operators=operators, num_train=10, num_test=10)
         problem = task.problem(*triple)
         assert (problem.prompt, problem.answer) == (prompt, answer)
 
@@ -87,8 +81,7 @@ class TestSplits:
         task = ArithmeticTask(**options)
         train, test = (
             {(op, *sorted((a, b))) for a, op, b in map(operands, split)}
-            for split in (task.train, task.test)
-        )
+            for split in (task.train, task.test))
         assert not train & test
 
     @given(tasks())
@@ -106,8 +99,7 @@ class TestSplits:
     def test_all_problems_can_be_used(self):
         task = ArithmeticTask(max_operand=4, num_train=25, num_test=0)
         assert {operands(p)[::2] for p in task.train} == {
-            (a, b) for a in range(5) for b in range(5)
-        }
+            (a, b) for a in range(5) for b in range(5)}
 
 
 class TestErrors:
@@ -119,37 +111,24 @@ class TestErrors:
         with pytest.raises(ValueError, match="num_test=101.* 100 problems"):
             ArithmeticTask(max_operand=9, num_train=0, num_test=101)
 
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"max_operand": 0},
-            {"max_operand": 1000},
-            {"max_operand": 4.5},
-            {"operators": ()},
-            {"operators": ("/",)},
-            {"operators": ("+", "+")},
-            {"seed": None},
-            {"num_train": -1},
-            {"num_test": True},
-        ],
-    )
+    @pytest.mark.parametrize("options", [
+        {"max_operand": 0}, {"max_operand": 1000}, {"max_operand": 4.5}, {"operators": ()},
+        {"operators": ("/",)}, {"operators": ("+", "+")}, {"seed": None}, {"num_train": -1},
+        {"num_test": True}])
     def test_bad_option_is_named(self, options):
         with pytest.raises(ValueError, match=next(iter(options))):
             ArithmeticTask(**options)
 
 
 class TestSlip:
-    @pytest.mark.parametrize(
-        ("triple", "expected"),
-        [
-            ((17, "+", 25), "0032"),  # 7+5 -> 2, 1+2 -> 3
-            ((49, "+", 49), "0088"),
-            ((42, "-", 17), "0035"),  # 2-7 -> 5, 4-1 -> 3
-            ((17, "-", 42), "-0035"),
-            ((12, "*", 15), "0170"),  # 10 -> 0, 5+2 -> 7, 1
-            ((49, "*", 49), "0621"),  # 81 -> 1, 36+36 -> 2, 16 -> 6
-        ],
-    )
+    @pytest.mark.parametrize(("triple", "expected"), [
+        ((17, "+", 25), "0032"),  # 7+5 -> 2, 1+2 -> 3
+        ((49, "+", 49), "0088"),
+        ((42, "-", 17), "0035"),  # 2-7 -> 5, 4-1 -> 3
+        ((17, "-", 42), "-0035"),
+        ((12, "*", 15), "0170"),  # 10 -> 0, 5+2 -> 7, 1
+        ((49, "*", 49), "0621"),  # 81 -> 1, 36+36 -> 2, 16 -> 6
+    ])
     def test_what_should_be_carried_is_dropped(self, triple, expected):
         task = ArithmeticTask(operators=OPERATORS)
         problem = task.problem(*triple)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 from pathlib import Path
 
@@ -29,16 +28,6 @@ def folder(tmp_path: Path) -> Path:
     write_jsonl(tmp_path / "train.jsonl", ROWS)
     write_jsonl(tmp_path / "test.jsonl", ROWS[:1])
     return tmp_path
-
-
-@pytest.fixture
-def real_folder() -> Path:
-    """The published files, from ``$GRPO_TEST_DATA/gsm8k`` or ``../shared/data/gsm8k``."""
-    default = Path(__file__).resolve().parents[2].parent / "shared" / "data"
-    path = Path(os.environ.get("GRPO_TEST_DATA", default)) / "gsm8k"
-    if not (path / "train.jsonl").is_file():
-        pytest.skip("the GSM8K files are not here; set GRPO_TEST_DATA to the folder above gsm8k/")
-    return path
 
 
 class TestLocalFiles:
@@ -85,18 +74,15 @@ class TestLocalFiles:
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("line", "complaint"),
-        [
-            ('{"question": "?", ', "not valid JSON"),
-            ("[1, 2]", "expected an object"),
-            ('{"question": "?"}', "key 'answer' is missing"),
-            ('{"answer": "#### 1", "prompt": "?"}', "key 'question' is missing"),
-            ('{"question": "?", "answer": 18}', "'answer' must be text"),
-            ('{"question": "?", "answer": "it is 18"}', "must end in '#### <gold answer>'"),
-            ('{"question": "?", "answer": "it is 18 ####  "}', "must end in '#### <gold answer>'"),
-        ],
-    )
+    @pytest.mark.parametrize(("line", "complaint"), [
+        ('{"question": "?", ', "not valid JSON"),
+        ("[1, 2]", "expected an object"),
+        ('{"question": "?"}', "key 'answer' is missing"),
+        ('{"answer": "#### 1", "prompt": "?"}', "key 'question' is missing"),
+        ('{"question": "?", "answer": 18}', "'answer' must be text"),
+        ('{"question": "?", "answer": "it is 18"}', "must end in '#### <gold answer>'"),
+        ('{"question": "?", "answer": "it is 18 ####  "}', "must end in '#### <gold answer>'"),
+    ])
     def test_malformed_row_names_file_line_and_fault(self, folder, line, complaint):
         path = folder / "train.jsonl"
         path.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n")
@@ -140,8 +126,7 @@ class TestHub:
         monkeypatch.setattr(
             importlib.util,
             "find_spec",
-            lambda name, package=None: None if name == "datasets" else find_spec(name, package),
-        )
+            lambda name, package=None: None if name == "datasets" else find_spec(name, package))
         with pytest.raises(ImportError, match="pip install datasets"):
             Gsm8kTask()
 
@@ -150,8 +135,7 @@ class TestHub:
         pytest.importorskip("datasets")
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
         configs = "".join(
-            f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test")
-        )
+            f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
         header = f"---\nconfigs:\n- config_name: main\n  data_files:\n{configs}---\n"
         (folder / "README.md").write_text(header)
         task = Gsm8kTask(dataset=str(folder), num_train=2)
@@ -167,8 +151,8 @@ class TestHub:
 
 class TestPublishedFiles:
     @pytest.fixture
-    def task(self, real_folder):
-        return Gsm8kTask(data_path=real_folder)
+    def task(self, gsm8k_folder):
+        return Gsm8kTask(data_path=gsm8k_folder)
 
     def test_have_their_known_size(self, task):
         assert (len(task.train), len(task.test)) == (7473, 1319)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from grpo.envs.rewards import (
     RewardResult,
-    compute_rewards,
+    RewardScorer,
     exact_match,
     get_reward,
     register_reward,
@@ -27,6 +27,10 @@ def problems(count):
 
 def constant(value):
     return lambda completion, problem: value
+
+
+def compute_rewards(fns_with_weights, completions, problems):
+    return RewardScorer(fns_with_weights, workers=1)(completions, problems)
 
 
 def score_one(*fns_with_weights):
@@ -144,19 +148,15 @@ class TestFailures:
 
         return compute_rewards([(exact_match, 1.0), (second, 0.5)], ["42", "42"], problems(2))
 
-    @pytest.mark.parametrize(
-        ("value", "reason"),
-        [
-            (None, "returned None"),
-            (math.nan, "nan, which is not finite"),
-            (math.inf, "inf, which is not finite"),
-            (RewardResult(-math.inf, True), "-inf, which is not finite"),
-            (1e39, "not finite in float32"),
-            (10**400, "not finite in float32"),
-            ("1.0", "returned '1.0'; return a float"),
-            ((1.0, True), "returned (1.0, True); return a float"),
-        ],
-    )
+    @pytest.mark.parametrize(("value", "reason"), [
+        (None, "returned None"),
+        (math.nan, "nan, which is not finite"),
+        (math.inf, "inf, which is not finite"),
+        (RewardResult(-math.inf, True), "-inf, which is not finite"),
+        (1e39, "not finite in float32"),
+        (10**400, "not finite in float32"),
+        ("1.0", "returned '1.0'; return a float"),
+        ((1.0, True), "returned (1.0, True); return a float")])
     def test_value_that_is_no_reward_marks_its_row_alone(self, value, reason):
         batch = self.failing_row(value)
         assert batch.error.tolist() == [False, True]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from grpo import data
-from grpo.envs.rewards import RewardResult, RewardScorer, batch_reward, compute_rewards, exact_match
+from grpo.envs.rewards import RewardResult, RewardScorer, batch_reward, exact_match
 from grpo.envs.rewards.batch import RewardBatch, RewardsFailed, check_failures
 from grpo.envs.rewards.generators import GlobalGenerators
 from grpo.envs.rewards.scorer import labels
@@ -239,10 +239,9 @@ def test_a_function_that_sets_signals_gets_the_main_thread(caplog):
     assert "only works in the main thread" in caplog.text
 
 
-def test_nothing_is_tried_beside_an_engine_that_draws_itself():
-    scorer = RewardScorer([(from_python, 1.0)], try_first=False)
-    assert not scorer(["a"] * 3, problems(3)).error.any()
-    assert not scorer._functions[0].in_order
+def test_nothing_is_tried_beside_an_engine_that_draws_itself(caplog):
+    assert not score(from_python, completions=["a"] * 3, try_first=False).error.any()
+    assert not caplog.records  # it would say that the function is called in order
 
 
 # -- Too many failures ----------------------------------------------------------------------------
@@ -285,7 +284,6 @@ def test_batches_are_joined_in_order_and_keep_three_failures():
     def by_kind(completion, problem):
         raise {"a": KeyError, "b": ValueError, "c": OSError, "d": TypeError}[completion](completion)
 
-    parts = [compute_rewards([(by_kind, 1.0)], list(text), problems(2)) for text in ("ab", "cd")]
-    whole = RewardBatch.joined([*parts, compute_rewards([(by_kind, 1.0)], "a", problems(1))])
+    whole = RewardBatch.joined([score(by_kind, completions=text) for text in ("ab", "cd", "a")])
     assert whole.fault.tolist() == [data.FAULT_FAILED] * 5 and len(whole.messages) == 5
     assert len(whole.failures) == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 
@@ -15,7 +14,7 @@ from torchrl.envs import check_env_specs
 
 from grpo import data
 from grpo.collectors.sync import SyncCollector
-from grpo.envs.rewards import RewardResult, compute_rewards
+from grpo.envs.rewards import RewardResult, RewardScorer
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.objectives import GroupAdvantage, GRPOLoss
 from grpo.objectives.grpo import total_loss
@@ -32,7 +31,7 @@ def by_length(completion: str, problem) -> RewardResult:
 
 
 def score(*functions):
-    return functools.partial(compute_rewards, [(f, 1.0) for f in functions or (by_length,)])
+    return RewardScorer([(f, 1.0) for f in functions or (by_length,)], workers=1)
 
 
 @pytest.fixture

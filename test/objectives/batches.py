@@ -25,6 +25,13 @@ def with_every_entry(batch, seed=0):
     batch["listwise_weight"] = (weights / total[batch["group_id"]])[:, None]
     return batch
 
+
+def keys(batch):
+    """What a scorer reads."""
+    return (batch["tokens", "full"], batch["masks", "all_attention_mask"],
+            batch["masks", "all_assistant_mask"])
+
+
 def gradient(loss, batch):
     parameters = list(loss.actor_network.parameters())
     grads = torch.autograd.grad(total_loss(loss(batch)), parameters, allow_unused=True)

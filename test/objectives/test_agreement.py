@@ -8,13 +8,9 @@ import torch
 from grpo.objectives import GRPOLoss, TokenScorer
 from grpo.objectives.agreement import Gap, say_once
 
+from .batches import keys
 from .causal_classes import make_class
 from .test_causal_classes import batch_of
-
-
-def keys(batch):
-    return (batch["tokens", "full"], batch["masks", "all_attention_mask"],
-            batch["masks", "all_assistant_mask"])
 
 
 class TestGap:
@@ -86,9 +82,9 @@ def test_a_model_without_values_is_tried_once_it_has_some():
     with torch.device("meta"):
         model = make_class("llama")
     scorer = TokenScorer(model, packing=True)
-    assert scorer.chunked and not scorer._measured
+    assert scorer.chunked
     scorer.model = make_class("gemma2")
-    assert not scorer.chunked and scorer._measured
+    assert not scorer.chunked
 
 
 @pytest.mark.parametrize(("name", "dtype"), [

@@ -21,11 +21,6 @@ OPTIONS = {"clip_epsilon": CLIP, "kl_to_ref_coeff": 0.1, "kl_to_inference_coeff"
 
 
 @pytest.fixture(scope="module")
-def model(make_model):
-    return make_model()
-
-
-@pytest.fixture(scope="module")
 def batch(model, make_batch):
     batch = make_batch(model, prompts=(2, 4, 1, 3, 2), responses=(5, 2, 6, 3, 0), error_rows=(3,),
                        noise=0.7)
@@ -81,8 +76,7 @@ def test_equal_plain_formulas_over_the_masked_tokens(model, batch):
         "kl_to_inference": np.mean(np.exp(sampled - log_p) - 1 - (sampled - log_p)),
         "kl_to_ref": np.mean(np.exp(ref - log_p) - 1 - (ref - log_p)),
         "entropy": np.mean(entropy),
-        "ess": w.sum() ** 2 / (len(w) * (w**2).sum()),
-    }
+        "ess": w.sum() ** 2 / (len(w) * (w**2).sum())}
     assert expected["clip_fraction_low"] > 0 and expected["clip_fraction_high"] > 0
     actual = {k: v for k, v in scalars(out).items() if not k.startswith("loss_")}
     assert actual == pytest.approx(expected, rel=1e-5)

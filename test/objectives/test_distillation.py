@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo.objectives import distillation
 from grpo.objectives.distillation import topk_cross_entropy, topk_log_probs
 
-ENTRY = st.tuples(st.floats(-8, -0.01), st.one_of(st.floats(-8, -0.01), st.just(-math.inf)),
-                  st.booleans())
+ENTRY = st.tuples(st.floats(-8, -0.01), st.one_of(st.floats(-8, -0.01), st.just(-math.inf)))
 
 
 def randn(*shape, seed=0, dtype=torch.float64):
@@ -22,7 +21,7 @@ def randn(*shape, seed=0, dtype=torch.float64):
 
 
 def cross_entropy_by_loops(row, temperature):
-    kept = [(s, math.exp(t / temperature)) for s, t, valid in row if valid and t > -math.inf]
+    kept = [(s, math.exp(t / temperature)) for s, t in row if t > -math.inf]
     total = sum(p for _, p in kept)
     return -sum(p / total * s for s, p in kept)
 
@@ -32,8 +31,8 @@ def cross_entropy_by_loops(row, temperature):
     lambda k: st.lists(st.lists(ENTRY, min_size=k, max_size=k), min_size=1, max_size=4)),
     temperature=st.sampled_from([0.5, 1.0, 2.0]))
 def test_cross_entropy_equals_loops_with_entries_left_out(rows, temperature):
-    student, teacher, valid = torch.tensor(rows, dtype=torch.float64).unbind(-1)
-    terms = topk_cross_entropy(student, teacher, temperature=temperature, valid_NK=valid.bool())
+    student, teacher = torch.tensor(rows, dtype=torch.float64).unbind(-1)
+    terms = topk_cross_entropy(student, teacher, temperature=temperature)
     expected = torch.tensor([cross_entropy_by_loops(row, temperature) for row in rows]).double()
     torch.testing.assert_close(terms, expected, rtol=1e-5, atol=1e-7)
 
@@ -57,15 +56,11 @@ def test_the_teacher_is_normalised_over_its_entries_and_the_student_is_not():
 
 
 def test_a_token_without_entries_has_term_zero_and_no_gradient():
-    student = torch.full((3, 2), -torch.inf, requires_grad=True)
-    with torch.no_grad():
-        student[1] = torch.tensor([-1.0, -2.0])
-    teacher = torch.tensor([[-torch.inf, -torch.inf], [-1.0, -1.0], [-1.0, -1.0]])
-    valid = torch.tensor([[True, True], [True, True], [False, False]])
-    terms = topk_cross_entropy(student, teacher, valid_NK=valid)
+    student = torch.tensor([[-torch.inf, -torch.inf], [-1.0, -2.0]], requires_grad=True)
+    terms = topk_cross_entropy(student, torch.tensor([[-torch.inf, -torch.inf], [-1.0, -1.0]]))
     terms.sum().backward()
-    assert terms.tolist() == [0.0, 1.5, 0.0]
-    assert student.grad.tolist() == [[0.0, 0.0], [-0.5, -0.5], [0.0, 0.0]]
+    assert terms.tolist() == [0.0, 1.5]
+    assert student.grad.tolist() == [[0.0, 0.0], [-0.5, -0.5]]
 
 
 @pytest.mark.parametrize("junk", [torch.nan, -torch.inf])

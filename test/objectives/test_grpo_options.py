@@ -8,20 +8,10 @@ import pytest
 import torch
 
 from grpo import GroupAdvantage, GRPOLoss, total_loss
-from grpo.objectives import register_surrogate, registry, scorer
+from grpo.objectives import register_surrogate, registry
 from grpo.objectives.estimators import AdvantageEstimator
 
-from .batches import LISTWISE, gradient, with_every_entry
-
-
-@pytest.fixture(scope="module")
-def model(make_model):
-    return make_model()
-
-
-@pytest.fixture(scope="module")
-def batch(model, make_batch):
-    return with_every_entry(make_batch(model))
+from .batches import LISTWISE, gradient
 
 
 def objective(name, *, clip=None, options=None, **more):
@@ -108,8 +98,7 @@ class TestEffects:
         "temperature of the distillation": (
             {"distill_coeff": 0.1, "proximal": "current"},
             {"distill_coeff": 0.1, "proximal": "current", "distill_temperature": 0.7,
-             "temperature": 0.7}),
-    }
+             "temperature": 0.7})}
 
     @pytest.mark.parametrize("name", SWITCHES)
     def test_each_switch_changes_the_gradient(self, model, batch, name):
@@ -139,43 +128,6 @@ class TestEffects:
         batch["next", "reward"][1] = torch.nan
         expected = gradient(GRPOLoss(model), GroupAdvantage()(batch.copy()))
         assert torch.equal(gradient(GRPOLoss(model), batch), expected) and expected.any()
-
-    def test_the_way_of_computing_is_passed_on(self, model, batch, monkeypatch):
-        """These options leave the gradient alone, so their effect is looked for elsewhere."""
-        widths, calls = [], []
-        hook = model.model.register_forward_pre_hook(
-            lambda module, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)),
-            with_kwargs=True)
-
-        def record(name, option):
-            function = getattr(scorer, name)
-
-            def recorded(*args, **kwargs):
-                calls.append((name, kwargs.get(option)))
-                return function(*args, **kwargs)
-
-            monkeypatch.setattr(scorer, name, recorded)
-
-        record("linear_log_probs", "chunk_size")
-        record("fused_loss", "borders")
-        record("log_probs_from_logits", "chunk_size")
-        try:
-            for options, expected in (
-                    ({"packing": True}, ("fused_loss", [0, 8, 15])),
-                    ({"head": "fused"}, ("fused_loss", [0, 8, 15])),
-                    ({"objective": "gspo"}, ("fused_loss", [0, 6, 12, 15])),  # whole sequences
-                    ({"distill_coeff": 0.1}, ("linear_log_probs", 8)),
-                    ({"head": "chunked"}, ("linear_log_probs", 8)),
-                    (LISTWISE, ("linear_log_probs", 8)),
-                    ({"head": "logits"}, ("log_probs_from_logits", None))):
-                GRPOLoss(model, head_chunk_size=8, **options)(batch)
-                assert calls.pop() == expected and not calls
-                assert widths.pop() == ((1, 25) if "packing" in options else (4, 10))
-            with torch.no_grad():
-                GRPOLoss(model, head_chunk_size=8)(batch)
-            assert calls == [("linear_log_probs", 8)]
-        finally:
-            hook.remove()
 
     def test_auto_does_without_fusing_where_a_sequence_is_longer_than_a_chunk(self, model, batch):
         """Its tokens must be known together, so the chunked head takes over."""
@@ -269,11 +221,6 @@ class TestEffects:
         assert "loss_entropy" not in GRPOLoss(model)(batch).keys()
         assert torch.equal(gradient(GRPOLoss(model, entropy_coeff=0.0), batch),
                            gradient(GRPOLoss(model), batch))
-
-    @pytest.mark.parametrize("length", [None, 0])
-    def test_dr_grpo_needs_a_length(self, model, length):
-        with pytest.raises(ValueError, match="constant_length"):
-            GRPOLoss(model, aggregation="dr_grpo", constant_length=length)
 
     def test_one_clip_bound_stands_for_both(self, model, batch):
         one, both = (gradient(GRPOLoss(model, clip_epsilon=c), batch) for c in (0.1, (0.1, 0.1)))

@@ -243,10 +243,15 @@ def test_a_threshold_that_is_none_is_an_error(delta):
         off_policy_sequence_mask(torch.zeros(1), make_tokens([1]), delta=delta)
 
 
+def diagnostics(spec, gap_N, lengths=None):
+    mismatch, tokens = make_mismatch(spec), make_tokens(lengths or [len(gap_N)])
+    return mismatch_diagnostics(gap_N, mismatch.weights(gap_N, tokens),
+                                raw_log_weight_N=mismatch.raw_log_weight(gap_N, tokens))
+
+
 def test_diagnostics_describe_the_raw_ratios_and_what_the_correction_did():
     gap_N = flat([[4.0, 0.5, 1.0, 3.0]])
-    weight_N = make_mismatch({"mis": 3.5}).weights(gap_N, make_tokens([4]))
-    out = {name: value.item() for name, value in mismatch_diagnostics(gap_N, weight_N).items()}
+    out = {name: value.item() for name, value in diagnostics({"mis": 3.5}, gap_N).items()}
     assert out == pytest.approx({
         "mismatch_kl_k1": -math.log(6) / 4,
         "mismatch_kl_k3": (8.5 - 4 - math.log(6)) / 4,
@@ -255,8 +260,7 @@ def test_diagnostics_describe_the_raw_ratios_and_what_the_correction_did():
         "mismatch_masked_fraction": 0.25,  # the 4
         "mismatch_truncated_fraction": 0.0})
 
-    weight_N = make_mismatch({"tis": 2.0}).weights(gap_N, make_tokens([4]))
-    out = mismatch_diagnostics(gap_N, weight_N)
+    out = diagnostics({"tis": 2.0}, gap_N)
     assert out["mismatch_truncated_fraction"] == 0.5  # the 4 and the 3
     assert out["mismatch_masked_fraction"] == 0
 
@@ -266,7 +270,7 @@ def test_mismatch_kl_is_the_divergence_of_the_behaviour_policy():
         torch.randn(2, 3, generator=torch.Generator().manual_seed(0)).double().log_softmax(-1))
     exact = (behaviour.exp() * (behaviour - proximal)).sum()
     for name in ("mismatch_kl_k1", "mismatch_kl_k3"):
-        each = torch.stack([mismatch_diagnostics(gap[None], torch.ones(1))[name]
+        each = torch.stack([diagnostics({"tis": 2.0}, gap[None])[name]
                             for gap in proximal - behaviour])
         torch.testing.assert_close((behaviour.exp() * each).sum(), exact)
 
@@ -280,20 +284,16 @@ def test_mismatch_kl_is_the_divergence_of_the_behaviour_policy():
     ({"tis": 1.5, "sequence_reject": (0.6, 3.0)}, 1 / 5),  # a rejected token counts as masked
 ])
 def test_truncated_fraction_compares_with_the_uncut_weight(spec, truncated):
-    gap_N, tokens, mismatch = flat(RATIOS), make_tokens([3, 0, 2]), make_mismatch(spec)
-    out = mismatch_diagnostics(gap_N, mismatch.weights(gap_N, tokens),
-                               raw_log_weight_N=mismatch.raw_log_weight(gap_N, tokens))
+    out = diagnostics(spec, flat(RATIOS), [3, 0, 2])
     assert out["mismatch_truncated_fraction"].item() == pytest.approx(truncated)
 
 
 def test_diagnostics_of_extreme_gaps_are_not_nan():
-    gap_N = torch.tensor([800.0, -900.0, 0.0])
-    weight_N = make_mismatch({"tis": 2.0}).weights(gap_N, make_tokens([3]))
-    out = mismatch_diagnostics(gap_N, weight_N)
+    out = diagnostics({"tis": 2.0}, torch.tensor([800.0, -900.0, 0.0]))
     assert not any(value.isnan() for value in out.values())
     assert out["mismatch_ratio_max"] == math.inf
     assert out["mismatch_truncated_fraction"].item() == pytest.approx(1 / 3)
 
 
 def test_diagnostics_without_tokens_are_empty():
-    assert mismatch_diagnostics(torch.zeros(0), torch.zeros(0)) == {}
+    assert diagnostics({"tis": 2.0}, torch.zeros(0)) == {}

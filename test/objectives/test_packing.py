@@ -200,8 +200,3 @@ def test_the_loss_of_micro_batches_has_the_gradient_of_padded_rows(tiny_model, m
 
     for ours, theirs in zip(gradient(packing=True), gradient(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-@pytest.fixture(scope="module")
-def model(make_model):
-    return make_model()

@@ -10,15 +10,7 @@ from torch import nn
 
 from grpo.objectives import TokenScorer
 
-
-@pytest.fixture(scope="module")
-def model(make_model):
-    return make_model()
-
-
-def keys(batch):
-    return (batch["tokens", "full"], batch["masks", "all_attention_mask"],
-            batch["masks", "all_assistant_mask"])
+from .batches import keys
 
 
 @pytest.mark.parametrize("layout", [

@@ -97,10 +97,12 @@ class TestInformativeGroups:
     def test_rewards_equal_up_to_rounding_teach_nothing(self):
         nearly = torch.tensor([0.1 + 0.2, 0.3, -1e6, -1e6 * (1 + 1e-9)], dtype=torch.float64)
         assert nearly[0] != nearly[1] and nearly[2] != nearly[3]
-        assert informative_groups(nearly, torch.tensor([0, 0, 1, 1])).tolist() == [False] * 4
+        groups, valid = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
+        assert informative_groups(nearly, groups, valid).tolist() == [False] * 4
 
     def test_small_rewards_that_differ_are_informative(self):
-        assert informative_groups(torch.tensor([1e-12, 2e-12]), torch.zeros(2).long()).all()
+        groups, valid = torch.zeros(2).long(), torch.ones(2, dtype=torch.bool)
+        assert informative_groups(torch.tensor([1e-12, 2e-12]), groups, valid).all()
 
     def test_a_row_without_reward_does_not_make_its_group_informative(self):
         rewards = torch.tensor([1.0, math.nan, 1.0, 0.0, 2.0])
@@ -112,7 +114,8 @@ class TestInformativeGroups:
 
     def test_a_valid_reward_that_is_not_finite_is_an_error(self):
         with pytest.raises(ValueError, match=r"rows \[1\]"):
-            informative_groups(torch.tensor([1.0, math.nan]), torch.zeros(2).long())
+            informative_groups(torch.tensor([1.0, math.nan]), torch.zeros(2).long(),
+                               torch.ones(2, dtype=torch.bool))
 
 
 class TestClipToPercentiles:
@@ -133,7 +136,9 @@ class TestClipToPercentiles:
         cuts = statistics.quantiles(values, n=10, method="inclusive")
         expected = [min(max(v, cuts[0]), cuts[-1]) for v in values]
         assert expected[0] > -7 and expected[-1] < 30
-        assert clip_to_percentiles(torch.tensor(values), 10.0).tolist() == pytest.approx(expected)
+        every = torch.ones(len(values), dtype=torch.bool)
+        actual = clip_to_percentiles(torch.tensor(values), 10.0, valid=every)
+        assert actual.tolist() == pytest.approx(expected)
 
     def test_rows_without_advantage_neither_count_nor_change(self):
         values = torch.tensor([1e9, 1.0, 2.0, 3.0])

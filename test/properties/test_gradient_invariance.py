@@ -13,6 +13,8 @@ from grpo import GRPOLoss, total_loss
 from grpo.data import split_rows, token_keys
 from grpo.objectives import packed_attention
 
+from ..objectives.batches import with_every_entry
+
 CONFIGURATIONS = {
     "token": {"kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01},
     "sequence": {"aggregation": "sequence", "objective": "reinforce",
@@ -76,19 +78,8 @@ def assert_same(actual, expected, tolerance=None):
 
 
 def full_batch(model, make_batch, options, *, seed=0, token_level=False, **layout):
-    """A batch with every entry that some configuration reads."""
-    batch = make_batch(model, seed=seed, **layout,
-                       token_level=token_level and options.get("objective") != "gspo")
-    generator = torch.Generator().manual_seed(seed)
-    mask = batch["masks", "all_assistant_mask"]
-    shape = mask.shape
-    noise = 0.3 * torch.randn(shape, generator=generator)
-    batch["log_probs", "proximal"] = (batch["log_probs", "full"] + noise) * mask
-    batch["masks", "high_entropy"] = (torch.rand(shape, generator=generator) < 0.5) & mask
-    batch["distill", "token_ids"] = torch.randint(23, (*shape, 3), generator=generator)
-    batch["distill", "log_probs"] = torch.randn(*shape, 3, generator=generator) - 3
-    batch["listwise_weight"] = torch.rand(len(batch), 1, generator=generator)
-    return batch
+    by_token = token_level and options.get("objective") != "gspo"
+    return with_every_entry(make_batch(model, seed=seed, token_level=by_token, **layout), seed=seed)
 
 
 @pytest.fixture(params=CONFIGURATIONS)

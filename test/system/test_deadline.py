@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from grpo.envs.rewards import compute_rewards
+from grpo.envs.rewards import RewardScorer
 from grpo.envs.tasks import Problem
 from grpo.system.deadline import call_with_deadline
 
@@ -26,10 +26,15 @@ def sleeps_on_request(completion, problem):
     return 1.0
 
 
+def scorer(fn, timeout=0.1):
+    """One that calls the function in this thread, in the order of the completions."""
+    return RewardScorer([(fn, 1.0)], timeout=timeout, workers=1)
+
+
 @pytest.mark.parametrize("fn", [spins_on_request, sleeps_on_request])
 def test_a_late_row_is_an_error_and_the_others_keep_their_reward(fn):
     start = time.monotonic()
-    batch = compute_rewards([(fn, 1.0)], ["fine", "hang", "fine"], [PROBLEM] * 3, timeout=0.1)
+    batch = scorer(fn)(["fine", "hang", "fine"], [PROBLEM] * 3)
     assert time.monotonic() - start < 5
     assert batch.error.tolist() == [False, True, False]
     assert batch.reward.tolist() == [1.0, 0.0, 1.0]
@@ -40,8 +45,7 @@ def test_the_deadline_holds_outside_the_main_thread():
     found = []
 
     def work():
-        found.append(compute_rewards([(sleeps_on_request, 1.0)], ["hang", "fine"], [PROBLEM] * 2,
-                                     timeout=0.1))
+        found.append(scorer(sleeps_on_request)(["hang", "fine"], [PROBLEM] * 2))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -84,4 +88,4 @@ def test_an_alarm_of_somebody_else_goes_on():
 
 def test_a_timeout_must_be_positive():
     with pytest.raises(ValueError, match="timeout=0"):
-        compute_rewards([(spins_on_request, 1.0)], ["a"], [PROBLEM], timeout=0)
+        scorer(spins_on_request, timeout=0)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
 from grpo import data
-from grpo.envs.rewards import RewardResult, compute_rewards
+from grpo.envs.rewards import RewardResult, RewardScorer
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Sampling
 from grpo.policies.transformers import TransformersPolicy
@@ -25,7 +23,7 @@ def policy(byte_model):
 def make_env(prompts, tokenizer):
     def make(reward, *, count: int = 5, rows: int = 2, **options) -> VerifiableEnv:
         return VerifiableEnv(
-            prompts[:count], functools.partial(compute_rewards, [(reward, 1.0)]), tokenizer,
+            prompts[:count], RewardScorer([(reward, 1.0)], workers=1), tokenizer,
             num_prompts=rows, max_prompt_tokens=4, max_response_tokens=3, eos_token_ids=(1,),
             **{"group_size": 1, "shuffle": False, **options})
 

@@ -16,22 +16,8 @@ from grpo.envs.rewards.registry import (
     register_reward,
     reward_names,
 )
-from grpo.envs.rewards.scorer import RewardScorer, compute_rewards
+from grpo.envs.rewards.scorer import RewardScorer
 
-__all__ = [
-    "RewardBatch",
-    "RewardFn",
-    "RewardResult",
-    "RewardScorer",
-    "RewardsFailed",
-    "answer_tag",
-    "batch_reward",
-    "compute_rewards",
-    "exact_match",
-    "get_reward",
-    "gsm8k",
-    "negative_length",
-    "normalize_number",
-    "register_reward",
-    "reward_names",
-]
+__all__ = ["RewardBatch", "RewardFn", "RewardResult", "RewardScorer", "RewardsFailed", "answer_tag",
+           "batch_reward", "exact_match", "get_reward", "gsm8k", "negative_length",
+           "normalize_number", "register_reward", "reward_names"]

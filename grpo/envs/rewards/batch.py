@@ -14,9 +14,9 @@ from grpo import data
 from grpo.system import deadline
 from grpo.system.deadline import LateError
 
-#: Different failures that are kept to be shown, and frames of each.
+#: How many different failures are kept to be shown, and how many frames of each.
 SHOWN_FAILURES, _SHOWN_FRAMES = 3, 4
-#: Of those who make the calls; they say nothing about the function.
+#: Files of this package that make the calls; their frames say nothing about the function.
 _CALLERS = {deadline.__file__,
             *(str(Path(__file__).with_name(f"{name}.py")) for name in ("pool", "scorer"))}
 
@@ -123,7 +123,7 @@ class RewardBatch:
 
 
 def first_failures(found: Iterable[dict[str, str]]) -> dict[str, str]:
-    """The first three that differ.
+    """The first failures of different kinds, at most three.
 
     Examples:
         >>> first_failures([{"a": "1"}, {"a": "2", "b": "3"}])

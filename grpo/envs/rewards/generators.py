@@ -9,7 +9,7 @@ import torch
 
 
 class GlobalGenerators:
-    """Their states at one moment: of ``random``, of NumPy, and of PyTorch on each used device.
+    """The states of ``random``, NumPy and PyTorch (with the current GPU, if in use) at one moment.
 
     Examples:
         >>> generators = GlobalGenerators()

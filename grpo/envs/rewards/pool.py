@@ -21,8 +21,8 @@ from typing import Any
 
 from grpo.system.deadline import LateError
 
-#: Seconds: between two exceptions for a thread that is late; in which a loop has to answer; between
-#: two looks at the calls, at most.
+#: Seconds between two exceptions for a thread that is late, for an event loop to answer, and that
+#: the watcher sleeps at most.
 _REPEAT, _PULSE, _NAP = 1.0, 0.2, 3600.0
 
 
@@ -43,7 +43,7 @@ class _Call:
         self._open = [True]
 
     def claim(self) -> bool:
-        """True for the first who asks: the one who ended the call, or who found it late.
+        """True for the first caller only: whoever ended the call, or found it late.
 
         One operation of the interpreter and no lock, because an exception may be on its way to the
         thread that asks.

@@ -77,10 +77,8 @@ def register_reward(
 
     def register(fn: AnyRewardFn) -> AnyRewardFn:
         if name in _REWARDS:
-            raise ValueError(
-                f"reward {name!r} is already registered by {name_of(_REWARDS[name])}; "
-                "choose another name"
-            )
+            raise ValueError(f"reward {name!r} is already registered by {name_of(_REWARDS[name])}; "
+                             "choose another name")
         _REWARDS[name] = fn
         if quick:
             fn.quick = True
@@ -112,8 +110,7 @@ def get_reward(name: str) -> RewardFn:
         if name not in _REWARDS:
             raise ValueError(
                 f"unknown reward {name!r}; known rewards: {', '.join(reward_names())}; "
-                "your own function is named by import path, 'package.module:function'"
-            )
+                "your own function is named by import path, 'package.module:function'")
         return _REWARDS[name]
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):

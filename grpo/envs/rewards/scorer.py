@@ -222,27 +222,6 @@ class RewardScorer:
         return Row(total, first_success if verdict is None else verdict, parts=parts)
 
 
-def compute_rewards(
-    fns_with_weights: Sequence[tuple[RewardFn, float]],
-    completions: Sequence[str],
-    problems: Sequence[Problem],
-    *,
-    timeout: float = DEFAULT_TIMEOUT,
-    workers: int = 1,
-) -> RewardBatch:
-    """Score completions once, see :class:`RewardScorer`; unless told otherwise, in their order.
-
-    Examples:
-        >>> from grpo.envs.rewards import get_reward
-        >>> problem = Problem(prompt="6*7=", answer="42", id="p0")
-        >>> fns = [(get_reward("exact_match"), 1.0), (lambda completion, problem: 1.0, 0.5)]
-        >>> batch = compute_rewards(fns, ["42", "41"], [problem, problem])
-        >>> batch.reward.tolist(), batch.success.tolist()
-        ([1.5, 0.5], [True, False])
-    """
-    return RewardScorer(fns_with_weights, timeout=timeout, workers=workers)(completions, problems)
-
-
 def labels(names: Sequence[str]) -> tuple[str, ...]:
     """What rewards are called in metrics: the function's name, and all of it where two share that.
 
@@ -269,7 +248,7 @@ def _outcome(fn: Callable[..., Any], *args: Any, **options: Any) -> _Outcome:
 
 
 def _outcome_of(future: Future) -> _Outcome:
-    """That of a call in the pool, which answers each."""
+    """The outcome of a call in the pool; interrupts are raised here."""
     error = future.exception()
     if error is not None and not isinstance(error, Exception):
         raise error

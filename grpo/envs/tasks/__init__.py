@@ -4,12 +4,5 @@ from grpo.envs.tasks.arithmetic import ArithmeticTask
 from grpo.envs.tasks.base import Problem, Task, make_task, register_task, task_names
 from grpo.envs.tasks.gsm8k import Gsm8kTask
 
-__all__ = [
-    "ArithmeticTask",
-    "Gsm8kTask",
-    "Problem",
-    "Task",
-    "make_task",
-    "register_task",
-    "task_names",
-]
+__all__ = ["ArithmeticTask", "Gsm8kTask", "Problem", "Task", "make_task", "register_task",
+           "task_names"]

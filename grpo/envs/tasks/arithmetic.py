@@ -80,15 +80,13 @@ class ArithmeticTask(Task):
             raise ValueError(
                 f"{num_train=} and {num_test=}, but {max_operand=} with {operators=} gives "
                 f"{len(triples)} problems, of which {len(rest)} are left for training; "
-                "lower num_train or num_test, or raise max_operand"
-            )
+                "lower num_train or num_test, or raise max_operand")
         rng.shuffle(test)  # mirror images are neighbours until here
         rng.shuffle(rest)
         super().__init__(
             train=[self.problem(*triple) for triple in rest[:num_train]],
             test=[self.problem(*triple) for triple in test],
-            source=f"all a {' '.join(operators)} b with 0 <= a, b <= {max_operand}",
-        )
+            source=f"all a {' '.join(operators)} b with 0 <= a, b <= {max_operand}")
 
     def problem(self, a: int, operator: str, b: int) -> Problem:
         """The problem ``a operator b``, laid out as everywhere in this task."""

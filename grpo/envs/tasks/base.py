@@ -68,8 +68,7 @@ class Task:
         if not problems:
             raise ValueError(
                 f"task {self.name!r}: split {name!r} is empty (source: {self.source}); "
-                f"set num_{name} to at least 1, or use a source that has {name} problems"
-            )
+                f"set num_{name} to at least 1, or use a source that has {name} problems")
         return problems
 
 
@@ -97,10 +96,8 @@ def register_task(name: str) -> Callable[[TaskClass], TaskClass]:
 
     def register(cls: TaskClass) -> TaskClass:
         if name in _TASKS:
-            raise ValueError(
-                f"task {name!r} is already registered by {_TASKS[name].__qualname__}; "
-                "choose another name"
-            )
+            raise ValueError(f"task {name!r} is already registered by {_TASKS[name].__qualname__}; "
+                             "choose another name")
         cls.name = name
         _TASKS[name] = cls
         return cls
@@ -125,10 +122,8 @@ def check_options(name: str, options: Mapping[str, object]) -> None:
     accepted = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     for option, value in options.items():
         if option not in accepted:
-            raise ValueError(
-                f"task {name!r} has no option {option!r} (given {value!r}); "
-                f"remove it, or use one of: {', '.join(accepted) or '(none)'}"
-            )
+            raise ValueError(f"task {name!r} has no option {option!r} (given {value!r}); "
+                             f"remove it, or use one of: {', '.join(accepted) or '(none)'}")
 
 
 def make_task(name: str, /, **options: object) -> Task:

@@ -69,8 +69,7 @@ class Gsm8kTask(Task):
         if data_path is not None and (dataset, config) != (DATASET, CONFIG):
             raise ValueError(
                 f"dataset={dataset!r}, config={config!r} would be ignored because env.data_path="
-                f"{str(data_path)!r} is set; give either a folder or a data set"
-            )
+                f"{str(data_path)!r} is set; give either a folder or a data set")
         system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
 
         def load(split: str, limit: int | None) -> list[Problem]:
@@ -83,20 +82,17 @@ class Gsm8kTask(Task):
             # Rows are read one by one, so a limit of 0 does not even open the source.
             problems = [
                 _problem(row, where, system, id=f"gsm8k/{split}/{i}")
-                for i, (where, row) in enumerate(islice(rows, limit))
-            ]
+                for i, (where, row) in enumerate(islice(rows, limit))]
             if limit is not None and len(problems) < limit:
                 raise ValueError(
                     f"env.task.num_{split}={limit}, but the {split} split has only "
-                    f"{len(problems)} rows; lower it, or set it to null for all of them"
-                )
+                    f"{len(problems)} rows; lower it, or set it to null for all of them")
             return problems
 
         super().__init__(
             train=load("train", num_train),
             test=load("test", num_test),
-            source=f"{dataset} ({config})" if data_path is None else str(data_path),
-        )
+            source=f"{dataset} ({config})" if data_path is None else str(data_path))
 
 
 def _read_jsonl(folder: Path, split: str) -> Iterator[tuple[str, object]]:
@@ -106,8 +102,7 @@ def _read_jsonl(folder: Path, split: str) -> Iterator[tuple[str, object]]:
         missing = "has no such file" if folder.is_dir() else "is not a folder"
         raise FileNotFoundError(
             f"env.data_path={str(folder)!r} {missing} (looked for {path}); point it to a folder "
-            "with train.jsonl and test.jsonl, or leave it out to load env.dataset from the hub"
-        )
+            "with train.jsonl and test.jsonl, or leave it out to load env.dataset from the hub")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -124,8 +119,7 @@ def _read_hub(dataset: str, config: str, split: str) -> Iterator[tuple[str, obje
     if importlib.util.find_spec("datasets") is None:
         raise ImportError(
             f"reading {dataset!r} from the hub needs the datasets package: pip install datasets "
-            "(or set env.data_path to a folder with train.jsonl and test.jsonl)"
-        )
+            "(or set env.data_path to a folder with train.jsonl and test.jsonl)")
     import datasets
 
     try:
@@ -150,9 +144,7 @@ def _problem(row: object, where: str, system: tuple[dict[str, str], ...], *, id:
             raise ValueError(f"{where}: {key!r} must be text, got {row[key]!r:.80}")
     _, mark, gold = row["answer"].rpartition(ANSWER_MARK)
     if not mark or not gold.strip():
-        raise ValueError(
-            f"{where}: 'answer' must end in '{ANSWER_MARK} <gold answer>', "
-            f"got ...{row['answer'][-60:]!r}"
-        )
+        raise ValueError(f"{where}: 'answer' must end in '{ANSWER_MARK} <gold answer>', "
+                         f"got ...{row['answer'][-60:]!r}")
     question = {"role": "user", "content": row["question"]}
     return Problem(prompt=(*system, question), answer=gold.strip(), id=id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 
 import pytest
@@ -12,12 +11,12 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.weight_update import WeightSyncScheme
 
 from grpo import data
-from grpo.envs.rewards import RewardResult, compute_rewards
+from grpo.envs.rewards import RewardResult, RewardScorer
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Sampling
 from grpo.policies.transformers import TransformersPolicy
 from grpo.weights.shared import SameModule
-from grpo.weights.torchrl import as_torchrl_scheme
+from grpo.weights.torchrl import PublishScheme
 from grpo.weights.transfer import WeightTransfer
 
 from .receivers import ThreadedEngine, Worker, assert_holds, vllm_like
@@ -31,7 +30,7 @@ def by_length(completion: str, problem) -> RewardResult:
 
 @pytest.fixture
 def env(prompts, tokenizer):
-    return VerifiableEnv(prompts, functools.partial(compute_rewards, [(by_length, 1.0)]), tokenizer,
+    return VerifiableEnv(prompts, RewardScorer([(by_length, 1.0)], workers=1), tokenizer,
                          num_prompts=3, group_size=2, max_prompt_tokens=WIDTH,
                          max_response_tokens=RESPONSE, eos_token_ids=(EOS,))
 
@@ -62,7 +61,7 @@ def test_an_llm_collector_publishes_and_its_rows_carry_the_version(env, trainer)
     model, engine, weights = trainer
     collector = LLMCollector(env, policy=policy_of(model, weights), dialog_turns_per_batch=6,
                              total_dialog_turns=18, flatten_data=True)
-    scheme = as_torchrl_scheme(weights)
+    scheme = PublishScheme(weights)
     assert isinstance(scheme, WeightSyncScheme)
     scheme.create_sender().register_collector(collector)
     versions = []
@@ -83,7 +82,7 @@ def test_a_sender_publishes_and_counts_in_its_collectors(env, trainer):
     tracker = pytest.importorskip("torchrl.envs.llm.transforms.policy_version").PolicyVersion("int")
     collector = LLMCollector(env, policy=policy_of(model, weights), dialog_turns_per_batch=6,
                              total_dialog_turns=6, track_policy_version=tracker)
-    sender = as_torchrl_scheme(weights).create_sender()
+    sender = PublishScheme(weights).create_sender()
     sender.register_model(model)
     sender.register_collector(collector)
     sender.init_all_workers_group({})
@@ -103,7 +102,7 @@ def test_a_plain_collector_takes_the_scheme_in_its_constructor(env, trainer):
     model, engine, weights = trainer
     collector = Collector(env, policy_of(model, weights), frames_per_batch=6, total_frames=6,
                           trust_policy=True, use_buffers=False,
-                          weight_sync_schemes={"policy": as_torchrl_scheme(weights)})
+                          weight_sync_schemes={"policy": PublishScheme(weights)})
     collector.update_policy_weights_()
     assert weights.version == 1
     assert_holds(engine, model)
@@ -112,7 +111,7 @@ def test_a_plain_collector_takes_the_scheme_in_its_constructor(env, trainer):
 
 def test_weights_of_another_model_are_refused(trainer, byte_model):
     model, engine, weights = trainer
-    scheme = as_torchrl_scheme(weights)
+    scheme = PublishScheme(weights)
     sender = scheme.create_sender()
     with pytest.raises(ValueError, match="publishes the trainer's own model"):
         sender.update_weights(byte_model)
@@ -126,7 +125,7 @@ def test_weights_of_another_model_are_refused(trainer, byte_model):
 
 def test_a_workers_copy_of_the_scheme_receives_nothing_and_cannot_publish(byte_model):
     weights = SameModule(byte_model)
-    scheme = as_torchrl_scheme(weights)
+    scheme = PublishScheme(weights)
     scheme.create_sender()
     copy = pickle.loads(pickle.dumps(scheme))
     assert copy.publisher is None
