@@ -11,7 +11,7 @@ import pytest
 
 from grpo import data
 from grpo.atropos.assemble import GroupAssembler, StreamSource
-from grpo.atropos.bridge_env import AtroposBridgeEnv, RequestedSampling, StepDriver
+from grpo.atropos.bridge_driver import BridgeDriver
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.collector import AtroposCollector
 from grpo.atropos.convert import GroupConverter
@@ -22,6 +22,7 @@ from grpo.atropos.recompute import RecomputeLogProbs
 from grpo.atropos.stream import BatchStream
 from grpo.envs.tokenizer_files import save_tokenizer
 from grpo.objectives.scorer import TokenScorer
+from grpo.policies.driver import TransformersSampler
 
 from .environments import DicePolicy, serving
 from .test_bridge_hub import registration
@@ -39,8 +40,6 @@ def test_what_an_environment_sends_is_matched_with_what_was_sampled(
     digits = [tokenizer.encode(digit)[0] for digit in "0123456789"]
     policy = DicePolicy(max_tokens=4, vocab=(min(digits), max(digits)))
     with serving(tokenizer, hub_app=create_app(Hub())) as (bridge, url):
-        env = AtroposBridgeEnv(bridge, rows=16, max_prompt_tokens=400, max_response_tokens=4,
-                               pad_token_id=0)
         flags = serve_flags(engine_url=url, model="policy", tokenizer=tmp_path / "tokenizer",
                             group_size=GROUP, ensure_scores_are_not_same=False)
         with BatchStream(AtroposClient(url), registration(12), poll_seconds=0.05) as stream, \
@@ -52,7 +51,7 @@ def test_what_an_environment_sends_is_matched_with_what_was_sampled(
                 GroupAssembler(StreamSource(stream), GroupConverter(
                     pad_token_id=0, temperature=1.0, max_staleness=2), rows=12,
                     records=bridge.records),
-                driver=StepDriver(env, RequestedSampling(policy)), recompute=recompute,
+                driver=BridgeDriver(bridge, TransformersSampler(policy)), recompute=recompute,
                 timeout=120.0)
             batches = [collector.collect() for _ in range(3)]
             process.check()
