@@ -15,12 +15,10 @@ import torch
 
 from grpo.config.atropos import AtroposConfig
 from grpo.policies.model_shape import LoRA, ModelShape
-from grpo.report.console import Console
-from grpo.run import fast_defaults
+from grpo.run.assemble import Start
 from grpo.run.device_memory import available, run_ledger, server_ledger
 from grpo.run.engine_attach import engine_gpu, trainer_gpu
 from grpo.run.ledger import Ledger, Saving, check_fits
-from grpo.run.start_atropos import Start
 
 # What is advised in other runs, but is set by other keys and flags here.
 _SET_OTHERWISE = (
@@ -30,12 +28,8 @@ _SET_OTHERWISE = (
 Change = tuple[str, dict[str, dict[str, Any]]]
 
 
-def check_memory(start: Start, console: Console) -> None:
+def check_memory(start: Start) -> None:
     """Show the ledgers of the run's devices, and refuse a run that does not fit.
-
-    Args:
-        start: what the run starts from.
-        console: shows the tables.
 
     Raises:
         DoesNotFitError: naming the greatest rows and what would help by how much.
@@ -44,38 +38,28 @@ def check_memory(start: Start, console: Console) -> None:
     found = list(_ledgers(start))
     for who, ledger, room in found:
         title = [f"memory of {who}"] if len(found) > 1 else []
-        console.info("\n".join([*title, *ledger.table(room)]))
+        start.console.info("\n".join([*title, *ledger.table(room)]))
     for who, ledger, room in found:
         check_fits(ledger, room, who=who)
 
 
-def with_fast_defaults(start: Start, console: Console) -> Start:
-    """The start with what :mod:`grpo.run.fast_defaults` chooses for the trainer's device."""
-    config, chosen = fast_defaults.choose(
-        start.config, ModelShape.of(start.model), _trainer_ledger(start), device=start.device,
-        dtype=start.dtype, backend=start.backend,
-        row_tokens=min(start.max_model_len, start.config.atropos.seq_len),
-        room=available(start.config, start.device))
-    for line in chosen:
-        console.info(line)
-    return replace(start, config=config)
-
-
-def _trainer_ledger(start: Start) -> Callable[[AtroposConfig], Ledger]:
+def trainer_ledger(start: Start) -> Callable[[AtroposConfig], Ledger]:
     """What the trainer's device needs under a configuration."""
+    setup = start.setup
+
     def ledger(config: AtroposConfig) -> Ledger:
         return run_ledger(
-            config, start.model, start.device, start.dtype, start.backend,
-            max_model_len=start.max_model_len, trained_tokens=config.atropos.seq_len,
-            engine_apart=_own_gpu(config, start.device) is not None)
+            config, setup.path, setup.device, setup.dtype, start.backend,
+            max_model_len=setup.max_model_len, trained_tokens=config.atropos.seq_len,
+            engine_apart=_own_gpu(config, setup.device) is not None)
     return ledger
 
 
 def _ledgers(start: Start) -> Iterator[tuple[str, Ledger, int]]:
     """For each device who needs it, how much, and how much there is."""
-    of_trainer = _trainer_ledger(start)
-    config, gpu = start.config, _own_gpu(start.config, start.device)
-    room = available(config, start.device)
+    of_trainer, setup = trainer_ledger(start), start.setup
+    config, gpu = setup.config, _own_gpu(setup.config, setup.device)
+    room = available(config, setup.device)
     if gpu is None:
         ledger = of_trainer(config)
         changes = [*_smaller_batch(config), *_other_mode(start, apart=False),
@@ -88,8 +72,8 @@ def _ledgers(start: Start) -> Iterator[tuple[str, Ledger, int]]:
     own = torch.device("cuda", gpu)
 
     def of_engine(config: AtroposConfig) -> Ledger:
-        return server_ledger(config, start.model, own, start.dtype,
-                             max_model_len=start.max_model_len)
+        return server_ledger(config, setup.path, own, setup.dtype,
+                             max_model_len=setup.max_model_len)
 
     ledger, room = of_engine(config), available(config, own)
     changes = list(_smaller_cache(start, ledger, room))
@@ -138,7 +122,7 @@ def _smaller_batch(config: AtroposConfig) -> Iterator[Change]:
 
 def _other_mode(start: Start, *, apart: bool) -> Iterator[Change]:
     """Other ways of the weights; an engine ``apart`` can only be one that is restarted."""
-    config = start.config
+    config = start.setup.config
     lora, sync = config.train_model.lora.enabled, config.weight_sync
     adapters = f"(adapters of rank {LoRA().rank} instead of all weights)"
     # A run that is resumed trains what it has trained before.
@@ -171,9 +155,9 @@ def _other_mode(start: Start, *, apart: bool) -> Iterator[Change]:
 
 def _smaller_cache(start: Start, ledger: Ledger, room: int) -> Iterator[Change]:
     """Half the KV cache, by the key that sizes it."""
-    inference = start.config.inference_model
+    setup, inference = start.setup, start.setup.config.inference_model
     half = sum(row.bytes for row in ledger.rows if row.name == "KV cache") // 2
-    longest = start.max_model_len * ModelShape.of(start.model).kv_bytes_per_token(start.dtype)
+    longest = setup.max_model_len * ModelShape.of(setup.path).kv_bytes_per_token(setup.dtype)
     if start.backend != "vllm" or half < longest:
         return  # the engine must be able to hold one row
     if inference.gpu_memory_utilization is None:

@@ -24,9 +24,9 @@ from grpo.policies import inprocess
 from grpo.report import loggers
 from grpo.run import (
     assemble,
+    assemble_atropos,
     build_async,
     build_atropos,
-    build_bridge,
     build_engine,
     build_team,
     build_worker,
@@ -36,6 +36,7 @@ from grpo.run.build_objective import build_learner, build_loss
 from grpo.weights.fleet import ObjectStoreSync
 
 from ..collectors.asynchronous import LocalPool, LocalRay
+from ..run.atropos_trainer import atropos_trainer
 from ..training import runs
 from .modes import Mode, merged
 from .watching import Observation, watched
@@ -123,7 +124,7 @@ class Runner:
 
     def _trainer(self, mode: Mode, config: Any, folder: Path, at_end: ExitStack) -> Any:
         if mode.script == "atropos":
-            return at_end.enter_context(build_atropos.atropos_trainer(config))
+            return at_end.enter_context(atropos_trainer(config))
         build = assemble.assemble if mode.script == "sync" else assemble.assemble_async
         return build(config, folder, None, at_end)
 
@@ -132,8 +133,7 @@ class Runner:
     def _stand_in(self, patch: Any, seen: Observation, mode: Mode) -> None:
         patch("grpo.report.reporter.write_report",
               lambda run_dir, *, title, config: seen.note("report", title) or run_dir / "none")
-        for module in (assemble, build_atropos):
-            patch(module, "make_loggers", _noting(seen, "loggers", loggers.make_loggers))
+        patch(assemble, "make_loggers", _noting(seen, "loggers", loggers.make_loggers))
         patch(build_engine, "_with_engine", lambda setup, on_failure: _engine(seen, setup))
         patch(build_engine, "_with_server", lambda setup, on_failure, server: _server(
             seen, setup, server))
@@ -150,13 +150,13 @@ class Runner:
             patch(start_atropos, "find_engine", lambda config: seen.note(
                 "looked for", (config.atropos.vllm_port, config.atropos.bridge_config)))
             for name in ("loading_table", "BenchmarkSummary"):
-                patch(build_atropos, name, lambda *args, name=name, **options: seen.note(
+                patch(assemble_atropos, name, lambda *args, name=name, **options: seen.note(
                     name, "asked for") or _Silent())
             patch(build_atropos, "BatchStream", lambda *args, **options: _Stream(
                 seen, *args, **options))
-            patch(build_bridge, "EngineDriver", lambda bridge, policy: SimpleNamespace(
-                policy=policy, advance=lambda timeout: None, drain=lambda timeout: None))
-            patch(build_bridge, "BridgeServer", lambda bridge, **options: seen.note(
+            patch(build_atropos, "BridgeDriver", lambda bridge, sampler, **_: SimpleNamespace(
+                policy=sampler.policy, advance=lambda timeout: None, drain=lambda timeout: None))
+            patch(build_atropos, "BridgeServer", lambda bridge, **options: seen.note(
                 "bridge", options) or nullcontext())
 
 
