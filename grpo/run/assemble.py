@@ -32,7 +32,14 @@ from grpo.run.build_engine import Setup
 from grpo.run.build_model import load_model
 from grpo.run.build_team import TrainingActor
 from grpo.run.device_memory import available, capacity, check_roles_fit, role_ledgers, run_ledger
-from grpo.run.ledger import Ledger, check_fits
+from grpo.run.ledger import Ledger, Saving, check_fits
+from grpo.run.memory_advice import (
+    leaner_training,
+    less_held,
+    more_devices,
+    savings,
+    smaller_cache,
+)
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.evaluation import Evaluator
 from grpo.training.trainer import Trainer
@@ -87,7 +94,7 @@ def assemble(
     start, chosen = with_fast_defaults(start, ledger_of, room)
     memory = ledger_of(start.setup.config)
     start.console.info("\n".join([*chosen, *memory.table(room)]))
-    check_fits(memory, room)
+    check_fits(memory, room, advised=lambda: _advised(start, ledger_of, memory, room))
     loggers = open_loggers(start, run_dir)
 
     # Trainer and engine, and how the weights travel between them
@@ -128,7 +135,8 @@ def assemble_async(
         say(line)
     for role, ledger in memory.items():
         say("\n".join([f"{role}:", *ledger.table(room)]))
-    check_roles_fit(memory, places.plan, room)
+    check_roles_fit(memory, places.plan, room, lambda role: _advised(
+        start, lambda changed: ledgers_of(changed)[role], memory[role], room, role))
     loggers = open_loggers(start, run_dir)
 
     # Workers, trainer, and how the weights travel between them
@@ -183,6 +191,20 @@ def with_fast_defaults(
         dtype=setup.dtype, backend=start.backend, row_tokens=row_tokens or setup.max_model_len,
         room=room)
     return start._replace(setup=replace(setup, config=config)), chosen
+
+
+def _advised(
+    start: Start, ledger_of: Callable[[Config], Ledger], ledger: Ledger, room: int,
+    role: str | None = None,
+) -> list[Saving]:
+    """What would make a device fit that does everything, or has one role."""
+    setup, config, backend = start.setup, start.setup.config, start.backend
+    row_bytes = setup.max_model_len * ModelShape.of(setup.path).kv_bytes_per_token(setup.dtype)
+    cache = [*smaller_cache(config, ledger, room=room, row_bytes=row_bytes, backend=backend)]
+    training = (*leaner_training(config, ledger_of, setup.device, backend), *less_held(config))
+    changes = {None: (*training, *cache), "train": training, "reference": (),
+               "engine": (*cache, *(more_devices(config) if role == "engine" else ()))}
+    return savings(config, ledger_of, changes[role])
 
 
 def open_loggers(start: Start, run_dir: Path, *own: MetricLogger) -> LoggerGroup:

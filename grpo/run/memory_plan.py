@@ -15,7 +15,7 @@ import torch
 
 from grpo.config.keys import OptimizerName
 from grpo.policies.model_shape import LoRA, ModelShape
-from grpo.run.ledger import GIB, PHASES, Ledger, Row, Saving, human
+from grpo.run.ledger import GIB, PHASES, Ledger, Row, human
 from grpo.run.memory import DeviceType, Head, head_bytes, layer_bytes, outer_bytes, transient_bytes
 
 Sharing = Literal["one_copy", "two_copies", "apart", "lent"]
@@ -61,7 +61,6 @@ class MemoryPlan:
         lora_slot_rank: see there.
         optimizer: see :mod:`grpo.training.optimizers`.
         trained_layers: decoder layers that are trained, all else being frozen; None: everything.
-        pieces: number of micro-batches, where that is what the configuration sets.
     """
 
     shape: ModelShape
@@ -88,7 +87,6 @@ class MemoryPlan:
     lora_slot_rank: int = 16
     optimizer: OptimizerName = "adamw"
     trained_layers: tuple[int, ...] | None = None
-    pieces: int | None = None
 
     @property
     def engine_counts(self) -> bool:
@@ -97,22 +95,17 @@ class MemoryPlan:
 
 
 def memory_ledger(plan: MemoryPlan) -> Ledger:
-    """The ledger of a plan, with what other settings would save.
+    """The ledger of a plan.
 
     Examples:
         >>> from transformers import Qwen2Config
         >>> ledger = memory_ledger(MemoryPlan(
         ...     shape=ModelShape.of(Qwen2Config(num_hidden_layers=2)), dtype=torch.bfloat16,
         ...     device="cuda", tokens=8192, row_tokens=1024))
-        >>> ledger.savings[0].change
-        'train_model.lora.enabled=true (adapters of rank 16 instead of all weights)'
+        >>> ledger.peak
+        'backward'
     """
-    total = Ledger(tuple(_rows(plan))).total
-    savings = [Saving(text, total - Ledger(tuple(_rows(changed))).total)
-               for text, changed in _alternatives(plan)]
-    useful = sorted((saving for saving in savings if saving.bytes > 0),
-                    key=lambda saving: saving.bytes, reverse=True)
-    return Ledger(tuple(_rows(plan)), tuple(useful))
+    return Ledger(tuple(_rows(plan)))
 
 
 def engine_ledger(plan: MemoryPlan, *, devices: int = 1) -> Ledger:
@@ -130,23 +123,12 @@ def engine_ledger(plan: MemoryPlan, *, devices: int = 1) -> Ledger:
         >>> [row.name for row in ledger.rows]
         ['weights', 'KV cache', 'generation', 'reserve']
     """
-    def ledger(plan: MemoryPlan, devices: int) -> Ledger:
-        b, share = plan.dtype.itemsize, "" if devices == 1 else f"1/{devices} of "
-        weights = Row("weights", plan.shape.parameters * b // devices,
-                      f"{share}{plan.shape.parameters / 1e6:,.1f} M x {b} bytes")
-        slots = [_adapter_slots(plan)] if plan.lora is not None and plan.lora_slots else []
-        return Ledger((weights, *slots, *_generation_rows(plan),
-                       _reserve(plan, working=0, graphs=True)))
-
-    found, savings = ledger(plan, devices), []
-    key, halved = _half_the_cache(plan)
-    if plan.in_engine:
-        savings.append(Saving(key, found.total - ledger(halved, devices).total))
-    if plan.in_engine and plan.device == "cuda":
-        savings.append(Saving(
-            f"inference_model.tensor_parallel_size={2 * devices} (of as many more devices)",
-            found.total - ledger(halved, 2 * devices).total))
-    return replace(found, savings=tuple(savings))
+    b, share = plan.dtype.itemsize, "" if devices == 1 else f"1/{devices} of "
+    weights = Row("weights", plan.shape.parameters * b // devices,
+                  f"{share}{plan.shape.parameters / 1e6:,.1f} M x {b} bytes")
+    slots = [_adapter_slots(plan)] if plan.lora is not None and plan.lora_slots else []
+    return Ledger((weights, *slots, *_generation_rows(plan),
+                   _reserve(plan, working=0, graphs=True)))
 
 
 def reference_ledger(plan: MemoryPlan, parameters: int) -> Ledger:
@@ -275,43 +257,15 @@ def _generation_rows(plan: MemoryPlan) -> Iterator[Row]:
 
 
 def _reserve(plan: MemoryPlan, *, working: int, graphs: bool) -> Row:
-    """Args: bytes that an allocator hands out and takes back; whether an engine is here."""
+    """What CUDA and Python take for themselves: an allowance.
+
+    Args:
+        plan: of the device.
+        working: bytes that an allocator hands out and takes back, of which it loses some in gaps.
+        graphs: an engine is on the device, which may capture CUDA graphs.
+    """
     if plan.device == "cpu":
         return Row("reserve", PROCESS_BYTES, "allowance: Python and its libraries")
     captured = GRAPH_BYTES * (graphs and plan.in_engine and plan.cuda_graphs)
     return Row("reserve", int(CONTEXT_BYTES + captured + FRAGMENTATION * working),
                "allowance: CUDA context, graphs, gaps between allocations")
-
-
-def _half_the_cache(plan: MemoryPlan) -> tuple[str, MemoryPlan]:
-    """Half the KV cache in whole MiB: what to set, and the plan that gives."""
-    half = plan.kv_cache_bytes // 2**21 * 2**20
-    return (f"inference_model.kv_cache_memory_bytes={half} (rows then wait for each other)",
-            replace(plan, kv_cache_bytes=half))
-
-
-def _alternatives(plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
-    """What could be set differently, each with the plan it gives."""
-    if not plan.gradient_checkpointing:
-        yield ("train_model.gradient_checkpointing=true",
-               replace(plan, gradient_checkpointing=True))
-    fewer = max(plan.row_tokens, plan.tokens // 2)
-    if fewer < plan.tokens:
-        key = (f"train.max_tokens_per_micro_batch={fewer}" if plan.pieces is None else
-               f"train.gradient_accumulation_steps={2 * plan.pieces}")
-        yield key, replace(plan, tokens=fewer)
-    if plan.device == "cuda" and plan.in_engine and not plan.compiled:
-        yield "train_model.compile=true", replace(plan, compiled=True)
-    if plan.head == "logits" and plan.shape.tiled:
-        yield "train_model.head=auto", replace(plan, head="fused")
-    if plan.head == "fused" and (plan.head_chunk_size or plan.tokens) > 1024:
-        yield "train_model.head_chunk_size=1024", replace(plan, head_chunk_size=1024)
-    if plan.in_engine and plan.kv_cache_bytes > 128 * 2**20:
-        yield _half_the_cache(plan)
-    if plan.sharing == "two_copies" and plan.ranks == 1:
-        yield ("inference_model.weight_sync=auto (one copy of the weights for trainer and engine)",
-               replace(plan, sharing="one_copy"))
-    if plan.lora is None:
-        lora = LoRA()
-        yield (f"train_model.lora.enabled=true (adapters of rank {lora.rank} instead of all "
-               "weights)", replace(plan, lora=lora))

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo.run import device_memory, memory_atropos
+from grpo.run import device_memory
 from grpo.run.assemble import Start
 from grpo.run.build_engine import Setup
 from grpo.run.cli import atropos
 from grpo.run.cli.flags import FLAGS, in_flags, to_config
-from grpo.run.ledger import GIB, DoesNotFitError, Ledger
-from grpo.run.memory_atropos import check_memory
+from grpo.run.ledger import GIB, DoesNotFitError, Ledger, Saving
+from grpo.run.memory_atropos import advised, check_memory, devices
 from grpo.run.start_atropos import _with_engine_defaults
 
 from .memory_probe import family
@@ -66,7 +66,13 @@ def start_of(folder, gpus):
 
 
 def ledgers(start: Start) -> dict[str, Ledger]:
-    return {who: ledger for who, ledger, _ in memory_atropos._ledgers(start)}
+    return {who: ledger_of(start.setup.config) for who, _, ledger_of in devices(start)}
+
+
+def found(start: Start) -> dict[str, list[Saving]]:
+    """What is advised to whom."""
+    return {who: advised(start, who, ledger_of, device_memory.available(start.setup.config, device))
+            for who, device, ledger_of in devices(start)}
 
 
 def sizes(ledger: Ledger) -> dict[str, int]:
@@ -120,10 +126,10 @@ def test_beside_an_engine_that_runs_already_only_free_memory_counts(start_of, mo
 # -- advice ----------------------------------------------------------------------------------------
 
 
-def advised(start: Start) -> dict[str, list[str]]:
+def changes_of(start: Start) -> dict[str, list[str]]:
     """By who needs the memory, what is advised, without remarks."""
-    return {who: [saving.change.partition(" (")[0] for saving in ledger.savings]
-            for who, ledger in ledgers(start).items()}
+    return {who: [saving.change.partition(" (")[0] for saving in savings]
+            for who, savings in found(start).items()}
 
 
 MODES = [["shared_vllm"], ["none"], ["none", "--vllm-restart-interval", "0"], ["lora_only"],
@@ -136,9 +142,11 @@ MODES = [["shared_vllm"], ["none"], ["none", "--vllm-restart-interval", "0"], ["
 @pytest.mark.parametrize("argv", MODES, ids=" ".join)
 def test_every_advice_is_taken_on_the_same_command_line_and_saves_what_it_says(argv, start_of):
     argv = ["--weight-bridge-mode", *argv]
-    for who, before in ledgers(start_of(*argv)).items():
-        assert before.savings or "8000000" in argv
-        for saving in before.savings:
+    start = start_of(*argv)
+    for who, savings in found(start).items():
+        before = ledgers(start)[who]
+        assert savings or "8000000" in argv
+        for saving in savings:
             change, _, remark = saving.change.partition(" (")
             given = list(argv)
             # What is given by a flag is changed there: two names of one setting are refused.
@@ -164,18 +172,18 @@ def test_what_is_advised_in_each_mode(start_of):
                          "train_model.head_chunk_size=1024"},
         "bridge": {share, "train_model.lora.enabled=true"},
     }.items():
-        found = advised(start_of("--weight-bridge-mode", argv))
-        assert set(found["this run"]) == every | more
-    apart = advised(start_of("--weight-bridge-mode", "none", "--vllm-gpu", "1"))
+        told = changes_of(start_of("--weight-bridge-mode", argv))
+        assert set(told["this run"]) == every | more
+    apart = changes_of(start_of("--weight-bridge-mode", "none", "--vllm-gpu", "1"))
     assert set(apart["the trainer"]) == every | {
         "--weight-bridge-mode lora_restart --vllm-restart-interval 3"}
     assert apart["the engine on GPU 1"] == [share]
     # Its mode and size were chosen when it was started.
-    assert set(advised(start_of(url="http://127.0.0.1:9001"))["this run"]) == every
+    assert set(changes_of(start_of(url="http://127.0.0.1:9001"))["this run"]) == every
 
 
 def test_layers_a_batch_of_one_and_a_small_cache_leave_nothing_to_advise_there(start_of):
-    changes = advised(start_of("--train-layer-indices", "0-5", "--batch-size", "1",
+    changes = changes_of(start_of("--train-layer-indices", "0-5", "--batch-size", "1",
                                "--kv-cache-memory-bytes", str(150 << 20)))["this run"]
     # The cache holds one row of 4096 tokens, but half of it would not.
     assert set(changes) == {"train_model.gradient_checkpointing=true", "train_model.compile=true"}
@@ -183,7 +191,7 @@ def test_layers_a_batch_of_one_and_a_small_cache_leave_nothing_to_advise_there(s
 
 def test_a_resumed_run_is_not_told_to_train_something_else(start_of):
     start = start_of()._replace(checkpoint=SimpleNamespace(folder=Path("here")))
-    assert not any("lora" in change for change in advised(start)["this run"])
+    assert not any("lora" in change for change in changes_of(start)["this run"])
 
 
 def test_the_refusal_names_the_flags(start_of):
