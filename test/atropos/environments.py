@@ -152,7 +152,7 @@ class Environment(threading.Thread):
 @contextmanager
 def serving(tokenizer, **options):
     """A bridge behind HTTP; yields it and the URL of its server."""
-    server = {name: options.pop(name) for name in ("token", "hub_app", "host") if name in options}
+    server = {name: options.pop(name) for name in ("token", "host") if name in options}
     bridge = Bridge(**{"tokenizer": tokenizer, "eos_token_ids": (EOS,), "max_model_len": 512,
                        "vocab_size": len(tokenizer), "model_names": ("policy",),
                        "request_timeout": 60.0, **options})

@@ -186,18 +186,6 @@ def test_a_token_is_wanted_where_one_is_set(tokenizer):
             pass
 
 
-def test_hub_and_bridge_share_a_port(tokenizer):
-    async def hub(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b'{"from": "hub"}'})
-
-    with serving(tokenizer, hub_app=hub) as (_, url):
-        client = EngineClient(url, timeout=5)
-        assert client.call("GET", "/status-env") == {"from": "hub"}
-        assert client.call("GET", "/v1/models")["data"][0]["id"] == "policy"
-        assert client.alive()
-
-
 # -- rewards in hindsight --------------------------------------------------------------------------
 
 

@@ -29,8 +29,8 @@ from grpo.config.schema import Config
 _CHECKS = {"load_config", "changed", "model_validate", "model_dump", "refuse_unread", "check",
            "choose_gpu", "_name_errors"}
 _WORDS = {"describe", "_describe", "describe_loss", "describe_engine", "describe_device"}
-_ESTIMATES = {"device_memory.py", "memory_atropos.py", "fast_defaults.py", "resume.py",
-              "identity.py"}
+_ESTIMATES = {"device_memory.py", "memory_atropos.py", "memory_advice.py", "fast_defaults.py",
+              "resume.py", "identity.py"}
 # Modules whose objects only show what happened.
 _SHOWN = ("grpo.config", "grpo.report.console", "grpo.report.style", "grpo.report.charts",
           "grpo.report.curves", "grpo.report.history", "grpo.run.ledger", "grpo.run.memory")
