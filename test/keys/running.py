@@ -152,8 +152,11 @@ class Runner:
             for name in ("loading_table", "BenchmarkSummary"):
                 patch(assemble_atropos, name, lambda *args, name=name, **options: seen.note(
                     name, "asked for") or _Silent())
+            patch(build_atropos, "PortForwarder", lambda ports, url: seen.note(
+                "forwarded", (ports, url)) or nullcontext())
             patch(build_atropos, "BatchStream", lambda *args, **options: _Stream(
                 seen, *args, **options))
+            patch(build_atropos, "VLLMSampler", lambda policy, **_: SimpleNamespace(policy=policy))
             patch(build_atropos, "BridgeDriver", lambda bridge, sampler, **_: SimpleNamespace(
                 policy=sampler.policy, advance=lambda timeout: None, drain=lambda timeout: None))
             patch(build_atropos, "BridgeServer", lambda bridge, **options: seen.note(
