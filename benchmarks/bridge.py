@@ -5,7 +5,7 @@
 One in-process vLLM engine in one run generates completions of the same prompts and lengths both
 ways, in turns: ``direct`` hands all prompts to the engine at once, as a rollout does; ``bridge``
 has a client process keep ``--concurrent`` requests open over HTTP, and answers them by
-:class:`~grpo.atropos.bridge_engine.EngineDriver`, which also remembers every log-prob. Lengths lie
+:class:`~grpo.atropos.bridge_driver.BridgeDriver`, which also remembers every log-prob. Lengths lie
 evenly between half and one and a half times ``--response-tokens``. ``ratio`` is the median over the
 rounds of bridge by direct.
 """
@@ -119,10 +119,11 @@ def measure(args: argparse.Namespace, folder: Path, recording: Recording) -> Non
     import torch
 
     from grpo.atropos.bridge import Bridge
-    from grpo.atropos.bridge_engine import EngineDriver
+    from grpo.atropos.bridge_driver import BridgeDriver
     from grpo.atropos.bridge_server import BridgeServer
     from grpo.envs.embedded import byte_tokenizer
     from grpo.policies.base import Sampling
+    from grpo.policies.driver import VLLMSampler
     from grpo.policies.inprocess import start_engine
     from grpo.policies.vllm import VLLMPolicy
 
@@ -137,7 +138,7 @@ def measure(args: argparse.Namespace, folder: Path, recording: Recording) -> Non
                         eos_token_ids=(1,), ignore_eos=True)
     bridge = Bridge(tokenizer=byte_tokenizer(), eos_token_ids=(1,), model_names=("policy",),
                     max_model_len=policy.max_model_len, vocab_size=258, temperature_only=False)
-    driver = EngineDriver(bridge, policy)
+    driver = BridgeDriver(bridge, VLLMSampler(policy, seeded=False))
     recording.describe_machine(also=("uvicorn", "fastapi", "uvloop"))
     recording.add(parameters=sum(p.numel() for p in _model(engine).parameters()))
     seconds: dict[str, list[float]] = {"direct": [], "bridge": []}

@@ -42,8 +42,8 @@ def prepare(mode: str) -> None:
 
     share_cores()
     import grpo.report.charts
+    import grpo.run.assemble_atropos
     import grpo.run.build_async
-    import grpo.run.build_atropos
     import grpo.run.build_team
     import grpo.run.cli.script  # noqa: F401
 

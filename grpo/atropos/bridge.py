@@ -6,12 +6,8 @@ takes them, lets the policy continue their prompts, and replies with tokens and 
 here knows of rewards: what the policy said is kept in :class:`~grpo.atropos.records.Records`, and a
 scored group that arrives later finds it there.
 
-The routes, formats and checks are those of :mod:`grpo.server`. Drivers:
-
-* :class:`~grpo.atropos.bridge_engine.EngineDriver`: a vLLM engine in this process, which calls join
-  as they come;
-* :class:`~grpo.atropos.bridge_env.StepDriver`: any policy, batch by batch, as a TorchRL
-  environment.
+The routes, formats and checks are those of :mod:`grpo.server`; the driver is a
+:class:`~grpo.atropos.bridge_driver.BridgeDriver`.
 """
 
 from __future__ import annotations

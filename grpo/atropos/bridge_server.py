@@ -1,11 +1,10 @@
-"""The bridge's inference server in a thread, on a port of its own or on the hub's."""
+"""The bridge's inference server in a thread, on a port of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from typing import Any
 
 from grpo.atropos.bridge import Bridge
 from grpo.server.app import MAX_BODY_BYTES
@@ -18,21 +17,6 @@ _STOPPED_WITHIN = 10.0
 _MOST_SAID = 300  # characters of the error that ended the trainer
 
 
-def one_port(hub_app: Any, bridge_app: Any) -> Any:
-    """One ASGI application of a hub and a bridge; their paths do not overlap.
-
-    Args:
-        hub_app: answers everything that is not an inference route.
-        bridge_app: from :meth:`Bridge.app <grpo.atropos.bridge.Bridge.app>`.
-    """
-    async def app(scope, receive, send) -> None:
-        path = scope.get("path", "")
-        inference = path.startswith("/v1/") or path in ("/generate", "/health", "/health_generate")
-        await (bridge_app if inference else hub_app)(scope, receive, send)
-
-    return app
-
-
 class BridgeServer:
     """Serve a bridge from a thread of this process until closed; a context manager.
 
@@ -42,7 +26,6 @@ class BridgeServer:
         port: 0 chooses a free one.
         token: wanted from clients; must be given to listen on other than loopback addresses.
         max_body_bytes: greater requests are refused.
-        hub_app: ASGI application of a hub to serve on the same port.
 
     Attributes:
         url: ``http://host:port``; OpenAI clients want ``/v1`` behind it.
@@ -64,7 +47,6 @@ class BridgeServer:
         port: int = 0,
         token: str | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
-        hub_app: Any = None,
     ) -> None:
         token = (token or "").strip() or None
         if token is None and not is_loopback(host):
@@ -74,7 +56,7 @@ class BridgeServer:
         app = bridge.app(token=token, max_body_bytes=max_body_bytes)
         self._socket = bind(host, port)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        self._server = server_of(app if hub_app is None else one_port(hub_app, app), grace=2)
+        self._server = server_of(app, grace=2)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve(sockets=[self._socket])),
             name="bridge-server", daemon=True)

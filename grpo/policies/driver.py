@@ -42,6 +42,8 @@ class Job:
         call: number of the policy's call.
         first: number of the first row in that call.
         of: rows of that call; None: those given here are all.
+        params: for vLLM, a ``SamplingParams`` that takes the place of ``sampling``. As it may ask
+            for log-probs of further tokens, those of its rows are given as vLLM's flat log-probs.
     """
 
     prompts: list[list[int]]
@@ -49,6 +51,7 @@ class Job:
     call: int = 0
     first: int = 0
     of: int | None = None
+    params: Any = None
 
     @property
     def seed(self) -> int:
@@ -57,10 +60,17 @@ class Job:
 
 
 class Sampler(Protocol):
-    """An engine as its driver sees it; all methods are called by the driver's thread."""
+    """An engine as whoever drives it sees it; not safe for use from several threads.
 
+    Attributes:
+        policy: whose engine or model it is.
+        tokens: sampled so far.
+        version: of the tokens that are sampled now.
+    """
+
+    policy: Any
     tokens: int
-    """Sampled so far."""
+    version: int
 
     def add(self, job: Job) -> None:
         """Start a job at the next step."""
@@ -291,7 +301,8 @@ class VLLMSampler:
         for number, prompt in enumerate(job.prompts):
             # Rows of different calls lie 2**20 apart, as those of ServerPolicy.
             seed = ((job.seed << 20) + job.first + number) % 2**62 if self.seeded else None
-            params = self.policy.sampling_params(job.sampling, seed=seed, final_only=True)
+            params = job.params or self.policy.sampling_params(job.sampling, seed=seed,
+                                                               final_only=True)
             id = f"row-{next(self._ids)}"
             self.engine.add_request(id, {"prompt_token_ids": prompt}, params,
                                     lora_request=self.policy.lora_request)
@@ -321,8 +332,9 @@ class VLLMSampler:
     def _answer(self, row: _Row, part: Any) -> tuple[list[int], list[float], bool, Spans]:
         tokens = list(part.token_ids)
         self.tokens += len(tokens)
-        return (tokens, list(part.logprobs.logprobs), part.finish_reason == "length",
-                spans_of(row.cuts, self.version, end=len(tokens)))
+        flat = part.logprobs
+        return (tokens, flat if row.job.params else list(flat.logprobs),
+                part.finish_reason == "length", spans_of(row.cuts, self.version, end=len(tokens)))
 
     def set_version(self, version: int) -> None:
         for state in self.engine.output_processor.request_states.values():

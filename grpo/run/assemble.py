@@ -2,7 +2,8 @@
 
 :func:`assemble` is for ``grpo.py``, :func:`assemble_async` for ``grpo-async.py``. Both begin with
 :func:`_set_up`, which looks at everything that costs nothing to look at, and end with
-:func:`_trainer`. Between the two they differ in where rollouts come from.
+:func:`_trainer`. Between the two they differ in where rollouts come from. For the Atropos commands
+:mod:`grpo.run.assemble_atropos` puts the same parts together.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from grpo.config.schema import Config
 from grpo.envs.tasks.base import Task
 from grpo.policies.model_shape import ModelShape
 from grpo.report.console import Console
-from grpo.report.loggers import LoggerGroup, make_loggers
+from grpo.report.loggers import LoggerGroup, MetricLogger, make_loggers
 from grpo.report.reporter import Reporter
 from grpo.run import build, build_async, build_objective, build_team, fast_defaults
 from grpo.run.build_async import AsyncActor
@@ -31,7 +32,14 @@ from grpo.run.build_engine import Setup
 from grpo.run.build_model import load_model
 from grpo.run.build_team import TrainingActor
 from grpo.run.device_memory import available, capacity, check_roles_fit, role_ledgers, run_ledger
-from grpo.run.ledger import Ledger, check_fits
+from grpo.run.ledger import Ledger, Saving, check_fits
+from grpo.run.memory_advice import (
+    leaner_training,
+    less_held,
+    more_devices,
+    savings,
+    smaller_cache,
+)
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.evaluation import Evaluator
 from grpo.training.trainer import Trainer
@@ -39,23 +47,23 @@ from grpo.weights.canary import Canary
 from grpo.weights.tolerance import canary_tolerance
 
 
-class _Start(NamedTuple):
+class Start(NamedTuple):
     """What a run begins with, before anything is launched.
 
     Attributes:
         setup: model, tokenizer, device; its configuration has the run's length.
         backend: of generation.
         task: that is trained on.
-        prompts: of the task, as tokens.
+        prompts: of the task, as tokens; None where environments bring their own.
         checkpoint: that the run goes on from.
-        asked: the configuration as it was given, for loggers and checkpoints.
+        asked: the configuration as it was given, by which a later run recognises its own.
         console: the screen.
     """
 
     setup: Setup
     backend: str
     task: Task
-    prompts: build.Prompts
+    prompts: build.Prompts | None
     checkpoint: Checkpoint | None
     asked: dict[str, Any]
     console: Console
@@ -83,11 +91,11 @@ def assemble(
     setup, room = start.setup, available(config, start.setup.device)
     ledger_of = partial(run_ledger, model_path=setup.path, device=setup.device, dtype=setup.dtype,
                         backend=start.backend, max_model_len=setup.max_model_len)
-    start, chosen = _with_fast_defaults(start, ledger_of, room)
+    start, chosen = with_fast_defaults(start, ledger_of, room)
     memory = ledger_of(start.setup.config)
     start.console.info("\n".join([*chosen, *memory.table(room)]))
-    check_fits(memory, room)
-    loggers = _loggers(start, run_dir)
+    check_fits(memory, room, advised=lambda: _advised(start, ledger_of, memory, room))
+    loggers = open_loggers(start, run_dir)
 
     # Trainer and engine, and how the weights travel between them
     setup, config = start.setup, start.setup.config
@@ -97,7 +105,7 @@ def assemble(
     collector = SyncCollector(env, actor.policy, turns_per_batch=config.turns_per_batch,
                               max_rounds=config.train.max_sampling_rounds)
     reference = build_objective.build_reference(
-        config, actor.model, lambda: build.model_folder(config, start.task), _frozen(setup),
+        config, actor.model, lambda: build.model_folder(config, start.task), loader_of(setup),
         actor.learner)
     return _trainer(start, actor, collector, loggers, run_dir, reference=reference)
 
@@ -121,14 +129,15 @@ def assemble_async(
     ledgers_of = partial(role_ledgers, places=places.plan, model_path=setup.path,
                          device=setup.device, dtype=setup.dtype, backend=start.backend,
                          max_model_len=setup.max_model_len)
-    start, chosen = _with_fast_defaults(start, lambda changed: ledgers_of(changed)["train"], room)
+    start, chosen = with_fast_defaults(start, lambda changed: ledgers_of(changed)["train"], room)
     memory = ledgers_of(start.setup.config)
     for line in chosen:
         say(line)
     for role, ledger in memory.items():
         say("\n".join([f"{role}:", *ledger.table(room)]))
-    check_roles_fit(memory, places.plan, room)
-    loggers = _loggers(start, run_dir)
+    check_roles_fit(memory, places.plan, room, lambda role: _advised(
+        start, lambda changed: ledgers_of(changed)[role], memory[role], room, role))
+    loggers = open_loggers(start, run_dir)
 
     # Workers, trainer, and how the weights travel between them
     setup, config = start.setup, start.setup.config
@@ -141,7 +150,7 @@ def assemble_async(
     collector = build_async.build_collector(config, actor, pool)
     at_end.callback(collector.close)
     reference = None if pool else build_objective.build_reference(
-        config, actor.model, lambda: reference_path, _frozen(setup), actor.learner)
+        config, actor.model, lambda: reference_path, loader_of(setup), actor.learner)
     return _trainer(start, actor, collector, loggers, run_dir, reference=reference,
                     workers=actor.pool.count, overlap_canary=config.train.staleness > 0,
                     described=build_async.describe(config, places, backend=start.backend))
@@ -150,7 +159,7 @@ def assemble_async(
 # -- what both have in common ----------------------------------------------------------------------
 
 
-def _set_up(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> _Start:
+def _set_up(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Start:
     """What is trained, on what, where."""
     asked = config.model_dump(mode="json")
     device, backend = build.resolve_device(config), build.resolve_backend(config)
@@ -162,36 +171,60 @@ def _set_up(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> _St
     config = config.for_problems(len(prompts.train))
     setup = Setup(config=config, path=path, tokenizer=tokenizer, device=device, dtype=dtype,
                   max_model_len=prompts.max_model_len, folder=run_dir / "engine", adapter=adapter)
-    return _Start(setup, backend, task, prompts, checkpoint, asked, Console(config.iterations))
+    return Start(setup, backend, task, prompts, checkpoint, asked, Console(config.iterations))
 
 
-def _with_fast_defaults(
-    start: _Start, ledger_of: Callable[[Config], Ledger], room: int
-) -> tuple[_Start, list[str]]:
-    """With what the configuration leaves open chosen for speed, and what was chosen, in words."""
+def with_fast_defaults(
+    start: Start, ledger_of: Callable[[Config], Ledger], room: int, *, row_tokens: int | None = None
+) -> tuple[Start, list[str]]:
+    """With what the configuration leaves open chosen for speed, and what was chosen, in words.
+
+    Args:
+        start: of the run.
+        ledger_of: what the training device needs under a configuration.
+        room: bytes of it that the run may take.
+        row_tokens: of the longest row that is trained, where rows are cut.
+    """
     setup = start.setup
     config, chosen = fast_defaults.choose(
         setup.config, ModelShape.of(setup.path), ledger_of, device=setup.device,
-        dtype=setup.dtype, backend=start.backend, row_tokens=setup.max_model_len, room=room)
+        dtype=setup.dtype, backend=start.backend, row_tokens=row_tokens or setup.max_model_len,
+        room=room)
     return start._replace(setup=replace(setup, config=config)), chosen
 
 
-def _loggers(start: _Start, run_dir: Path) -> LoggerGroup:
+def _advised(
+    start: Start, ledger_of: Callable[[Config], Ledger], ledger: Ledger, room: int,
+    role: str | None = None,
+) -> list[Saving]:
+    """What would make a device fit that does everything, or has one role."""
+    setup, config, backend = start.setup, start.setup.config, start.backend
+    row_bytes = setup.max_model_len * ModelShape.of(setup.path).kv_bytes_per_token(setup.dtype)
+    cache = [*smaller_cache(config, ledger, room=room, row_bytes=row_bytes, backend=backend)]
+    training = (*leaner_training(config, ledger_of, setup.device, backend), *less_held(config))
+    changes = {None: (*training, *cache), "train": training, "reference": (),
+               "engine": (*cache, *(more_devices(config) if role == "engine" else ()))}
+    return savings(config, ledger_of, changes[role])
+
+
+def open_loggers(start: Start, run_dir: Path, *own: MetricLogger) -> LoggerGroup:
+    """Where the run's metrics go: what section ``logging`` names, and the run's ``own``."""
     options = start.setup.config.logging
-    return make_loggers(
+    group = make_loggers(
         options.backends, run_dir=run_dir, config=start.asked,
         project=options.wandb_project or "grpo", name=options.wandb_run_name,
         group=options.wandb_group, wandb_mode=options.wandb_mode or "online",
         resume_step=start.checkpoint.step if start.checkpoint else None)
+    return LoggerGroup([*group.loggers, *own])
 
 
-def _frozen(setup: Setup) -> Callable[[str], nn.Module]:
+def loader_of(setup: Setup) -> Callable[[str], nn.Module]:
     """Loads a model that is not trained."""
     return partial(load_model, config=setup.config, device=setup.device, dtype=setup.dtype)
 
 
 def _trainer(
-    start: _Start, actor: TrainingActor | AsyncActor, collector: Collector,
+    start: Start, actor: TrainingActor | AsyncActor, collector: Collector,
     loggers: LoggerGroup, run_dir: Path, *, reference: Any, workers: int = 1,
     overlap_canary: bool = False, described: dict[str, str] | None = None,
 ) -> Trainer:
@@ -207,32 +240,43 @@ def _trainer(
     start.console.banner(build.describe(
         config, actor, start.task, start.prompts, device=setup.device, dtype=setup.dtype,
         backend=start.backend, run_dir=run_dir) | (described or {}))
-    trainer = Trainer(
-        collector=collector,
-        advantage=advantage,
-        reference=reference,
-        teacher=build_objective.build_teacher(config, actor.model, _frozen(setup)),
+    return trainer_of(
+        start, loggers, run_dir,
+        collector=collector, advantage=advantage, reference=reference,
+        teacher=build_objective.build_teacher(config, actor.model, loader_of(setup)),
         adaptations=build_objective.build_adaptations(config, actor.learner.loss, advantage),
-        learner=actor.learner,
-        weights=actor.weights,
-        canary=canary,
-        overlap_canary=overlap_canary,
+        learner=actor.learner, weights=actor.weights, canary=canary, overlap_canary=overlap_canary,
         evaluator=Evaluator(evaluated, actor.policy,
                             max_reward_errors=config.env.max_reward_errors),
+        max_reward_errors=config.env.max_reward_errors)
+
+
+def trainer_of(
+    start: Start, loggers: LoggerGroup, run_dir: Path, *, kind: type[Trainer] = Trainer,
+    unit: str = "iteration", **parts: Any,
+) -> Trainer:
+    """The trainer of some parts, at the checkpoint that the run goes on from.
+
+    Args:
+        start: of the run.
+        loggers: of its metrics.
+        run_dir: its folder.
+        kind: which trainer.
+        unit: what its command calls an iteration.
+        **parts: that this kind of run has of its own.
+    """
+    setup, config = start.setup, start.setup.config
+    trainer = kind(
+        **parts,
         reporter=Reporter(start.console, loggers, setup.tokenizer, run_dir=run_dir,
                           num_samples=config.logging.num_samples),
-        tokenizer=setup.tokenizer,
-        run_dir=run_dir,
-        config=start.asked,
-        iterations=config.iterations,
-        eval_frequency=config.train.eval_frequency,
+        tokenizer=setup.tokenizer, run_dir=run_dir, config=start.asked,
+        iterations=config.iterations, eval_frequency=config.train.eval_frequency,
         checkpoint_frequency=config.train.checkpoint_frequency,
         keep_checkpoints=config.train.keep_checkpoints or 3,
-        proof_interval=config.train.proof_interval,
-        max_reward_errors=config.env.max_reward_errors,
-    )
+        proof_interval=config.train.proof_interval)
     if start.checkpoint:
         trainer.restore(start.checkpoint)
-        start.console.info(f"resumed at iteration {start.checkpoint.step} from "
+        start.console.info(f"resumed at {unit} {start.checkpoint.step} from "
                            f"{start.checkpoint.folder}")
     return trainer

@@ -10,8 +10,9 @@ Where trainer, engines and reference have devices of their own: :func:`role_ledg
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from grpo.config.schema import Config
 from grpo.objectives.registry import get_objective
 from grpo.policies.inprocess import engine_lora_rank, kv_cache_bytes
 from grpo.policies.model_shape import LoRA, ModelShape
-from grpo.run.ledger import Ledger, Row, check_fits, human
+from grpo.run.ledger import Ledger, Row, Saving, check_fits, human
 from grpo.run.memory import Head
 from grpo.run.memory_plan import (
     MemoryPlan,
@@ -108,20 +109,25 @@ def role_ledgers(
             **ledgers}
 
 
-def check_roles_fit(ledgers: dict[str, Ledger], places: DevicePlan, capacity: int) -> None:
+def check_roles_fit(
+    ledgers: dict[str, Ledger], places: DevicePlan, capacity: int,
+    advised: Callable[[str], Sequence[Saving]] = lambda role: (),
+) -> None:
     """Refuse a run of which a role does not fit on its device, or on a CPU all do not together.
 
     Args:
         ledgers: from :func:`role_ledgers`.
         places: who computes where.
         capacity: bytes of a device.
+        advised: what could be changed for a role.
 
     Raises:
         DoesNotFitError: naming the role, its greatest rows and what would help by how much.
     """
     if places.kind == "cuda":
         for role, ledger in ledgers.items():
-            check_fits(ledger, capacity, who=f"{role}: a device of it")
+            check_fits(ledger, capacity, who=f"{role}: a device of it",
+                       advised=partial(advised, role))
         return
     counts = {"train": 1, "engine": len(places.engines), "reference": len(places.reference)}
     rows = [Row(f"{role}s" if counts[role] > 1 else role, counts[role] * ledger.total,
@@ -158,7 +164,7 @@ def _memory_plan(
         fp32_head=config.train_model.fp32_head, lora=lora,
         optimizer=config.optimizer.name,
         trained_layers=config.train_model.layer_indices and tuple(config.train_model.layer_indices),
-        **_slots(config, lora, in_engine), pieces=config.train.gradient_accumulation_steps)
+        **_slots(config, lora, in_engine))
     return _with_kv_cache(plan, config, model_path, device, tokens=generated, alone=alone)
 
 

@@ -7,6 +7,7 @@ that of the greatest phase. The rows are computed in :mod:`grpo.run.memory_plan`
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -54,7 +55,6 @@ class Ledger:
 
     Attributes:
         rows: who takes how much, when.
-        savings: what could be changed, greatest saving first.
 
     Examples:
         >>> ledger = Ledger((Row("weights", 3 * GIB, "1.5 B parameters"),
@@ -67,7 +67,6 @@ class Ledger:
     """
 
     rows: tuple[Row, ...]
-    savings: tuple[Saving, ...] = ()
 
     def at(self, phase: Phase) -> int:
         """Bytes taken in a phase."""
@@ -99,25 +98,18 @@ class Ledger:
             lines.append(line(row.name, row.bytes, row.note + when))
         return [*lines, line("total", self.total, f"at the greatest moment: {self.peak}")]
 
-    def advice(self, capacity: int | None = None) -> list[str]:
-        """What could be changed and what that saves; with ``capacity`` whether it is enough."""
-        def enough(saving: Saving) -> str:
-            return "" if capacity is None or self.total - saving.bytes > capacity else ": enough"
 
-        lines = [f"{saving.change} saves {human(saving.bytes)}{enough(saving)}"
-                 for saving in self.savings]
-        if lines and capacity is not None and not any(map(enough, self.savings)):
-            lines.append("no single one of these is enough; combine several")
-        return lines
-
-
-def check_fits(ledger: Ledger, capacity: int, *, who: str = "this run") -> None:
+def check_fits(
+    ledger: Ledger, capacity: int, *, who: str = "this run",
+    advised: Callable[[], Sequence[Saving]] = tuple,
+) -> None:
     """Refuse a run that does not fit.
 
     Args:
         ledger: of the run, or of a part of it.
         capacity: bytes of the device, or what others have left of them.
         who: needs it, for the message.
+        advised: what could be changed; asked where the run does not fit.
 
     Raises:
         DoesNotFitError: naming the greatest rows and what would help by how much.
@@ -136,7 +128,13 @@ room for 2.00 GiB; the greatest rows are weights 3.00 GiB
     greatest = ", ".join(f"{row.name} {human(row.bytes)}" for row in rows[:4])
     message = (f"{who} needs {human(ledger.total)} ({ledger.peak}) and the device has "
                f"room for {human(capacity)}; the greatest rows are {greatest}")
-    raise DoesNotFitError("\n  ".join([message, *ledger.advice(capacity)]))
+    savings = advised()
+    enough = [ledger.total - saving.bytes <= capacity for saving in savings]
+    lines = [f"{saving.change} saves {human(saving.bytes)}{': enough' * is_enough}"
+             for saving, is_enough in zip(savings, enough, strict=True)]
+    if savings and not any(enough):
+        lines.append("no single one of these is enough; combine several")
+    raise DoesNotFitError("\n  ".join([message, *lines]))
 
 
 def human(size: float) -> str:

@@ -1,99 +1,66 @@
-"""What a run on Atropos environments needs of its devices, checked before anything is started.
-
-Where it does not fit, only such changes are advised as the run's mode takes: each is made in a copy
-of the configuration, and the ledger of that says what it saves.
-"""
+"""What a run on Atropos environments needs of its devices, checked before anything is started."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 
 from grpo.config.atropos import AtroposConfig
-from grpo.policies.model_shape import LoRA, ModelShape
-from grpo.report.console import Console
-from grpo.run import fast_defaults
+from grpo.policies.model_shape import ModelShape
+from grpo.run.assemble import Start
 from grpo.run.device_memory import available, run_ledger, server_ledger
 from grpo.run.engine_attach import engine_gpu, trainer_gpu
 from grpo.run.ledger import Ledger, Saving, check_fits
-from grpo.run.start_atropos import Start
+from grpo.run.memory_advice import (
+    ADAPTERS,
+    ONE_COPY,
+    Change,
+    leaner_training,
+    less_held,
+    savings,
+    smaller_cache,
+)
 
-# What is advised in other runs, but is set by other keys and flags here.
-_SET_OTHERWISE = (
-    "train.gradient_accumulation_steps", "train_model.lora.enabled", "inference_model.weight_sync",
-    "inference_model.kv_cache_memory_bytes", "inference_model.tensor_parallel_size")
-#: What to change, in words, and the keys of each section that it changes.
-Change = tuple[str, dict[str, dict[str, Any]]]
+LedgerOf = Callable[[AtroposConfig], Ledger]
 
 
-def check_memory(start: Start, console: Console) -> None:
+def check_memory(start: Start) -> None:
     """Show the ledgers of the run's devices, and refuse a run that does not fit.
-
-    Args:
-        start: what the run starts from.
-        console: shows the tables.
 
     Raises:
         DoesNotFitError: naming the greatest rows and what would help by how much.
         ConfigError: for a GPU of the engine that cannot be used.
     """
-    found = list(_ledgers(start))
-    for who, ledger, room in found:
+    config = start.setup.config
+    found = [(who, ledger_of, ledger_of(config), available(config, device))
+             for who, device, ledger_of in devices(start)]
+    for who, _, ledger, room in found:
         title = [f"memory of {who}"] if len(found) > 1 else []
-        console.info("\n".join([*title, *ledger.table(room)]))
-    for who, ledger, room in found:
-        check_fits(ledger, room, who=who)
+        start.console.info("\n".join([*title, *ledger.table(room)]))
+    for who, ledger_of, ledger, room in found:
+        check_fits(ledger, room, who=who, advised=partial(advised, start, who, ledger_of, room))
 
 
-def with_fast_defaults(start: Start, console: Console) -> Start:
-    """The start with what :mod:`grpo.run.fast_defaults` chooses for the trainer's device."""
-    config, chosen = fast_defaults.choose(
-        start.config, ModelShape.of(start.model), _trainer_ledger(start), device=start.device,
-        dtype=start.dtype, backend=start.backend,
-        row_tokens=min(start.max_model_len, start.config.atropos.seq_len),
-        room=available(start.config, start.device))
-    for line in chosen:
-        console.info(line)
-    return replace(start, config=config)
+def devices(start: Start) -> Iterator[tuple[str, torch.device, LedgerOf]]:
+    """For each device who needs it, and how much under a configuration."""
+    setup = start.setup
+    gpu = _own_gpu(setup.config, setup.device)
+    yield "this run" if gpu is None else "the trainer", setup.device, trainer_ledger(start)
+    if gpu is not None:
+        own = torch.device("cuda", gpu)
+        yield f"the engine on GPU {gpu}", own, lambda config: server_ledger(
+            config, setup.path, own, setup.dtype, max_model_len=setup.max_model_len)
 
 
-def _trainer_ledger(start: Start) -> Callable[[AtroposConfig], Ledger]:
+def trainer_ledger(start: Start) -> LedgerOf:
     """What the trainer's device needs under a configuration."""
-    def ledger(config: AtroposConfig) -> Ledger:
-        return run_ledger(
-            config, start.model, start.device, start.dtype, start.backend,
-            max_model_len=start.max_model_len, trained_tokens=config.atropos.seq_len,
-            engine_apart=_own_gpu(config, start.device) is not None)
-    return ledger
-
-
-def _ledgers(start: Start) -> Iterator[tuple[str, Ledger, int]]:
-    """For each device who needs it, how much, and how much there is."""
-    of_trainer = _trainer_ledger(start)
-    config, gpu = start.config, _own_gpu(start.config, start.device)
-    room = available(config, start.device)
-    if gpu is None:
-        ledger = of_trainer(config)
-        changes = [*_smaller_batch(config), *_other_mode(start, apart=False),
-                   *_smaller_cache(start, ledger, room)]
-        yield "this run", _with_advice(ledger, config, changes, of_trainer), room
-        return
-    changes = [*_smaller_batch(config), *_other_mode(start, apart=True)]
-    yield "the trainer", _with_advice(of_trainer(config), config, changes, of_trainer), room
-
-    own = torch.device("cuda", gpu)
-
-    def of_engine(config: AtroposConfig) -> Ledger:
-        return server_ledger(config, start.model, own, start.dtype,
-                             max_model_len=start.max_model_len)
-
-    ledger, room = of_engine(config), available(config, own)
-    changes = list(_smaller_cache(start, ledger, room))
-    yield f"the engine on GPU {gpu}", _with_advice(ledger, config, changes, of_engine), room
+    setup = start.setup
+    return lambda config: run_ledger(
+        config, setup.path, setup.device, setup.dtype, start.backend,
+        max_model_len=setup.max_model_len, trained_tokens=config.atropos.seq_len,
+        engine_apart=_own_gpu(config, setup.device) is not None)
 
 
 def _own_gpu(config: AtroposConfig, device: torch.device) -> int | None:
@@ -104,83 +71,46 @@ def _own_gpu(config: AtroposConfig, device: torch.device) -> int | None:
     return None if gpu is None or gpu == trainer_gpu(device) else gpu
 
 
-# -- advice ----------------------------------------------------------------------------------------
-
-
-def _with_advice(
-    ledger: Ledger, config: AtroposConfig, changes: list[Change],
-    ledger_of: Callable[[AtroposConfig], Ledger],
-) -> Ledger:
-    """The ledger with those changes as savings that are allowed and help."""
-    savings = [saving for saving in ledger.savings
-               if not saving.change.startswith(_SET_OTHERWISE)]
-    for text, keys in changes:
-        try:
-            changed = ledger_of(config.changed(**keys))
-        except ValueError:  # what the rest of the configuration rules out
-            continue
-        savings.append(Saving(text, ledger.total - changed.total))
-    useful = sorted((saving for saving in savings if saving.bytes > 0),
-                    key=lambda saving: saving.bytes, reverse=True)
-    return replace(ledger, savings=tuple(useful))
-
-
-def _smaller_batch(config: AtroposConfig) -> Iterator[Change]:
-    """Smaller micro-batches, as many more of them."""
-    rows, pieces = config.atropos.batch_size, config.train.gradient_accumulation_steps
-    if rows == 1 or pieces is None:
-        return
-    fewer = max(count for count in range(1, rows // 2 + 1) if rows % count == 0)
-    more = pieces * rows // fewer
-    yield (f"atropos.batch_size={fewer} train.gradient_accumulation_steps={more}",
-           {"atropos": {"batch_size": fewer}, "train": {"gradient_accumulation_steps": more}})
+def advised(start: Start, who: str, ledger_of: LedgerOf, room: int) -> list[Saving]:
+    """What would make a device of :func:`devices` fit."""
+    setup, config = start.setup, start.setup.config
+    changes: list[Change] = []
+    if not who.startswith("the engine"):
+        changes += leaner_training(config, ledger_of, setup.device, start.backend)
+        changes += _other_mode(start, apart=who == "the trainer")
+    if who != "the trainer":
+        changes += smaller_cache(
+            config, ledger_of(config), room=room, backend=start.backend, row_bytes=(
+                setup.max_model_len * ModelShape.of(setup.path).kv_bytes_per_token(setup.dtype)))
+    return savings(config, ledger_of, changes)
 
 
 def _other_mode(start: Start, *, apart: bool) -> Iterator[Change]:
     """Other ways of the weights; an engine ``apart`` can only be one that is restarted."""
-    config = start.config
+    config = start.setup.config
     lora, sync = config.train_model.lora.enabled, config.weight_sync
-    adapters = f"(adapters of rank {LoRA().rank} instead of all weights)"
     # A run that is resumed trains what it has trained before.
     to_lora = {} if lora or start.checkpoint else {"train_model": {"lora": {"enabled": True}}}
     if config.atropos.bridge:
-        yield f"train_model.lora.enabled=true {adapters}", to_lora
-        yield ("inference_model.weight_sync=auto (one copy of the weights for trainer and engine)",
-               {"inference_model": {"weight_sync": "auto"}})
+        yield from (change for change in less_held(config)
+                    if to_lora or "train_model" not in change[1])
         return
     if config.inference_model.url is not None:
         return  # which was started for the mode that it is in
     if apart:
         steps = config.atropos.restart_interval or 1
         if to_lora:
-            yield (f"--weight-bridge-mode lora_restart --vllm-restart-interval {steps} {adapters}",
-                   {**to_lora, "inference_model": {"weight_sync": "restart"}})
+            yield (f"--weight-bridge-mode lora_restart --vllm-restart-interval {steps} "
+                   f"({ADAPTERS})", {**to_lora, "inference_model": {"weight_sync": "restart"}})
         return
-    shared = "one copy of the weights for trainer and engine"
+    shared = ONE_COPY
     if sync in ("restart", "reload"):
         shared += ", no --vllm-restart-interval"
     own = {"atropos": {"restart_interval": None}}
     if lora or to_lora:
-        words = f"({shared})" if lora else f"({adapters[1:-1]}; {shared})"
+        words = f"({shared})" if lora else f"({ADAPTERS}; {shared})"
         yield (f"--weight-bridge-mode lora_only {words}",
                {**own, **to_lora, "inference_model": {"weight_sync": "lora"}})
     if not lora:
         yield (f"--weight-bridge-mode shared_vllm ({shared})",
                {**own, "inference_model": {"weight_sync": "single_copy"}})
-
-
-def _smaller_cache(start: Start, ledger: Ledger, room: int) -> Iterator[Change]:
-    """Half the KV cache, by the key that sizes it."""
-    inference = start.config.inference_model
-    half = sum(row.bytes for row in ledger.rows if row.name == "KV cache") // 2
-    longest = start.max_model_len * ModelShape.of(start.model).kv_bytes_per_token(start.dtype)
-    if start.backend != "vllm" or half < longest:
-        return  # the engine must be able to hold one row
-    if inference.gpu_memory_utilization is None:
-        changed: dict[str, Any] = {"kv_cache_memory_bytes": half}
-    else:
-        share = inference.gpu_memory_utilization - half / room
-        changed = {"gpu_memory_utilization": math.ceil(100 * share) / 100}
-    (key, value), = changed.items()
-    yield f"inference_model.{key}={value} (rows then wait for each other)", {
-        "inference_model": changed}

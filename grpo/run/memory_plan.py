@@ -15,7 +15,7 @@ import torch
 
 from grpo.config.keys import OptimizerName
 from grpo.policies.model_shape import LoRA, ModelShape
-from grpo.run.ledger import GIB, PHASES, Ledger, Row, Saving, human
+from grpo.run.ledger import GIB, PHASES, Ledger, Row, human
 from grpo.run.memory import DeviceType, Head, head_bytes, layer_bytes, outer_bytes, transient_bytes
 
 Sharing = Literal["one_copy", "two_copies", "apart", "lent"]
@@ -61,7 +61,6 @@ class MemoryPlan:
         lora_slot_rank: see there.
         optimizer: see :mod:`grpo.training.optimizers`.
         trained_layers: decoder layers that are trained, all else being frozen; None: everything.
-        pieces: number of micro-batches, where that is what the configuration sets.
     """
 
     shape: ModelShape
@@ -88,7 +87,6 @@ class MemoryPlan:
     lora_slot_rank: int = 16
     optimizer: OptimizerName = "adamw"
     trained_layers: tuple[int, ...] | None = None
-    pieces: int | None = None
 
     @property
     def engine_counts(self) -> bool:
@@ -97,22 +95,17 @@ class MemoryPlan:
 
 
 def memory_ledger(plan: MemoryPlan) -> Ledger:
-    """The ledger of a plan, with what other settings would save.
+    """The ledger of a plan.
 
     Examples:
         >>> from transformers import Qwen2Config
         >>> ledger = memory_ledger(MemoryPlan(
         ...     shape=ModelShape.of(Qwen2Config(num_hidden_layers=2)), dtype=torch.bfloat16,
         ...     device="cuda", tokens=8192, row_tokens=1024))
-        >>> ledger.savings[0].change
-        'train_model.lora.enabled=true (adapters of rank 16 instead of all weights)'
+        >>> ledger.peak
+        'backward'
     """
-    total = Ledger(tuple(_rows(plan))).total
-    savings = [Saving(text, total - Ledger(tuple(_rows(changed))).total)
-               for text, changed in _alternatives(plan)]
-    useful = sorted((saving for saving in savings if saving.bytes > 0),
-                    key=lambda saving: saving.bytes, reverse=True)
-    return Ledger(tuple(_rows(plan)), tuple(useful))
+    return Ledger(tuple(_rows(plan)))
 
 
 def engine_ledger(plan: MemoryPlan, *, devices: int = 1) -> Ledger:
@@ -130,30 +123,19 @@ def engine_ledger(plan: MemoryPlan, *, devices: int = 1) -> Ledger:
         >>> [row.name for row in ledger.rows]
         ['weights', 'KV cache', 'generation', 'reserve']
     """
-    def ledger(plan: MemoryPlan, devices: int) -> Ledger:
-        b, share = plan.dtype.itemsize, "" if devices == 1 else f"1/{devices} of "
-        weights = Row("weights", plan.shape.parameters * b // devices,
-                      f"{share}{plan.shape.parameters / 1e6:,.1f} M x {b} bytes")
-        slots = [_adapter_slots(plan)] if plan.lora is not None and plan.lora_slots else []
-        return Ledger((weights, *slots, *_generation_rows(plan),
-                       _reserve(plan, working=0, graphs=True)))
-
-    found, savings = ledger(plan, devices), []
-    key, halved = _half_the_cache(plan)
-    if plan.in_engine:
-        savings.append(Saving(key, found.total - ledger(halved, devices).total))
-    if plan.in_engine and plan.device == "cuda":
-        savings.append(Saving(
-            f"inference_model.tensor_parallel_size={2 * devices} (of as many more devices)",
-            found.total - ledger(halved, 2 * devices).total))
-    return replace(found, savings=tuple(savings))
+    b, share = plan.dtype.itemsize, "" if devices == 1 else f"1/{devices} of "
+    weights = Row("weights", plan.shape.parameters * b // devices,
+                  f"{share}{_millions(plan.shape.parameters)} x {b} bytes")
+    slots = [_adapter_slots(plan)] if plan.lora is not None and plan.lora_slots else []
+    return Ledger((weights, *slots, *_generation_rows(plan),
+                   _reserve(plan, working=0, graphs=True)))
 
 
 def reference_ledger(plan: MemoryPlan, parameters: int) -> Ledger:
     """Of a device on which a model of so many ``parameters`` scores and nothing else runs."""
     size = parameters * plan.dtype.itemsize
     work = [row for row in _training_rows(plan) if row.name == "head"]
-    return Ledger((Row("reference", size, f"{parameters / 1e6:,.1f} M x {plan.dtype.itemsize} "
+    return Ledger((Row("reference", size, f"{_millions(parameters)} x {plan.dtype.itemsize} "
                        "bytes"), *work,
                    _reserve(plan, working=sum(row.bytes for row in work), graphs=False)))
 
@@ -169,13 +151,14 @@ def _rows(plan: MemoryPlan) -> Iterator[Row]:
     name = str(dtype).removeprefix("torch.")
     copies = {"one_copy": "one copy", "two_copies": "the trainer's", "apart": "the trainer's",
               "lent": "in the engine's memory already"}
-    note = f"{shape.parameters / 1e6:,.1f} M x {b} bytes ({name}), {copies[plan.sharing]}"
+    note = f"{_millions(shape.parameters)} x {b} bytes ({name}), {copies[plan.sharing]}"
     weights = 0 if plan.sharing == "lent" else shape.parameters * b
     yield from _shards(plan) if plan.ranks > 1 else [Row("weights", weights, note)]
     if plan.sharing == "two_copies":
-        yield Row("engine", shape.parameters * b, "the engine's own copy of the weights")
+        yield Row("engine", shape.parameters * b,
+                  f"{_millions(shape.parameters)} x {b} bytes, the engine's own copy")
     for role, parameters in plan.frozen:
-        yield Row(role, parameters * b, f"{parameters / 1e6:,.1f} M x {b} bytes ({name})")
+        yield Row(role, parameters * b, f"{_millions(parameters)} x {b} bytes ({name})")
     yield from _optimizer_rows(plan)
     yield from _training_rows(plan)
     if plan.engine_counts:
@@ -184,17 +167,21 @@ def _rows(plan: MemoryPlan) -> Iterator[Row]:
                    graphs=plan.engine_counts)
 
 
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.1f} M"
+
+
 def _shards(plan: MemoryPlan) -> Iterator[Row]:
     """Of a model that :func:`grpo.training.parallel.shard_model` has sharded."""
     shape, b = plan.shape, plan.dtype.itemsize
     size = b if plan.lora else max(4, b)  # what is frozen keeps its dtype
     yield Row("weights", shape.parameters * size // plan.ranks, f"1/{plan.ranks} of "
-              f"{shape.parameters / 1e6:,.1f} M x {size} bytes: slices"
+              f"{_millions(shape.parameters)} x {size} bytes: slices"
               + ("" if plan.lora else ", which are the masters"))
     layers = sum(ins * outs for *_, ins, outs in shape.linears)
     whole = shape.parameters - layers + 2 * layers // shape.layers
-    yield Row("gathered", whole * b, "embeddings, a layer and the next",
-              ("head", "backward"))
+    yield Row("gathered", whole * b, f"{_millions(whole)} x {b} bytes: embeddings, a layer and the "
+              "next", ("head", "backward"))
 
 
 def _optimizer_rows(plan: MemoryPlan) -> Iterator[Row]:
@@ -214,30 +201,30 @@ def _optimizer_rows(plan: MemoryPlan) -> Iterator[Row]:
         count, tensors = sum(sizes), len(sizes)
     exact = max(4, b)
     if plan.optimizer == "adamw_cpu" and plan.device != "cpu":
-        yield Row("gradients", count * b, "until each has been sent to the host, where masters and "
-                  f"moments take {3 * exact * count / GIB:.2f} GiB", ("backward",))
+        yield Row("gradients", count * b, f"{_millions(count)} x {b} bytes, until each has been "
+                  "sent to the host, where masters and moments take "
+                  f"{3 * exact * count / GIB:.2f} GiB", ("backward",))
         return
     if b < exact and plan.ranks == 1:
-        yield Row("masters", exact * count, f"{count / 1e6:,.1f} M x {exact} bytes")
-    moments = _moments(plan, count, tensors, exact)
-    yield replace(moments, bytes=moments.bytes // plan.ranks)
-    yield Row("gradients", exact * count, "added up in the masters' dtype", ("head", "backward"))
+        yield Row("masters", exact * count, f"{_millions(count)} x {exact} bytes")
+    share = f"1/{plan.ranks} of " if plan.ranks > 1 else ""
+    if plan.optimizer == "adamw_8bit":
+        moments, formula = 2 * count + 8 * count // 256, "2 bytes, and scales for 256 values each"
+    elif plan.optimizer == "adafactor":
+        moments = 2 * exact * count // plan.shape.hidden
+        formula = f"{2 * exact} / {plan.shape.hidden} bytes, about: of rows and columns"
+    else:  # AdamW counts the steps of each tensor in a float32 of its own
+        moments, formula = 2 * exact * count + 4 * tensors, f"{2 * exact} bytes"
+    yield Row("moments", moments // plan.ranks, f"{share}{_millions(count)} x {formula}")
+    yield Row("gradients", exact * count, f"{_millions(count)} x {exact} bytes, added up in the "
+              "masters' dtype", ("head", "backward"))
 
 
 def _adapter_slots(plan: MemoryPlan) -> Row:
-    slot = sum(plan.shape.adapter_sizes(LoRA(rank=plan.lora_slot_rank)))
-    return Row("adapter slots", plan.lora_slots * slot * plan.dtype.itemsize,
-               f"{plan.lora_slots} of the engine, rank {plan.lora_slot_rank}, all linear layers")
-
-
-def _moments(plan: MemoryPlan, count: int, tensors: int, exact: int) -> Row:
-    if plan.optimizer == "adamw_8bit":
-        return Row("moments", 2 * count + 8 * count // 256, "two of 8 bit, a scale for 256 values")
-    if plan.optimizer == "adafactor":
-        return Row("moments", 2 * exact * count // plan.shape.hidden,
-                   "of Adafactor: rows and columns of each matrix, about")
-    # AdamW counts the steps of each tensor in a float32 of its own.
-    return Row("moments", 2 * exact * count + 4 * tensors, "two of AdamW, as exact as the masters")
+    slot = sum(plan.shape.adapter_sizes(LoRA(rank=plan.lora_slot_rank))) * plan.dtype.itemsize
+    return Row("adapter slots", plan.lora_slots * slot,
+               f"{plan.lora_slots} of the engine x {human(slot)}: rank {plan.lora_slot_rank}, "
+               "all linear layers")
 
 
 def _training_rows(plan: MemoryPlan) -> Iterator[Row]:
@@ -250,68 +237,46 @@ def _training_rows(plan: MemoryPlan) -> Iterator[Row]:
               f"{plan.tokens:,} tokens x {human(kept)} in {shape.layers} layers",
               ("head", "backward"))
     in_work = transient_bytes(shape, dtype) + (layer if plan.gradient_checkpointing else 0)
-    yield Row("layer at work", plan.tokens * in_work, "the layer whose backward pass runs",
-              ("backward",))
+    yield Row("layer at work", plan.tokens * in_work, f"{plan.tokens:,} tokens x {human(in_work)}: "
+              "the layer whose backward pass runs", ("backward",))
     head = head_bytes(shape, dtype, head=plan.head, tokens=plan.tokens, device=plan.device,
                       chunk_size=plan.head_chunk_size, weight_gradient=plan.lora is None,
                       fp32_head=plan.fp32_head)
     yield Row("head", head.work, f"logits, {plan.head}, vocabulary {shape.vocabulary:,}", ("head",))
-    yield Row("head gradients", head.gradients, "of output matrix and hidden states",
-              ("head", "backward"))
+    matrix = "" if plan.lora else f" and {shape.vocabulary:,} entries of the output matrix"
+    yield Row("head gradients", head.gradients, f"{plan.tokens:,} hidden states{matrix} x "
+              f"{shape.hidden * dtype.itemsize} bytes", ("head", "backward"))
 
 
 def _generation_rows(plan: MemoryPlan) -> Iterator[Row]:
     shape, b = plan.shape, plan.dtype.itemsize
-    per_token = human(shape.kv_bytes_per_token(plan.dtype))
-    yield Row("KV cache", plan.kv_cache_bytes, f"{per_token} a token",
+    per_token = shape.kv_bytes_per_token(plan.dtype)
+    yield Row("KV cache", plan.kv_cache_bytes,
+              f"{plan.kv_cache_bytes // per_token:,} tokens x {human(per_token)}",
               PHASES if plan.in_engine else ("generate",))
     prompts = plan.generated_rows * plan.prompt_tokens
     if plan.in_engine:
         prompts = min(prompts, ENGINE_TOKENS)
-    reading = prompts * b * (4 * max(1, shape.experts) * shape.intermediate + 4 * shape.hidden)
-    drawing = plan.generated_rows * shape.vocabulary * (b + 16)  # float32 logits, noise, softmax
-    yield Row("generation", max(reading, drawing), "reading prompts, drawing tokens",
-              ("generate",))
+    widths = b * (4 * max(1, shape.experts) * shape.intermediate + 4 * shape.hidden)
+    logits = shape.vocabulary * (b + 16)  # float32 logits, noise, softmax
+    yield max(
+        Row("generation", prompts * widths,
+            f"{prompts:,} prompt tokens x {human(widths)} to read them", ("generate",)),
+        Row("generation", plan.generated_rows * logits,
+            f"{plan.generated_rows:,} rows x {human(logits)} to draw tokens", ("generate",)),
+        key=lambda row: row.bytes)
 
 
 def _reserve(plan: MemoryPlan, *, working: int, graphs: bool) -> Row:
-    """Args: bytes that an allocator hands out and takes back; whether an engine is here."""
+    """What CUDA and Python take for themselves: an allowance.
+
+    Args:
+        plan: of the device.
+        working: bytes that an allocator hands out and takes back, of which it loses some in gaps.
+        graphs: an engine is on the device, which may capture CUDA graphs.
+    """
     if plan.device == "cpu":
         return Row("reserve", PROCESS_BYTES, "allowance: Python and its libraries")
     captured = GRAPH_BYTES * (graphs and plan.in_engine and plan.cuda_graphs)
     return Row("reserve", int(CONTEXT_BYTES + captured + FRAGMENTATION * working),
                "allowance: CUDA context, graphs, gaps between allocations")
-
-
-def _half_the_cache(plan: MemoryPlan) -> tuple[str, MemoryPlan]:
-    """Half the KV cache in whole MiB: what to set, and the plan that gives."""
-    half = plan.kv_cache_bytes // 2**21 * 2**20
-    return (f"inference_model.kv_cache_memory_bytes={half} (rows then wait for each other)",
-            replace(plan, kv_cache_bytes=half))
-
-
-def _alternatives(plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
-    """What could be set differently, each with the plan it gives."""
-    if not plan.gradient_checkpointing:
-        yield ("train_model.gradient_checkpointing=true",
-               replace(plan, gradient_checkpointing=True))
-    fewer = max(plan.row_tokens, plan.tokens // 2)
-    if fewer < plan.tokens:
-        key = (f"train.max_tokens_per_micro_batch={fewer}" if plan.pieces is None else
-               f"train.gradient_accumulation_steps={2 * plan.pieces}")
-        yield key, replace(plan, tokens=fewer)
-    if plan.device == "cuda" and plan.in_engine and not plan.compiled:
-        yield "train_model.compile=true", replace(plan, compiled=True)
-    if plan.head == "logits" and plan.shape.tiled:
-        yield "train_model.head=auto", replace(plan, head="fused")
-    if plan.head == "fused" and (plan.head_chunk_size or plan.tokens) > 1024:
-        yield "train_model.head_chunk_size=1024", replace(plan, head_chunk_size=1024)
-    if plan.in_engine and plan.kv_cache_bytes > 128 * 2**20:
-        yield _half_the_cache(plan)
-    if plan.sharing == "two_copies" and plan.ranks == 1:
-        yield ("inference_model.weight_sync=auto (one copy of the weights for trainer and engine)",
-               replace(plan, sharing="one_copy"))
-    if plan.lora is None:
-        lora = LoRA()
-        yield (f"train_model.lora.enabled=true (adapters of rank {lora.rank} instead of all "
-               "weights)", replace(plan, lora=lora))

@@ -30,8 +30,12 @@ OmegaConf.register_new_resolver("unique", lambda: secrets.token_hex(4), use_cach
 PARENT_FILE = "parent.json"
 
 
+#: Says where the folder of a script's run is, which Hydra makes anew for each.
+_HYDRA = "hydra.run.dir"
+
+
 def open_run(
-    config: Config, run_dir: Path, at_end: ExitStack
+    config: Config, run_dir: Path, at_end: ExitStack, *, key: str = _HYDRA
 ) -> tuple[Path, Checkpoint | None]:
     """Folder of the run, which is this process's own from now on, and the checkpoint to go on from.
 
@@ -39,31 +43,26 @@ def open_run(
         config: whose ``resume`` says what to go on from.
         run_dir: of a new run, and of a branch.
         at_end: gets what lets others have the folder.
+        key: that says where ``run_dir`` is. A folder that a user has named by another key than
+            Hydra's is the only one in which ``auto`` looks, and the run goes on there, if its
+            checkpoint lies elsewhere as a branch.
 
     Raises:
         ConfigError: if the checkpoint belongs to a run with another model, task or seed, if the
             folder of a branch holds a run already, or if another process uses the folder.
         FileNotFoundError: if ``resume`` names a path without a checkpoint.
     """
-    checkpoint = checkpoint_of(config, [Path("outputs"), Path("multirun"), run_dir])
+    roots = [Path("outputs"), Path("multirun")] if key == _HYDRA else []
+    checkpoint = _checkpoint_of(config, [*roots, run_dir])
     if checkpoint is not None:
-        run_dir = join(checkpoint, config, run_dir, key="hydra.run.dir", at_end=at_end)
+        run_dir = _join(checkpoint, config, run_dir, key, at_end)
     else:
         at_end.enter_context(locked(run_dir))
     return run_dir, checkpoint
 
 
-def checkpoint_of(config: Config, roots: list[Path]) -> Checkpoint | None:
-    """What ``config.resume`` means; None for a new run, which is said where ``auto`` was asked.
-
-    Args:
-        config: of the run.
-        roots: where ``auto`` looks.
-
-    Raises:
-        ConfigError: if the checkpoint belongs to a run with another model, task or seed.
-        FileNotFoundError: if a path holds no checkpoint.
-    """
+def _checkpoint_of(config: Config, roots: list[Path]) -> Checkpoint | None:
+    """What ``config.resume`` means, where ``auto`` looks in the ``roots``; None for a new run."""
     if config.resume is None:
         return None
     passed_over: dict[str, list[str]] = {}
@@ -90,23 +89,10 @@ def checkpoint_of(config: Config, roots: list[Path]) -> Checkpoint | None:
     return checkpoint
 
 
-def join(
-    checkpoint: Checkpoint, config: Config, run_dir: Path, *, key: str, at_end: ExitStack,
-    fixed: bool = False,
+def _join(
+    checkpoint: Checkpoint, config: Config, run_dir: Path, key: str, at_end: ExitStack
 ) -> Path:
     """The locked folder in which a run goes on from a checkpoint: the old one, or that of a branch.
-
-    Args:
-        checkpoint: to go on from.
-        config: of the run that goes on.
-        run_dir: of a branch.
-        key: that says where ``run_dir`` is.
-        at_end: gets what unlocks the folder.
-        fixed: the run goes on in ``run_dir`` in any case, as a branch if it is another folder.
-
-    Raises:
-        ConfigError: if a branch would be written over another run, or another process uses the
-            folder.
     """
     info, settings = checkpoint.info(), config.model_dump(mode="json")
     old = _earlier(info["config"], config)
@@ -120,7 +106,7 @@ def join(
              if found.step > checkpoint.step and found.damage() is None]
     if later:
         reasons.append(f"from step {checkpoint.step}, while the run has got to step {later[-1]}")
-    if fixed and run_dir.resolve() != checkpoint.run_dir.resolve():
+    if key != _HYDRA and run_dir.resolve() != checkpoint.run_dir.resolve():
         reasons.append(f"{key}: {checkpoint.run_dir} -> {run_dir}")
     if not reasons:
         at_end.enter_context(locked(checkpoint.run_dir))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,13 @@ import torch
 from grpo.config.atropos import AtroposConfig
 from grpo.config.schema import ConfigError
 from grpo.config.unread import ENGINE_AT_URL, WHOLE_PROOF, refuse_unread
-from grpo.envs.tasks import Task, make_task
+from grpo.envs.tasks import make_task
 from grpo.report.console import Console
 from grpo.run import build
+from grpo.run.assemble import Start
+from grpo.run.build_engine import Setup
 from grpo.run.engine_attach import check_port, find_engine
-from grpo.run.resume import checkpoint_of, join
-from grpo.system.folders import why_not_writable
 from grpo.training.checkpoint import Checkpoint
-from grpo.training.run_lock import locked
 
 #: Rows that an engine answers at a time.
 ENGINE_ROWS = 256
@@ -29,53 +26,21 @@ _GPU_SHARE = 0.45
 _OWN = "use another atropos.vllm_port, where the run starts its own"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """What a run starts from.
-
-    Attributes:
-        config: with the defaults of the engine filled in.
-        asked: the configuration without them, by which a later run recognises its own.
-        model: folder or hub id.
-        tokenizer: of the model.
-        adapter: folder of the adapter that a resumed run goes on with.
-        checkpoint: that it goes on from.
-        task: of the evaluation.
-    """
-
-    config: AtroposConfig
-    asked: dict[str, Any]
-    model: str
-    tokenizer: Any
-    adapter: Path | None
-    checkpoint: Checkpoint | None
-    task: Task
-    device: torch.device
-    dtype: torch.dtype
-    backend: str
-    max_model_len: int
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.config.atropos.save_path)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The configuration as it is shown to loggers."""
-        return self.config.model_dump(mode="json")
-
-
-def resolve(config: AtroposConfig, console: Console, at_end: ExitStack) -> Start:
+def set_up(config: AtroposConfig, run_dir: Path, checkpoint: Checkpoint | None) -> Start:
     """Check what can be checked before anything is started, and find model and engine.
 
     Args:
         config: the run's.
-        console: says what was found.
-        at_end: gets what lets other processes have the run's folder.
+        run_dir: its folder.
+        checkpoint: that it goes on from.
+
+    Returns:
+        What the run begins with; its configuration has the defaults of the engine.
 
     Raises:
         ValueError: naming key and fix.
     """
+    asked, console = config.model_dump(mode="json"), Console(config.iterations)
     device = build.resolve_device(config)
     dtype = build.resolve_dtype(config, device)
     backend = build.resolve_backend(config)
@@ -88,7 +53,6 @@ def resolve(config: AtroposConfig, console: Console, at_end: ExitStack) -> Start
     if config.optimizer.name == "adamw_cpu" and device.type == "cpu":
         raise ConfigError("optimizer.name=adamw_cpu keeps the optimizer's state off the GPU, but "
                           "the run is on the CPU already; use adamw")
-    asked, checkpoint = config.model_dump(mode="json"), _checkpoint(config, at_end)
     model, adapter = build.start_of(config, task, checkpoint)
     if not config.atropos.bridge:
         config = _attached(config, console)
@@ -96,23 +60,9 @@ def resolve(config: AtroposConfig, console: Console, at_end: ExitStack) -> Start
         check_port(config)
     refuse_unread(config, (WHOLE_PROOF,))  # an engine that runs already is not started anew
     config, length = _with_engine_defaults(config, model, device, backend)
-    return Start(config=config, asked=asked, model=model,
-                 tokenizer=build.load_tokenizer(model), adapter=adapter, checkpoint=checkpoint,
-                 task=task, device=device, dtype=dtype, backend=backend, max_model_len=length)
-
-
-def _checkpoint(config: AtroposConfig, at_end: ExitStack) -> Checkpoint | None:
-    folder = Path(config.atropos.save_path)
-    for key, path in (("save_path", folder), ("log_dir", Path(config.atropos.log_dir))):
-        if problem := why_not_writable(path):
-            raise ConfigError(f"atropos.{key}={path} cannot be written to ({problem}); give "
-                              "another folder")
-    checkpoint = checkpoint_of(config, [folder])
-    if checkpoint is None:
-        at_end.enter_context(locked(folder))
-    else:
-        join(checkpoint, config, folder, key="atropos.save_path", at_end=at_end, fixed=True)
-    return checkpoint
+    setup = Setup(config=config, path=model, tokenizer=build.load_tokenizer(model), device=device,
+                  dtype=dtype, max_model_len=length, folder=run_dir / "engine", adapter=adapter)
+    return Start(setup, backend, task, None, checkpoint, asked, console)
 
 
 def _attached(config: AtroposConfig, console: Console) -> AtroposConfig:

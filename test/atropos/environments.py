@@ -11,6 +11,8 @@ import random
 import threading
 from contextlib import contextmanager
 
+import torch
+
 from grpo.atropos.bridge import Bridge
 from grpo.atropos.bridge_server import BridgeServer
 from grpo.atropos.schemas import IGNORED, parse_group
@@ -34,7 +36,7 @@ class DicePolicy(Policy):
     def _generate(self, prompts, on_row=None):
         out = Completions([], [], [])
         self.asked.append((self.sampling.temperature, self.sampling.max_tokens))
-        self.numbers.append(self.calls)
+        self.numbers.append(torch.initial_seed())
         for prompt in prompts:
             size = self.random.randint(1, self.sampling.max_tokens)
             tokens = [self.random.randint(*self.vocab) for _ in range(size)]
@@ -150,7 +152,7 @@ class Environment(threading.Thread):
 @contextmanager
 def serving(tokenizer, **options):
     """A bridge behind HTTP; yields it and the URL of its server."""
-    server = {name: options.pop(name) for name in ("token", "hub_app", "host") if name in options}
+    server = {name: options.pop(name) for name in ("token", "host") if name in options}
     bridge = Bridge(**{"tokenizer": tokenizer, "eos_token_ids": (EOS,), "max_model_len": 512,
                        "vocab_size": len(tokenizer), "model_names": ("policy",),
                        "request_timeout": 60.0, **options})

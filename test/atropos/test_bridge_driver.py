@@ -1,4 +1,4 @@
-"""``EngineDriver`` around a stand-in for vLLM's engine: who runs, who waits, who is let go."""
+"""``BridgeDriver`` around a stand-in for vLLM's engine: who runs, who waits, who is let go."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 
 from grpo.atropos.bridge import Bridge
-from grpo.atropos.bridge_engine import EngineDriver
+from grpo.atropos.bridge_driver import BridgeDriver
 from grpo.atropos.calls import Ask, Call
+from grpo.policies.base import Sampling
+from grpo.policies.driver import VLLMSampler
 from grpo.server.api import SamplingFields
 from grpo.server.versioned import Constructors
 from grpo.system.json_api import ApiError
@@ -24,11 +26,15 @@ class StepEngine:
 
     def __init__(self):
         self.requests, self.steps, self.aborted = {}, 0, []
+        self.output_processor = SimpleNamespace(request_states={})
 
     def add_request(self, id, prompt, params, *, lora_request):
         if params.max_tokens == 13:
             raise ValueError("an unlucky number")
-        self.requests[id] = [params, []]
+        tokens = []
+        self.requests[id] = [params, tokens]
+        self.output_processor.request_states[id] = SimpleNamespace(
+            request_id=id, detokenizer=SimpleNamespace(num_output_tokens=lambda: len(tokens)))
 
     def abort_request(self, ids):
         self.aborted += ids
@@ -54,20 +60,20 @@ def sampling_params(*, streamed, **fields):
 
 
 
-
 class Side:
     """Both sides of a bridge in one thread."""
 
     def __init__(self, **options):
         self.loop = asyncio.new_event_loop()
         self.bridge = Bridge(tokenizer=None, eos_token_ids=(1,), max_model_len=64, vocab_size=99,
-                             model_names=("policy",))
+                             model_names=("policy",), temperature_only=False)
         self.engine, self.version = StepEngine(), 0
         policy = SimpleNamespace(
-            engine=SimpleNamespace(llm_engine=self.engine), eos_token_ids=(1,),
-            lora_request=None, version=lambda: self.version)
-        self.driver = EngineDriver(self.bridge, policy, make=Constructors(
-            sampling_params, lora_request=None, no_outputs=None), **options)
+            engine=SimpleNamespace(llm_engine=self.engine), eos_token_ids=(1,), calls=0,
+            sampling=Sampling(max_tokens=8), lora_request=None, version=lambda: self.version)
+        self.driver = BridgeDriver(
+            self.bridge, VLLMSampler(policy, seeded=False), make=Constructors(
+                sampling_params, lora_request=None, no_outputs=None), **options)
 
     def ask(self, max_tokens, **fields):
         call = Call([5, 6], Ask(SamplingFields(**fields)), 0, max_tokens,
@@ -95,7 +101,7 @@ def test_calls_join_while_others_run():
     assert side.result(short).versions == [(3, 2)]
     side.driver.advance()
     assert side.result(long).token_ids == [1, 2, 3, 4]
-    assert side.result(long).versions == [(0, 4)]  # as old as its first token
+    assert side.result(long).versions == [(0, 1), (3, 3)]
     assert side.bridge.records.counts["recorded"] == 2 and side.driver.running == 0
 
 
@@ -144,17 +150,19 @@ def test_cancelled_calls_leave_the_engine_and_no_record():
     side.bridge.cancel([waiting])
     side.driver.advance()
     side.driver.advance()
-    assert side.engine.aborted == ["call-0"]
+    assert side.engine.aborted == ["row-0"]
     assert len(side.result(stays).token_ids) == 3
     assert side.bridge.records.counts["recorded"] == 1 and side.bridge.waiting == 0
 
 
 def test_what_the_engine_refuses_is_an_error_of_that_request_alone():
     side = Side()
-    bad, good = side.ask(13), side.ask(1)
+    bad, biased, good = side.ask(13), side.ask(1, logit_bias={"no id": 1.0}), side.ask(1)
     side.driver.advance()
     with pytest.raises(ApiError, match="an unlucky number"):
         side.result(bad)
+    with pytest.raises(ApiError, match="they must be token ids"):
+        side.result(biased)
     assert side.result(good).token_ids == [1]
 
 

@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from grpo.atropos.bridge_engine import EngineDriver
+from grpo.atropos.bridge_driver import BridgeDriver
 from grpo.atropos.schemas import IGNORED, ScoredGroup
 from grpo.policies.base import Sampling
 from grpo.policies.client import EngineCallError, EngineClient
+from grpo.policies.driver import VLLMSampler
 from grpo.policies.vllm import VLLMPolicy
 
 from .environments import EOS, serving
@@ -26,7 +27,7 @@ def driven(engine, tokenizer):
     policy = VLLMPolicy(engine, Sampling(max_tokens=8), pad_token_id=0, eos_token_ids=(EOS,),
                         version=lambda: 4)
     with serving(tokenizer, temperature_only=False, max_model_len=256) as (bridge, url):
-        driver = EngineDriver(bridge, policy)
+        driver = BridgeDriver(bridge, VLLMSampler(policy, seeded=False))
         yield driver, EngineClient(url, timeout=60)
         driver.drain()
 
@@ -151,4 +152,4 @@ def test_no_more_than_so_many_calls_are_in_the_engine(driven):
         drive(driver, lambda: seen.append(driver.running) or future.done())
     assert max(seen) == 2
     with pytest.raises(ValueError, match="max_running=0"):
-        EngineDriver(driver.bridge, driver.policy, max_running=0)
+        BridgeDriver(driver.bridge, driver.sampler, max_running=0)

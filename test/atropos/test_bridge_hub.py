@@ -1,4 +1,4 @@
-"""Bridge and hub on one port: environments ask, score and send to a single address."""
+"""Bridge and hub: environments ask the one, score, and send to the other."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 
 from grpo import data
 from grpo.atropos.assemble import GroupAssembler, StreamSource
-from grpo.atropos.bridge_env import AtroposBridgeEnv, RequestedSampling, StepDriver
+from grpo.atropos.bridge_driver import BridgeDriver
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.collector import AtroposCollector
 from grpo.atropos.convert import GroupConverter
-from grpo.atropos.hub import Hub
-from grpo.atropos.hub_app import create_app
+from grpo.atropos.hub_server import HubServer
 from grpo.atropos.schemas import Registration
 from grpo.atropos.stream import BatchStream
+from grpo.policies.driver import TransformersSampler
 
 from .environments import DicePolicy, Environment, playing, serving
 
@@ -36,17 +36,15 @@ def registration(rows):
 
 @pytest.mark.parametrize("group_size", [2, 3])
 def test_groups_go_through_the_hub_and_come_back_with_what_was_sampled(tokenizer, group_size):
-    with serving(tokenizer, hub_app=create_app(Hub())) as (bridge, url):
-        policy, client = DicePolicy(), AtroposClient(url)
-        env = AtroposBridgeEnv(bridge, rows=8, max_prompt_tokens=64, max_response_tokens=6,
-                               pad_token_id=0)
+    with serving(tokenizer) as (bridge, url), HubServer() as hub:
+        policy, client = DicePolicy(), AtroposClient(hub.url)
         with BatchStream(client, registration(6), poll_seconds=0.01) as stream:
             assembler = GroupAssembler(
                 StreamSource(stream), GroupConverter(pad_token_id=0, temperature=1.0), rows=6,
                 records=bridge.records)
             collector = AtroposCollector(
-                assembler, driver=StepDriver(env, RequestedSampling(policy)), timeout=30.0)
-            environments = [Environment(url, ToHub(url), seed=seed, group_size=group_size)
+                assembler, driver=BridgeDriver(bridge, TransformersSampler(policy)), timeout=30.0)
+            environments = [Environment(url, ToHub(hub.url), seed=seed, group_size=group_size)
                             for seed in range(3)]
             with playing(environments):
                 batches = [collector.collect() for _ in range(4)]

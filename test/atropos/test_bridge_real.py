@@ -11,17 +11,17 @@ import pytest
 
 from grpo import data
 from grpo.atropos.assemble import GroupAssembler, StreamSource
-from grpo.atropos.bridge_env import AtroposBridgeEnv, RequestedSampling, StepDriver
+from grpo.atropos.bridge_driver import BridgeDriver
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.collector import AtroposCollector
 from grpo.atropos.convert import GroupConverter
-from grpo.atropos.hub import Hub
-from grpo.atropos.hub_app import create_app
+from grpo.atropos.hub_server import HubServer
 from grpo.atropos.launcher import EnvironmentProcess, serve_flags
 from grpo.atropos.recompute import RecomputeLogProbs
 from grpo.atropos.stream import BatchStream
 from grpo.envs.tokenizer_files import save_tokenizer
 from grpo.objectives.scorer import TokenScorer
+from grpo.policies.driver import TransformersSampler
 
 from .environments import DicePolicy, serving
 from .test_bridge_hub import registration
@@ -38,21 +38,20 @@ def test_what_an_environment_sends_is_matched_with_what_was_sampled(
     save_tokenizer(tokenizer, tmp_path / "tokenizer")
     digits = [tokenizer.encode(digit)[0] for digit in "0123456789"]
     policy = DicePolicy(max_tokens=4, vocab=(min(digits), max(digits)))
-    with serving(tokenizer, hub_app=create_app(Hub())) as (bridge, url):
-        env = AtroposBridgeEnv(bridge, rows=16, max_prompt_tokens=400, max_response_tokens=4,
-                               pad_token_id=0)
+    with serving(tokenizer) as (bridge, url), HubServer() as hub:
         flags = serve_flags(engine_url=url, model="policy", tokenizer=tmp_path / "tokenizer",
                             group_size=GROUP, ensure_scores_are_not_same=False)
-        with BatchStream(AtroposClient(url), registration(12), poll_seconds=0.05) as stream, \
+        with BatchStream(AtroposClient(hub.url), registration(12), poll_seconds=0.05) as stream, \
                 EnvironmentProcess(
-                    REPO / "examples" / "atropos" / f"{name}_env.py", python=python, api_url=url,
-                    flags=flags, log_path=tmp_path / "log", env={"HF_HUB_OFFLINE": "1"}) as process:
+                    REPO / "examples" / "atropos" / f"{name}_env.py", python=python,
+                    api_url=hub.url, flags=flags, log_path=tmp_path / "log",
+                    env={"HF_HUB_OFFLINE": "1"}) as process:
             recompute = RecomputeLogProbs(TokenScorer(byte_model), max_tokens=4096)
             collector = AtroposCollector(
                 GroupAssembler(StreamSource(stream), GroupConverter(
                     pad_token_id=0, temperature=1.0, max_staleness=2), rows=12,
                     records=bridge.records),
-                driver=StepDriver(env, RequestedSampling(policy)), recompute=recompute,
+                driver=BridgeDriver(bridge, TransformersSampler(policy)), recompute=recompute,
                 timeout=120.0)
             batches = [collector.collect() for _ in range(3)]
             process.check()

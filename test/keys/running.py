@@ -24,9 +24,9 @@ from grpo.policies import inprocess
 from grpo.report import loggers
 from grpo.run import (
     assemble,
+    assemble_atropos,
     build_async,
     build_atropos,
-    build_bridge,
     build_engine,
     build_team,
     build_worker,
@@ -37,6 +37,7 @@ from grpo.weights import factory
 from grpo.weights.fleet import ObjectStoreSync
 
 from ..collectors.asynchronous import LocalPool, LocalRay
+from ..run.atropos_trainer import atropos_trainer
 from ..training import runs
 from .modes import Mode, merged
 from .watching import Observation, watched
@@ -124,7 +125,7 @@ class Runner:
 
     def _trainer(self, mode: Mode, config: Any, folder: Path, at_end: ExitStack) -> Any:
         if mode.script == "atropos":
-            return at_end.enter_context(build_atropos.atropos_trainer(config))
+            return at_end.enter_context(atropos_trainer(config))
         build = assemble.assemble if mode.script == "sync" else assemble.assemble_async
         return build(config, folder, None, at_end)
 
@@ -133,8 +134,7 @@ class Runner:
     def _stand_in(self, patch: Any, seen: Observation, mode: Mode) -> None:
         patch("grpo.report.reporter.write_report",
               lambda run_dir, *, title, config: seen.note("report", title) or run_dir / "none")
-        for module in (assemble, build_atropos):
-            patch(module, "make_loggers", _noting(seen, "loggers", loggers.make_loggers))
+        patch(assemble, "make_loggers", _noting(seen, "loggers", loggers.make_loggers))
         patch(build_engine, "_with_engine", lambda setup, on_failure: _engine(seen, setup))
         patch(build_engine, "_with_server", lambda setup, on_failure, server: _server(
             seen, setup, server))
@@ -150,14 +150,18 @@ class Runner:
         if mode.script == "atropos":
             patch(start_atropos, "find_engine", lambda config: seen.note(
                 "looked for", (config.atropos.vllm_port, config.atropos.bridge_config)))
-            for name in ("loading_table", "_show_times"):
-                patch(build_atropos, name, lambda *args, name=name, **options: seen.note(
+            for module, name in ((assemble_atropos, "loading_table"),
+                                 (build_atropos, "show_times")):
+                patch(module, name, lambda *args, name=name, **options: seen.note(
                     name, "asked for") or "")
+            patch(build_atropos, "PortForwarder", lambda ports, url: seen.note(
+                "forwarded", (ports, url)) or nullcontext())
             patch(build_atropos, "BatchStream", lambda *args, **options: _Stream(
                 seen, *args, **options))
-            patch(build_bridge, "EngineDriver", lambda bridge, policy: SimpleNamespace(
-                policy=policy, advance=lambda timeout: None, drain=lambda timeout: None))
-            patch(build_bridge, "BridgeServer", lambda bridge, **options: seen.note(
+            patch(build_atropos, "VLLMSampler", lambda policy, **_: SimpleNamespace(policy=policy))
+            patch(build_atropos, "BridgeDriver", lambda bridge, sampler, **_: SimpleNamespace(
+                policy=sampler.policy, advance=lambda timeout: None, drain=lambda timeout: None))
+            patch(build_atropos, "BridgeServer", lambda bridge, **options: seen.note(
                 "bridge", options) or nullcontext())
 
 

@@ -30,8 +30,8 @@ _CHECKS = {"load_config", "changed", "model_validate", "model_dump", "refuse_unr
            "choose_gpu", "_name_errors"}
 _WORDS = {"describe", "_describe", "describe_loss", "describe_engine", "describe_device",
           "describe_length", "describe_weights"}
-_ESTIMATES = {"device_memory.py", "memory_atropos.py", "fast_defaults.py", "resume.py",
-              "identity.py"}
+_ESTIMATES = {"device_memory.py", "memory_atropos.py", "memory_advice.py", "fast_defaults.py",
+              "resume.py", "identity.py"}
 # Modules whose objects only show what happened.
 _SHOWN = ("grpo.config", "grpo.report.console", "grpo.report.charts", "grpo.report.curves",
           "grpo.report.history", "grpo.run.ledger", "grpo.run.memory")

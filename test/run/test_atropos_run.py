@@ -21,13 +21,13 @@ from grpo.atropos.hub_server import HubServer
 from grpo.atropos.silence import SilenceCheck
 from grpo.config.schema import ConfigError
 from grpo.report.loggers import read_jsonl
-from grpo.run.build_atropos import atropos_trainer
 from grpo.run.cli import atropos, launch
 from grpo.run.cli.flags import to_config
 from grpo.training.checkpoint import list_checkpoints
 
 from ..atropos.environments import Environment, playing
 from ..atropos.groups import env_registration
+from .atropos_trainer import atropos_trainer
 from .ports import free_ports
 
 WANTED = range(2, 100)  # of 258 tokens
@@ -272,7 +272,7 @@ def test_environments_that_ask_other_ports_are_led_to_the_policy(command):
 
 
 def test_a_port_that_is_taken_is_named_before_anything_is_started(command, monkeypatch):
-    monkeypatch.setattr("grpo.run.build_atropos._actor", lambda start: pytest.fail("too late"))
+    monkeypatch.setattr("grpo.run.build_atropos.build_actor", lambda start: pytest.fail("too late"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit, match=rf"\(--forward-ports\)=\[{port}\]: port {port} .*"

@@ -11,7 +11,6 @@ import torch
 
 from grpo.config.schema import ConfigError
 from grpo.run import build, build_engine, engine_attach, start_atropos
-from grpo.run.build_atropos import atropos_trainer
 from grpo.run.cli import atropos
 from grpo.run.cli.flags import to_config
 from grpo.run.engine_attach import engine_environment, find_engine
@@ -21,6 +20,8 @@ from grpo.weights.canary import Canary
 from grpo.weights.handover import export_shared_memory
 from grpo.weights.handover_file import HandoverError
 from grpo.weights.in_flight import PausedUpdates, PeriodicUpdates
+
+from .atropos_trainer import atropos_trainer
 
 CPU = torch.device("cpu")
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from grpo.run import device_memory, memory_atropos
+from grpo.run import device_memory
+from grpo.run.assemble import Start
+from grpo.run.build_engine import Setup
 from grpo.run.cli import atropos
 from grpo.run.cli.flags import FLAGS, in_flags, to_config
-from grpo.run.ledger import GIB, DoesNotFitError, Ledger
-from grpo.run.memory_atropos import check_memory
-from grpo.run.start_atropos import Start, _with_engine_defaults
+from grpo.run.ledger import GIB, DoesNotFitError, Ledger, Saving
+from grpo.run.memory_atropos import advised, check_memory, devices
+from grpo.run.start_atropos import _with_engine_defaults
 
 from .memory_probe import family
 from .test_ledger import BIG
@@ -58,14 +59,20 @@ def start_of(folder, gpus):
         if url is not None:
             config = config.changed(inference_model={"url": url})
         config, length = _with_engine_defaults(config, folder, CUDA, "vllm")
-        return Start(config=config, asked={}, model=folder, tokenizer=None, adapter=None,
-                     checkpoint=None, task=None, device=CUDA, dtype=torch.bfloat16,
-                     backend="vllm", max_model_len=length)
+        setup = Setup(config=config, path=folder, tokenizer=None, device=CUDA,
+                      dtype=torch.bfloat16, max_model_len=length, folder=Path("here"))
+        return Start(setup, "vllm", None, None, None, {}, Shown())
     return make
 
 
 def ledgers(start: Start) -> dict[str, Ledger]:
-    return {who: ledger for who, ledger, _ in memory_atropos._ledgers(start)}
+    return {who: ledger_of(start.setup.config) for who, _, ledger_of in devices(start)}
+
+
+def found(start: Start) -> dict[str, list[Saving]]:
+    """What is advised to whom."""
+    return {who: advised(start, who, ledger_of, device_memory.available(start.setup.config, device))
+            for who, device, ledger_of in devices(start)}
 
 
 def sizes(ledger: Ledger) -> dict[str, int]:
@@ -74,10 +81,10 @@ def sizes(ledger: Ledger) -> dict[str, int]:
 
 def test_the_default_run_of_a_1_5b_model_fits_a_gpu_of_80_gib(start_of):
     """Rows are cut to 2048 tokens, the engine takes 4096."""
-    start, shown = start_of(), Shown()
-    assert (start.max_model_len, start.config.atropos.seq_len) == (4096, 2048)
-    check_memory(start, shown)
-    assert "4,096 tokens x" in shown.tables[0]  # two rows a micro-batch
+    start = start_of()
+    assert (start.setup.max_model_len, start.setup.config.atropos.seq_len) == (4096, 2048)
+    check_memory(start)
+    assert "4,096 tokens x" in start.console.tables[0]  # two rows a micro-batch
 
 
 @pytest.mark.parametrize("mode", ["none", "lora_restart"])
@@ -93,13 +100,13 @@ def test_an_engine_on_another_gpu_is_counted_there(mode, start_of):
 
 
 def test_each_gpu_has_a_table_and_is_refused_by_its_own_memory(start_of):
-    shown = Shown()
     argv = "--weight-bridge-mode", "none", "--vllm-gpu", "1", "--kv-cache-memory-bytes"
-    check_memory(start_of(*argv, str(GIB)), shown)
-    assert [table.splitlines()[0] for table in shown.tables] == [
+    start = start_of(*argv, str(GIB))
+    check_memory(start)
+    assert [table.splitlines()[0] for table in start.console.tables] == [
         "memory of the trainer", "memory of the engine on GPU 1"]
     with pytest.raises(DoesNotFitError, match="the engine on GPU 1 needs .* KV cache 78.00 GiB"):
-        check_memory(start_of(*argv, str(78 * GIB)), shown)
+        check_memory(start_of(*argv, str(78 * GIB)))
 
 
 def test_beside_an_engine_that_runs_already_only_free_memory_counts(start_of, monkeypatch):
@@ -108,21 +115,21 @@ def test_beside_an_engine_that_runs_already_only_free_memory_counts(start_of, mo
     lent = ledgers(start_of(*argv, url=url))["this run"]
     assert sizes(lent)["weights"] == 0 and "KV cache" not in sizes(lent)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (lent.total, 80 * GIB))
-    check_memory(start_of(*argv, url=url), Shown())
+    check_memory(start_of(*argv, url=url))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (lent.total - 1, 80 * GIB))
     with pytest.raises(DoesNotFitError, match="this run needs .* the device has room for"):
-        check_memory(start_of(*argv, url=url), Shown())
+        check_memory(start_of(*argv, url=url))
     # Without an engine of others on it, all of the GPU is the run's.
-    check_memory(start_of(*argv), Shown())
+    check_memory(start_of(*argv))
 
 
 # -- advice ----------------------------------------------------------------------------------------
 
 
-def advised(start: Start) -> dict[str, list[str]]:
+def changes_of(start: Start) -> dict[str, list[str]]:
     """By who needs the memory, what is advised, without remarks."""
-    return {who: [saving.change.partition(" (")[0] for saving in ledger.savings]
-            for who, ledger in ledgers(start).items()}
+    return {who: [saving.change.partition(" (")[0] for saving in savings]
+            for who, savings in found(start).items()}
 
 
 MODES = [["shared_vllm"], ["none"], ["none", "--vllm-restart-interval", "0"], ["lora_only"],
@@ -135,9 +142,11 @@ MODES = [["shared_vllm"], ["none"], ["none", "--vllm-restart-interval", "0"], ["
 @pytest.mark.parametrize("argv", MODES, ids=" ".join)
 def test_every_advice_is_taken_on_the_same_command_line_and_saves_what_it_says(argv, start_of):
     argv = ["--weight-bridge-mode", *argv]
-    for who, before in ledgers(start_of(*argv)).items():
-        assert before.savings or "8000000" in argv
-        for saving in before.savings:
+    start = start_of(*argv)
+    for who, savings in found(start).items():
+        before = ledgers(start)[who]
+        assert savings or "8000000" in argv
+        for saving in savings:
             change, _, remark = saving.change.partition(" (")
             given = list(argv)
             # What is given by a flag is changed there: two names of one setting are refused.
@@ -163,32 +172,32 @@ def test_what_is_advised_in_each_mode(start_of):
                          "train_model.head_chunk_size=1024"},
         "bridge": {share, "train_model.lora.enabled=true"},
     }.items():
-        found = advised(start_of("--weight-bridge-mode", argv))
-        assert set(found["this run"]) == every | more
-    apart = advised(start_of("--weight-bridge-mode", "none", "--vllm-gpu", "1"))
+        told = changes_of(start_of("--weight-bridge-mode", argv))
+        assert set(told["this run"]) == every | more
+    apart = changes_of(start_of("--weight-bridge-mode", "none", "--vllm-gpu", "1"))
     assert set(apart["the trainer"]) == every | {
         "--weight-bridge-mode lora_restart --vllm-restart-interval 3"}
     assert apart["the engine on GPU 1"] == [share]
     # Its mode and size were chosen when it was started.
-    assert set(advised(start_of(url="http://127.0.0.1:9001"))["this run"]) == every
+    assert set(changes_of(start_of(url="http://127.0.0.1:9001"))["this run"]) == every
 
 
 def test_layers_a_batch_of_one_and_a_small_cache_leave_nothing_to_advise_there(start_of):
-    changes = advised(start_of("--train-layer-indices", "0-5", "--batch-size", "1",
+    changes = changes_of(start_of("--train-layer-indices", "0-5", "--batch-size", "1",
                                "--kv-cache-memory-bytes", str(150 << 20)))["this run"]
     # The cache holds one row of 4096 tokens, but half of it would not.
     assert set(changes) == {"train_model.gradient_checkpointing=true", "train_model.compile=true"}
 
 
 def test_a_resumed_run_is_not_told_to_train_something_else(start_of):
-    start = replace(start_of(), checkpoint=SimpleNamespace(folder=Path("here")))
-    assert not any("lora" in change for change in advised(start)["this run"])
+    start = start_of()._replace(checkpoint=SimpleNamespace(folder=Path("here")))
+    assert not any("lora" in change for change in changes_of(start)["this run"])
 
 
 def test_the_refusal_names_the_flags(start_of):
     start = start_of("--batch-size", "8")
     with pytest.raises(DoesNotFitError) as error:
-        check_memory(start, Shown())
+        check_memory(start)
     text = in_flags(str(error.value))
     assert "atropos.batch_size (--batch-size)=4 train.gradient_accumulation_steps " \
         "(--gradient-accumulation-steps)=64 saves" in text

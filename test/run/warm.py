@@ -28,7 +28,7 @@ SCRIPTS = REPO / "sota-implementations" / "grpo"
 COMMANDS = {
     "grpo.py": SCRIPTS / "grpo.py", "grpo-async.py": SCRIPTS / "grpo-async.py",
     "atropos-grpo": "grpo.run.cli.atropos", "atropos-grpo-run": "grpo.run.cli.launch"}
-_IMPORTED = ("grpo.run.build_async", "grpo.run.build_atropos", "grpo.run.build_team",
+_IMPORTED = ("grpo.run.build_async", "grpo.run.assemble_atropos", "grpo.run.build_team",
              "grpo.run.resume", "grpo.run.fast_defaults", "grpo.run.cli.script",
              "grpo.run.cli.flags", "hydra", "transformers.models.qwen2.modeling_qwen2")
 

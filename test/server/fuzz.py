@@ -39,8 +39,7 @@ WHOLE = {
                "/bridge/resume": {"timeout": 5}, "/bridge/info": {}, "/bridge/debug": {},
                "/bridge/version": {"version": 0}, "/bridge/state_dict_info": {},
                "/bridge/reset_prefix_cache": {"timeout": 5}},
-    # On one port with a hub, as it can be; what continues prompts comes more often.
-    "bridge": {**HUB, **ASKED},
+    "bridge": ASKED,
 }
 OFTEN = ("/generate", "/v1/completions", "/v1/chat/completions", "/scored_data")
 INTEGERS = [str(2**62), str(2**63 - 1), str(2**63), str(-2**63 - 1), str(2**64), "9" * 30,

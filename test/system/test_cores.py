@@ -50,8 +50,8 @@ def clean(monkeypatch):
 @pytest.mark.parametrize("start", [
     "runpy.run_path('sota-implementations/grpo/grpo.py', run_name='script')",
     "runpy.run_path('sota-implementations/grpo/grpo-async.py', run_name='script')",
-    "import grpo.run.cli.launch, grpo.run.build_atropos",
-    "import grpo.run.cli.atropos, grpo.run.build_atropos",
+    "import grpo.run.cli.launch, grpo.run.assemble_atropos",
+    "import grpo.run.cli.atropos, grpo.run.assemble_atropos",
     pytest.param(RUN_SERVER, marks=pytest.mark.skipif(
         not inprocess.vllm_available(), reason="needs vLLM"))],
     ids=["grpo.py", "grpo-async.py", "atropos-grpo-run", "atropos-grpo", "server"])

@@ -14,12 +14,15 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo.config.keys import ConfigError
 from grpo.config.unread import ALONE, refuse_unread
 from grpo.run.cli.flags import add_flags, choose_gpu, in_flags, to_config
 from grpo.run.cli.parser import Parser
+from grpo.system.folders import why_not_writable
 
 if TYPE_CHECKING:
     from grpo.config.atropos import AtroposConfig
@@ -36,10 +39,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def set_up(args: argparse.Namespace) -> AtroposConfig:
-    """Logging of a command, and its configuration."""
+    """Logging of a command, and its configuration.
+
+    Raises:
+        ConfigError: naming key and fix.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     logging.getLogger("grpo").setLevel(logging.DEBUG if args.debug_loading else logging.INFO)
     config = to_config(args)
+    for key in ("save_path", "log_dir"):
+        path = Path(getattr(config.atropos, key))
+        if problem := why_not_writable(path):
+            raise ConfigError(f"atropos.{key}={path} cannot be written to ({problem}); give "
+                              "another folder")
     choose_gpu(args, config)
     return config
 
@@ -66,13 +78,16 @@ def errors_as_messages() -> Iterator[None]:
 def main(argv: list[str] | None = None) -> None:
     """Run until all steps are done."""
     args = parser().parse_intermixed_args(argv)
-    with errors_as_messages():
+    with errors_as_messages(), ExitStack() as at_end:
         config = set_up(args)
         refuse_unread(config, ALONE)
-        from grpo.run.build_atropos import atropos_trainer
+        from grpo.run.assemble_atropos import assemble_atropos
+        from grpo.run.resume import open_run
 
-        with atropos_trainer(config) as trainer:
-            trainer.fit()
+        run_dir, checkpoint = open_run(config, Path(config.atropos.save_path), at_end,
+                                       key="atropos.save_path")
+        trainer = assemble_atropos(config, run_dir, checkpoint, at_end)
+        trainer.fit()  # groups -> advantages -> update -> publish -> prove -> report
 
 
 if __name__ == "__main__":

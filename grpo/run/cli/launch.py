@@ -56,30 +56,28 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Run until all steps are done, then end everything that was started."""
     args = parser().parse_intermixed_args(argv)
-    with errors_as_messages():
-        run(args, set_up(args))
+    with errors_as_messages(), ExitStack() as at_end:
+        config = set_up(args)
+        from grpo.run.assemble_atropos import TOKENIZER, assemble_atropos
+        from grpo.run.resume import open_run
 
-
-def run(args: argparse.Namespace, config: AtroposConfig) -> None:
-    """Start what is not there, train, end it."""
-    from grpo.run.build_atropos import TOKENIZER, atropos_trainer
-
-    flags = environment_flags(args)
-    python = environment_python(args.env_python) if args.env else None
-    with ExitStack() as started:
+        flags = environment_flags(args)
+        python = environment_python(args.env_python) if args.env else None
+        run_dir, checkpoint = open_run(config, Path(config.atropos.save_path), at_end,
+                                       key="atropos.save_path")
         checks: list[Callable[[], None]] = []
         processes: list[EnvironmentProcess] = []
-        start_hub(args, config, started, checks)
+        start_hub(args, config, at_end, checks)
 
-        def start_environments(cleanup: ExitStack) -> None:
-            tokenizer = (Path(config.atropos.save_path) / TOKENIZER).absolute()
+        def start_environments() -> None:
             for script in args.env or ():
-                process = environment(script, python, config, tokenizer, flags)
-                processes.append(cleanup.enter_context(process))
+                process = environment(script, python, config, (run_dir / TOKENIZER).absolute(),
+                                      flags)
+                processes.append(at_end.enter_context(process))
                 checks.append(process.check)
 
-        trainer = started.enter_context(
-            atropos_trainer(config, checks=checks, on_serving=start_environments))
+        trainer = assemble_atropos(config, run_dir, checkpoint, at_end, checks=checks,
+                                   on_serving=start_environments)
         with troubles_quoted(processes):
             trainer.fit()
 

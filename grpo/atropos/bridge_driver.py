@@ -1,0 +1,140 @@
+"""The policy of this process answers the calls of a bridge, one step of its engine at a time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from grpo.atropos.bridge import Bridge
+from grpo.atropos.calls import Call
+from grpo.policies.base import Completions
+from grpo.policies.driver import Job, Sampler
+from grpo.server.generation import positions_of
+from grpo.server.versioned import Constructors
+from grpo.system.json_api import ApiError
+
+
+class BridgeDriver:
+    """Let a sampler answer calls as they come.
+
+    No thread is started: whoever calls :meth:`advance` drives the engine, usually the collector
+    while it waits for rewards. So weights never change during a step, and after :meth:`drain`
+    nothing runs that an update could disturb. Requests that arrive meanwhile wait in the bridge.
+
+    Args:
+        bridge: whose calls are answered. If it was made with ``temperature_only=False``, the
+            sampler must be vLLM's, and requests may use any of its options; else their temperature
+            and length are heeded, up to the ``max_tokens`` of the policy.
+        sampler: of :mod:`grpo.policies.driver`; its policy says which version the weights have.
+        max_running: calls in the engine at a time; None: all that wait.
+        linger: seconds that an idle engine waits for further calls after the first. It is for
+            samplers that answer several at once, but take no more while they do.
+        make: how to build vLLM's types; imports vLLM where it is needed and left out.
+
+    Raises:
+        RuntimeError: from :meth:`drain`, if the engine does not finish in time.
+    """
+
+    def __init__(
+        self, bridge: Bridge, sampler: Sampler, *, max_running: int | None = None,
+        linger: float = 0.0, make: Constructors | None = None,
+    ) -> None:
+        if max_running is not None and max_running < 1:
+            raise ValueError(f"max_running={max_running} must be at least 1, or None")
+        self.bridge, self.sampler, self.max_running = bridge, sampler, max_running
+        self.linger = linger
+        self._make = None if bridge.temperature_only else make or Constructors.vllm()
+        self._refusals = (ApiError, *(self._make.refusals if self._make else ()))
+        self._running: dict[Job, Call] = {}
+
+    @property
+    def policy(self) -> Any:
+        """Whose random numbers a checkpoint continues."""
+        return self.sampler.policy
+
+    @property
+    def running(self) -> int:
+        """Calls that the engine works on."""
+        return len(self._running)
+
+    def advance(self, timeout: float = 0.0) -> None:
+        """Take what waits, let the engine do one step, reply to what is finished.
+
+        Args:
+            timeout: seconds to wait for a call if there is nothing to do.
+        """
+        room = None if self.max_running is None else self.max_running - len(self._running)
+        if room != 0:
+            self._start(self._take(room, timeout))
+        self._step()
+
+    def drain(self, timeout: float = 600.0) -> None:
+        """Finish what runs without taking more."""
+        deadline = time.monotonic() + timeout
+        while self._running:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the engine still works on {len(self._running)} calls after "
+                                   f"{timeout:g} s; lower the environments' max_tokens or give it "
+                                   "more time")
+            self._step()
+
+    def _take(self, room: int | None, timeout: float) -> list[Call]:
+        if self._running:
+            return self.bridge.take(room)
+        calls = self.bridge.take(room, timeout=timeout)
+        if calls and self.linger:
+            time.sleep(self.linger)
+            if room is None or room > len(calls):
+                calls += self.bridge.take(None if room is None else room - len(calls))
+        return calls
+
+    def _start(self, calls: list[Call]) -> None:
+        policy = self.policy
+        if calls and (version := policy.version()) != self.sampler.version:
+            self.sampler.set_version(version)
+        for number, call in enumerate(calls):
+            # A call of the policy with a row for each: no two draw the same random numbers.
+            job = Job([call.prompt], policy.sampling, policy.calls, number, len(calls))
+            try:
+                job = replace(job, **self._as_asked(call))
+                self.sampler.add(job)
+            except self._refusals as error:
+                self.bridge.fail(call, str(error))
+            else:
+                self._running[job] = call
+        policy.calls += bool(calls)
+
+    def _as_asked(self, call: Call) -> dict[str, Any]:
+        """How a job is to be sampled."""
+        fields, sampling = call.ask.fields, self.policy.sampling
+        if self._make is None:
+            return {"sampling": replace(sampling, temperature=fields.temperature,
+                                        max_tokens=min(call.max_tokens, sampling.max_tokens))}
+        options = fields.sampling_options() | {
+            "n": 1, "seed": call.seed, "max_tokens": call.max_tokens}
+        if not fields.ignore_eos:
+            options["stop_token_ids"] = [*(fields.stop_token_ids or ()),
+                                         *self.policy.eos_token_ids]
+        # Only a stop string needs the text while tokens are sampled.
+        return {"params": self._make.sampling_params(
+            streamed=False, logprobs=call.ask.logprobs or 0, detokenize=bool(fields.stop),
+            **options)}
+
+    def _step(self) -> None:
+        for job in [job for job, call in self._running.items() if call.cancelled]:
+            self.sampler.drop(job)
+            del self._running[job]
+        if self._running:
+            for job, completions in self.sampler.step():
+                self._reply(job, completions)
+
+    def _reply(self, job: Job, completions: Completions) -> None:
+        call, positions = self._running.pop(job), None
+        tokens, log_probs = completions.tokens[0], completions.log_probs[0]
+        if job.params is not None:
+            flat = log_probs
+            log_probs = [flat.logprobs[start] for start in flat.start_indices]
+            positions = positions_of(flat) if call.ask.logprobs else None
+        self.bridge.reply(call, tokens, log_probs, versions=completions.versions[0],
+                          truncated=completions.truncated[0], positions=positions)
