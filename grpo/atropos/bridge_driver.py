@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo.atropos.bridge import Bridge
 from grpo.atropos.calls import Call
-from grpo.policies.base import Completions
+from grpo.policies.base import Completions, Sampling
 from grpo.policies.driver import Job, Sampler
 from grpo.server.generation import positions_of
 from grpo.server.versioned import Constructors
@@ -90,36 +90,44 @@ class BridgeDriver:
         return calls
 
     def _start(self, calls: list[Call]) -> None:
-        policy = self.policy
+        policy, alike = self.policy, {}
         if calls and (version := policy.version()) != self.sampler.version:
             self.sampler.set_version(version)
-        for number, call in enumerate(calls):
+        for call in calls:
+            alike.setdefault(self._sampling(call), []).append(call)
+        for sampling, group in alike.items():
             # A call of the policy with a row for each: no two draw the same random numbers.
-            job = Job([call.prompt], policy.sampling, policy.calls, number, len(calls))
-            try:
-                job = replace(job, **self._as_asked(call))
-                self.sampler.add(job)
-            except self._refusals as error:
-                self.bridge.fail(call, str(error))
-            else:
-                self._running[job] = call
-        policy.calls += bool(calls)
+            for number, call in enumerate(group):
+                self._add(call, Job([call.prompt], sampling, policy.calls, number, len(group)))
+            policy.calls += 1
 
-    def _as_asked(self, call: Call) -> dict[str, Any]:
-        """How a job is to be sampled."""
-        fields, sampling = call.ask.fields, self.policy.sampling
-        if self._make is None:
-            return {"sampling": replace(sampling, temperature=fields.temperature,
-                                        max_tokens=min(call.max_tokens, sampling.max_tokens))}
+    def _sampling(self, call: Call) -> Sampling:
+        sampling = self.policy.sampling
+        if self._make is not None:  # what is asked is in the parameters
+            return sampling
+        return replace(sampling, temperature=call.ask.fields.temperature,
+                       max_tokens=min(call.max_tokens, sampling.max_tokens))
+
+    def _add(self, call: Call, job: Job) -> None:
+        try:
+            job = replace(job, params=self._make and self._params(call))
+            self.sampler.add(job)
+        except self._refusals as error:
+            self.bridge.fail(call, str(error))
+        else:
+            self._running[job] = call
+
+    def _params(self, call: Call) -> Any:
+        """vLLM's sampling parameters for what a request asks."""
+        fields = call.ask.fields
         options = fields.sampling_options() | {
             "n": 1, "seed": call.seed, "max_tokens": call.max_tokens}
         if not fields.ignore_eos:
             options["stop_token_ids"] = [*(fields.stop_token_ids or ()),
                                          *self.policy.eos_token_ids]
         # Only a stop string needs the text while tokens are sampled.
-        return {"params": self._make.sampling_params(
-            streamed=False, logprobs=call.ask.logprobs or 0, detokenize=bool(fields.stop),
-            **options)}
+        return self._make.sampling_params(streamed=False, logprobs=call.ask.logprobs or 0,
+                                          detokenize=bool(fields.stop), **options)
 
     def _step(self) -> None:
         for job in [job for job, call in self._running.items() if call.cancelled]:

@@ -102,8 +102,8 @@ def memory_ledger(plan: MemoryPlan) -> Ledger:
         >>> ledger = memory_ledger(MemoryPlan(
         ...     shape=ModelShape.of(Qwen2Config(num_hidden_layers=2)), dtype=torch.bfloat16,
         ...     device="cuda", tokens=8192, row_tokens=1024))
-        >>> ledger.peak
-        'backward'
+        >>> [row.name for row in ledger.rows][:4]
+        ['weights', 'masters', 'moments', 'gradients']
     """
     return Ledger(tuple(_rows(plan)))
 
