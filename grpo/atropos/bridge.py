@@ -6,8 +6,9 @@ takes them, lets the policy continue their prompts, and replies with tokens and 
 here knows of rewards: what the policy said is kept in :class:`~grpo.atropos.records.Records`, and a
 scored group that arrives later finds it there.
 
-The routes, formats and checks are those of :mod:`grpo.server`; the driver is a
-:class:`~grpo.atropos.bridge_driver.BridgeDriver`.
+The routes, formats and checks are those of :mod:`grpo.server`. A run answers with a
+:class:`~grpo.atropos.bridge_driver.BridgeDriver`; a TorchRL program may take the bridge as an
+environment, :class:`~grpo.atropos.bridge_env.AtroposBridgeEnv`.
 """
 
 from __future__ import annotations

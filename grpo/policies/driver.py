@@ -332,8 +332,7 @@ class VLLMSampler:
     def _answer(self, row: _Row, part: Any) -> tuple[list[int], list[float], bool, Spans]:
         tokens = list(part.token_ids)
         self.tokens += len(tokens)
-        flat = part.logprobs
-        return (tokens, flat if row.job.params else list(flat.logprobs),
+        return (tokens, part.logprobs if row.job.params else list(part.logprobs.logprobs),
                 part.finish_reason == "length", spans_of(row.cuts, self.version, end=len(tokens)))
 
     def set_version(self, version: int) -> None:
