@@ -22,8 +22,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,24 +118,18 @@ def start(way: str, folder: Path) -> tuple[Any, Any, Any, str]:
     return model, llm, WeightTransfer(model, engine, backend=backend), backend
 
 
-@contextmanager
-def _seeing(number: int | None) -> Iterator[None]:
+def _seeing(number: int | None) -> AbstractContextManager[None]:
     """Processes that are started meanwhile see one GPU of those that this one sees."""
     import torch
 
+    from grpo.system.child_process import variables_for_children
+
     if number is None:
-        yield
-        return
+        return variables_for_children({})
     torch.zeros(1, device="cuda:0")  # this process has counted its own by then
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = before.split(",")[number] if before else str(number)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return variables_for_children(
+        {"CUDA_VISIBLE_DEVICES": ours.split(",")[number] if ours else str(number)})
 
 
 def _parts(interval: int) -> list[Any]:

@@ -169,20 +169,16 @@ def log_prob_gap(llm, whole) -> float:
 def start_engine(folder: str, args: argparse.Namespace):
     from vllm import LLM
 
+    from grpo.system.child_process import variables_for_children
+
     gpus = args.engine.split(",")
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = args.engine
-    llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-              max_model_len=320, max_num_seqs=64, gpu_memory_utilization=0.3,
-              tensor_parallel_size=len(gpus), distributed_executor_backend="mp",
-              disable_log_stats=True, logprobs_mode="processed_logprobs",
-              disable_custom_all_reduce=True,
-              worker_extension_cls="grpo.weights.worker.extension.WeightWorker")
-    if before is None:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-    else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = before
-    return llm
+    with variables_for_children({"CUDA_VISIBLE_DEVICES": args.engine}):
+        return LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
+                   max_model_len=320, max_num_seqs=64, gpu_memory_utilization=0.3,
+                   tensor_parallel_size=len(gpus), distributed_executor_backend="mp",
+                   disable_log_stats=True, logprobs_mode="processed_logprobs",
+                   disable_custom_all_reduce=True,
+                   worker_extension_cls="grpo.weights.worker.extension.WeightWorker")
 
 
 def save_config(size: str, folder: str) -> None:

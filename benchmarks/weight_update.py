@@ -146,6 +146,7 @@ def start(size: str, folder: str):
     from vllm import LLM
 
     from grpo.policies.handle import InProcessEngine
+    from grpo.system.child_process import variables_for_children
 
     config = Qwen2Config(**SHAPES[size], max_position_embeddings=4096, rms_norm_eps=1e-6,
                          architectures=["Qwen2ForCausalLM"], dtype="bfloat16")
@@ -155,18 +156,13 @@ def start(size: str, folder: str):
     with torch.device("cuda:0"):
         model = Qwen2ForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # Read by the engine's process; this one has initialised CUDA.
-    # It takes its first GPU; it sees the trainer's as well, to map its memory.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(reversed((before or "0,1").split(",")[:2]))
-    llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-              max_model_len=PROMPT + RESPONSE, max_num_seqs=ROWS, gpu_memory_utilization=0.6,
-              distributed_executor_backend="mp", disable_log_stats=True,
-              worker_extension_cls="grpo.weights.worker.extension.WeightWorker")
-    if before is None:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-    else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = before
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1"
+    # The engine takes its first GPU; it sees the trainer's as well, to map its memory.
+    with variables_for_children({"CUDA_VISIBLE_DEVICES": ",".join(reversed(ours.split(",")[:2]))}):
+        llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
+                  max_model_len=PROMPT + RESPONSE, max_num_seqs=ROWS, gpu_memory_utilization=0.6,
+                  distributed_executor_backend="mp", disable_log_stats=True,
+                  worker_extension_cls="grpo.weights.worker.extension.WeightWorker")
     return model, llm, Timed(InProcessEngine(llm))
 
 

@@ -7,9 +7,7 @@ first device; the others are started here and follow. They shard the model by FS
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +21,7 @@ from grpo.run.build_engine import Actor, Setup, build_actor, start_engine_of, vl
 from grpo.run.build_model import load_model, prepare_model
 from grpo.run.build_objective import build_learner, build_loss
 from grpo.run.placement import visible
-from grpo.system.child_process import package_environment
+from grpo.system.child_process import package_environment, variables_for_children
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.learner import Learner
 from grpo.training.local_ranks import LocalRanks
@@ -159,15 +157,6 @@ def _variables(devices: tuple[int, ...]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": visible(devices)} if devices else {}
 
 
-@contextmanager
-def _seeing(devices: tuple[int, ...]) -> Iterator[None]:
+def _seeing(devices: tuple[int, ...]) -> AbstractContextManager[None]:
     """Processes that are started meanwhile see these GPUs only."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ.update(_variables(devices))
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
-        elif devices:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
+    return variables_for_children(_variables(devices))

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Seconds between asking a group to end and ending it.
@@ -150,7 +150,6 @@ def _members(group: int) -> dict[int, str]:
     return members
 
 
-
 def last_lines(path: Path, count: int = 30) -> list[str]:
     """The end of a text file; nothing if there is no such file."""
     if not path.exists():
@@ -175,6 +174,29 @@ exec 3<&0 </dev/null
 exec 3<&-
 exec "$@"
 """
+
+
+@contextmanager
+def variables_for_children(variables: Mapping[str, str]) -> Iterator[None]:
+    """Processes that are started meanwhile, by whatever library, find these in their environment.
+
+    ``CUDA_VISIBLE_DEVICES`` does not reach this process itself once it has counted its GPUs.
+
+    Examples:
+        >>> with variables_for_children({"CUDA_VISIBLE_DEVICES": "2"}):
+        ...     os.environ["CUDA_VISIBLE_DEVICES"]
+        '2'
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def package_environment() -> dict[str, str]:

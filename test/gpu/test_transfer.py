@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 import pytest
@@ -12,6 +11,7 @@ from grpo import data
 from grpo.objectives import TokenScorer
 from grpo.policies.base import Sampling
 from grpo.policies.vllm import VLLMPolicy
+from grpo.system.child_process import variables_for_children
 from grpo.weights.canary import Canary, StaleWeightsError
 from grpo.weights.channel import TransferError
 from grpo.weights.proof import WeightProof
@@ -29,28 +29,14 @@ def folder(gpu_folder):
     return gpu_folder
 
 
-@contextlib.contextmanager
-def visible(devices: str):
-    """What child processes see; this process has initialised CUDA already."""
-    torch.zeros(1, device="cuda:0")
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = devices
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
-
-
 def start(folder, devices: str):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
     from grpo.policies.lifecycle import remember, starting
 
-    with visible(devices), starting():
+    torch.zeros(1, device="cuda:0")  # this process has counted its GPUs by then
+    with variables_for_children({"CUDA_VISIBLE_DEVICES": devices}), starting():
         # A share of the GPU would be measured, wrongly where others use the GPU meanwhile.
         llm = LLM(str(folder), dtype="bfloat16", max_model_len=256, gpu_memory_utilization=0.05,
                   kv_cache_memory_bytes=1 << 30, logprobs_mode="processed_logprobs",
