@@ -9,6 +9,7 @@ end could wait for ever for its own message queues, which were collected with th
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -49,6 +50,17 @@ def starting() -> Iterator[None]:
     finally:
         if not before:
             _distributed_is_theirs = torch.distributed.is_initialized()
+
+
+def end_compile_workers() -> None:
+    """End the processes that have compiled for this one; what they compiled stays.
+
+    For workers that are ended by a signal, as Ray's are together with their children: the children
+    of these would notice within a minute only. PyTorch starts new ones if they are needed again.
+    """
+    # Without the module there are none, and it takes long to import.
+    if compiling := sys.modules.get("torch._inductor.async_compile"):
+        compiling.shutdown_compile_workers()
 
 
 def remember(engine: LLM) -> None:

@@ -85,6 +85,7 @@ def _start_engine(setup: WorkerSetup, config: Any, sampling: Sampling, options: 
                                     max_model_len=setup.max_model_len, **options)
         return policy, None, TransformersSampler(policy)
     from grpo.policies.inprocess import start_engine
+    from grpo.policies.lifecycle import end_compile_workers
 
     parallel = {} if setup.tensor_parallel_size == 1 else {
         "separate_process": True, "tensor_parallel_size": setup.tensor_parallel_size}
@@ -96,6 +97,7 @@ def _start_engine(setup: WorkerSetup, config: Any, sampling: Sampling, options: 
         kv_cache_memory_bytes=inference.kv_cache_memory_bytes, alone=True,
         max_lora_rank=lora.r if lora.enabled else None,
         fp32_head=config.train_model.fp32_head and dtype != torch.float32, **parallel)
+    end_compile_workers()
     policy = VLLMPolicy(llm, sampling, lora_request=lora_request() if lora.enabled else None,
                         **options)
     # Seeds make a run repeatable where its arithmetic is; on a GPU they only cost time.

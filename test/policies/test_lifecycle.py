@@ -1,0 +1,55 @@
+"""What an engine's process leaves behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# A worker that has compiled in processes of its own, and is killed together with its children.
+COMPILED = """
+import os, signal, sys
+from pathlib import Path
+from torch._inductor import config
+config.compile_threads, config.worker_start_method = 2, "subprocess"
+from torch._inductor.async_compile import AsyncCompile
+from grpo.policies.lifecycle import end_compile_workers
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+AsyncCompile.process_pool().submit(abs, -1).result()
+own = children(os.getpid())
+theirs = [pid for child in own for pid in children(child)]
+if sys.argv[1] == "ended":
+    end_compile_workers()
+for pid in own:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+print(len(theirs), sum(Path(f"/proc/{pid}").exists() for pid in theirs), flush=True)
+for pid in theirs:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+os._exit(0)
+"""
+
+
+def compiled(how: str) -> list[int]:
+    """How many processes the worker's children had, and how many of them are left."""
+    done = subprocess.run([sys.executable, "-c", COMPILED, how], capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [int(count) for count in done.stdout.split()[-2:]]
+
+
+@pytest.mark.slow
+def test_processes_that_compiled_are_gone_before_a_worker_is_killed():
+    had, left = compiled("killed")
+    assert had > 0 and left > 0  # what the call is for
+    had, left = compiled("ended")
+    assert had > 0 and left == 0
