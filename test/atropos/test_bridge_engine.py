@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,6 +16,7 @@ from grpo.policies.client import EngineCallError, EngineClient
 from grpo.policies.driver import VLLMSampler
 from grpo.policies.vllm import VLLMPolicy
 
+from ..support import wait_until
 from .environments import EOS, serving
 
 pytestmark = pytest.mark.vllm
@@ -40,11 +40,8 @@ def ask(driver, client, *requests):
         return [future.result() for future in futures]
 
 
-def drive(driver, condition, timeout=60.0):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened in time"
-        driver.advance(0.01)
+def drive(driver, condition):
+    wait_until(lambda: driver.advance(0.01) or condition(), seconds=60.0)
 
 
 def values_of(out):
@@ -121,10 +118,7 @@ def test_after_draining_the_weights_may_change_and_what_waits_is_kept(driven):
         running = pool.submit(client.call, "POST", "/generate", long)
         drive(driver, lambda: driver.running == 1)
         waiting = pool.submit(client.call, "POST", "/generate", {**long, "max_tokens": 3})
-        deadline = time.monotonic() + 10
-        while driver.bridge.waiting == 0:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: driver.bridge.waiting)
         driver.drain()
         assert driver.running == 0 and driver.bridge.waiting == 1
         assert running.result(10)["finish_reasons"] == ["length"] and not waiting.done()

@@ -21,6 +21,7 @@ from grpo.atropos.schemas import parse_group
 from grpo.atropos.stream import BatchStream
 from grpo.system.lifeline import bind
 
+from ..support import wait_until
 from .groups import group, registration, tag_of
 
 
@@ -34,13 +35,6 @@ def fill(client, count, *, first=0):
 
 def tags(batch):
     return [tag_of(one) for one in batch.groups]
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class RunApi(http.server.BaseHTTPRequestHandler):

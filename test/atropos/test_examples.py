@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +23,7 @@ from grpo.envs.tasks import ArithmeticTask
 from grpo.envs.tokenizer_files import environment_tokenizer, save_tokenizer
 from grpo.system.child_process import Child, log_tail
 
+from ..support import finished, free_port, wait_until
 from .inference import LOG_PROB, inference_server
 
 pytestmark = pytest.mark.slow  # atroposlib takes seconds to import, an environment ten to start
@@ -53,11 +52,6 @@ def call(url: str, body: dict | None = None) -> dict:
         return json.load(answer)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
-
-
 @contextmanager
 def run_api(python: Path, log_path: Path, port: int | None = None):
     """atroposlib's API server; its address."""
@@ -66,14 +60,7 @@ def run_api(python: Path, log_path: Path, port: int | None = None):
     child = Child([str(python), "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1",
                    "--port", str(port)], log_path=log_path)
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                call(url + "/")
-                break
-            except urllib.error.URLError:
-                assert child.alive() and time.monotonic() < deadline, log_tail(log_path)
-                time.sleep(0.1)
+        wait_until(AtroposClient(url).alive, seconds=60.0, said=lambda: log_tail(log_path))
         yield url
     finally:
         child.stop()
@@ -86,26 +73,23 @@ def register(url: str) -> None:
 
 
 def next_group(url: str, *, processes=(), timeout: float = 60.0) -> dict:
-    deadline = time.monotonic() + timeout
-    while not (batch := call(url + "/batch")["batch"]):
-        tails = "".join(log_tail(process.log_path, 15) for process in processes)
-        assert time.monotonic() < deadline, f"no group came{tails}"
-        time.sleep(0.1)
-    return batch[0]
+    return wait_until(lambda: call(url + "/batch")["batch"], seconds=timeout, said=lambda: "".join(
+        log_tail(process.log_path, 15) for process in processes))[0]
 
 
 def wait_for_environment(url: str, process: EnvironmentProcess) -> None:
     """Wait until run-api knows an environment. It fails the question as long as it does not."""
     request = urllib.request.Request(url + "/status-env", method="GET", data=b'{"env_id": 0}',
                                      headers={"Content-Type": "application/json"})
-    deadline = time.monotonic() + 60
-    while True:
+
+    def known() -> bool:
         try:
             urllib.request.urlopen(request, timeout=10).close()
-            return
         except urllib.error.URLError:
-            assert time.monotonic() < deadline, log_tail(process.log_path)
-            time.sleep(0.1)
+            return False
+        return True
+
+    wait_until(known, seconds=60.0, said=lambda: log_tail(process.log_path))
 
 
 @pytest.fixture(scope="module")
@@ -194,10 +178,8 @@ def test_gsm8k_asks_the_questions_of_the_files_by_the_chat_template(groups, toke
 
 def in_environment(python: Path, code: str):
     """The value that ``code`` prints as JSON, run beside the examples."""
-    result = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=EXAMPLES,
-                            timeout=120, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    printed = finished([python, "-c", code], EXAMPLES, os.environ | {"HF_HUB_OFFLINE": "1"})
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.parametrize(("max_operand", "seed", "num_test"), [(49, 0, 256), (9, 3, 15)])
@@ -239,10 +221,7 @@ def test_a_missing_data_folder_is_named_before_anything_is_asked(python, tokeniz
             flags=serve_flags(engine_url="http://127.0.0.1:9", model="tiny",
                               tokenizer=tokenizer_folder, data_path=tmp_path / "nowhere"))
         with process:
-            deadline = time.monotonic() + 60
-            while process.state != "failed":
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            wait_until(lambda: process.state == "failed", seconds=60.0)
         assert any("nowhere/train.jsonl is not there" in line for line in process.last_lines())
 
 
@@ -280,10 +259,8 @@ def test_a_hub_with_a_token_in_the_place_of_run_api(python, tokenizer, tokenizer
             trainer.register(Registration(**TRAINER))
             trainer.batch()
             process.wait_registered(timeout=60)
-            deadline = time.monotonic() + 60
-            while (batch := trainer.batch()) is None:
-                assert time.monotonic() < deadline, log_tail(process.log_path)
-                time.sleep(0.1)
+            batch = wait_until(trainer.batch, seconds=60.0,
+                               said=lambda: log_tail(process.log_path))
             process.check()
     assert batch.sequences == GROUP and not batch.rejected
 
@@ -296,9 +273,7 @@ def test_groups_are_written_by_process_without_an_api(python, tokenizer, tokeniz
                             data_path_to_save_groups=tmp_path / "groups.jsonl")
         command = [python, EXAMPLES / "arithmetic_env.py", "process",
                    *(f"--{name}={value}" for name, value in flags.items())]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120,
-                                env=os.environ | {"HF_HUB_OFFLINE": "1"})
-    assert result.returncode == 0, result.stderr
+        finished(command, tmp_path, os.environ | {"HF_HUB_OFFLINE": "1"})
     rows = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and all(len(row["tokens"]) == GROUP for row in rows)
     assert {path for path, _ in requests} >= {"/generate"}

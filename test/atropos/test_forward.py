@@ -9,22 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from grpo.atropos.forward import PortForwarder
 from grpo.policies.client import EngineClient
 
-from ..run.ports import free_ports
 from ..server.serving import server
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
+from ..support import free_port, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +99,7 @@ def test_more_connections_than_are_allowed_are_told_so(served):
 
 
 def test_an_engine_that_is_not_there_yet_is_waited_for_by_asking_again():
-    (port,) = free_ports(1)
+    port = free_port()
     with PortForwarder([0], f"http://127.0.0.1:{port}") as forwarder:
         answer = ask(forwarder.ports[0], {"prompt": [5]}).getresponse()
         assert answer.status == 503
@@ -145,7 +137,7 @@ def test_ports_that_cannot_be_are_named():
 
 def test_the_command_forwards_until_it_is_told_to_end(served):
     _, client = served
-    (port,) = free_ports(1)
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "grpo.atropos.forward", "--to", client.url, str(port)],
         stdout=subprocess.PIPE, text=True)

@@ -22,6 +22,7 @@ from grpo.atropos.hub import Limits
 from grpo.atropos.hub_server import HubServer, main
 from grpo.server.engine_process import EngineProcess
 
+from ..support import wait_until
 from .groups import env_registration, group, registration, tag_of
 
 MIB = 1 << 20
@@ -185,13 +186,6 @@ def send_and_leave(client, body: bytes) -> None:
     """Send a group and hang up before the answer."""
     with socket.create_connection((client._host, client._port)) as connection:
         connection.sendall(_HEAD % len(body) + body)
-
-
-def wait_until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_retry_after_a_lost_answer_is_one_group(tmp_path):

@@ -24,6 +24,8 @@ from grpo.atropos.launcher import (
 )
 from grpo.server.engine_process import bind
 
+from ..support import wait_until
+
 RUNS = "import time; print('up', flush=True); time.sleep(60)"
 FAILS = "print('about to fail'); raise SystemExit('no such data set')"
 
@@ -84,19 +86,11 @@ def environment(tmp_path):
         process.stop(timeout=0.5)
 
 
-def wait_for(condition, timeout: float = 20.0):
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-    return value
-
-
 def test_it_is_served_with_its_flags_and_name(environment):
     with api() as url:
         process = environment("import sys; print(*sys.argv[1:])", url + "/", name="mine",
                               flags={"env.total_steps": -1, "env.group_size": None})
-        wait_for(lambda: process.state == "finished")
+        wait_until(lambda: process.state == "finished")
     assert process.last_lines() == [f"serve --env.total_steps=-1 --env.rollout_server_url={url} "
                                     "--env.wandb_name=mine"]
     process.check()
@@ -110,22 +104,22 @@ def test_it_waits_for_an_api_that_comes_up_later(environment):
     time.sleep(0.2)
     assert process.state == "waiting for the API" and process.pid is None
     with api(port):
-        wait_for(lambda: process.last_lines() == ["up"])
+        wait_until(lambda: process.last_lines() == ["up"])
         assert process.state == "running"
 
 
 def test_an_api_that_wants_a_token_is_up(environment):
     with api(status=401) as url:
         process = environment(RUNS, url)
-        wait_for(lambda: process.state == "running")
+        wait_until(lambda: process.state == "running")
 
 
 def test_one_that_is_killed_is_started_again(environment):
     with api() as url:
         process = environment(RUNS, url)
-        wait_for(lambda: process.last_lines() == ["up"])
+        wait_until(lambda: process.last_lines() == ["up"])
         os.kill(process.pid, signal.SIGKILL)
-        wait_for(lambda: process.last_lines() == ["up", "up"])
+        wait_until(lambda: process.last_lines() == ["up", "up"])
         assert (process.state, process.restarts) == ("running", 1)
         process.check()
 
@@ -133,7 +127,7 @@ def test_one_that_is_killed_is_started_again(environment):
 def test_one_that_keeps_failing_is_given_up_with_its_last_lines(environment):
     with api() as url:
         process = environment(FAILS, url, max_restarts=2)
-        wait_for(lambda: process.state == "failed")
+        wait_until(lambda: process.state == "failed")
         with pytest.raises(EnvironmentProcessError) as info:
             process.check()
     message = str(info.value)
@@ -147,7 +141,7 @@ def test_one_that_raises_is_quoted_whatever_it_says_after_that(environment):
             "def collect():\n    raise ValueError('the answer\\nhas no number')\ncollect()")
     with api() as url:
         process = environment(code, url, max_restarts=0)
-        wait_for(lambda: process.state == "failed")
+        wait_until(lambda: process.state == "failed")
         with pytest.raises(EnvironmentProcessError) as info:
             process.check()
     message = str(info.value)
@@ -159,7 +153,7 @@ def test_one_that_raises_is_quoted_whatever_it_says_after_that(environment):
 def test_one_that_lacks_a_module_is_not_tried_again(environment):
     with api() as url:
         process = environment("import no_such_module.part", url, backoff=60.0)
-        wait_for(lambda: process.state == "failed")
+        wait_until(lambda: process.state == "failed")
         with pytest.raises(EnvironmentProcessError) as info:
             process.check()
     message = str(info.value)
@@ -175,7 +169,7 @@ def test_a_module_that_lies_near_is_not_to_be_installed(environment, tmp_path):
     (tmp_path / "near").mkdir()
     with api() as url:
         process = environment("import sys; sys.path.clear(); import near", url)
-        wait_for(lambda: process.state == "failed")
+        wait_until(lambda: process.state == "failed")
     with pytest.raises(EnvironmentProcessError, match=f"PYTHONPATH={tmp_path}"):
         process.check()
 
@@ -183,7 +177,7 @@ def test_a_module_that_lies_near_is_not_to_be_installed(environment, tmp_path):
 def test_a_name_that_a_module_has_not_is_no_reason_to_try_again_either(environment):
     with api() as url:
         process = environment("from json import no_such_name", url, backoff=60.0)
-        wait_for(lambda: process.state == "failed")
+        wait_until(lambda: process.state == "failed")
     with pytest.raises(EnvironmentProcessError,
                        match="cannot be imported .*no_such_name.*the version of that package"):
         process.check()
@@ -195,7 +189,7 @@ def test_an_import_error_that_was_survived_does_not_end_it(environment):
             "    traceback.print_exc()\n" + RUNS)
     with api() as url:
         process = environment(code, url)
-        wait_for(lambda: "up" in process.last_lines())
+        wait_until(lambda: "up" in process.last_lines())
         assert process.state == "running"
 
 
@@ -203,7 +197,7 @@ def test_what_one_that_goes_on_says_of_errors_can_be_asked_for(environment):
     code = "print('ERROR:root:Error in collect_trajectories: no key')\n" + RUNS
     with api() as url:
         process = environment(code, url)
-        wait_for(lambda: "up" in process.last_lines())
+        wait_until(lambda: "up" in process.last_lines())
         said = process.troubles()
     assert "'some_env' (running); the last error in" in said and "no key" in said
     assert "| up" not in said
@@ -212,7 +206,7 @@ def test_what_one_that_goes_on_says_of_errors_can_be_asked_for(environment):
 def test_a_steady_run_ends_a_row_of_failures(environment):
     with api() as url:
         process = environment(FAILS, url, max_restarts=1, steady=0.0)
-        wait_for(lambda: process.restarts >= 3)
+        wait_until(lambda: process.restarts >= 3)
         process.check()
 
 
@@ -222,12 +216,12 @@ def test_failing_while_the_api_is_away_costs_nothing(environment, tmp_path):
             f"raise SystemExit(1)")
     with api() as url:
         process = environment(dies, url, max_restarts=0)
-        wait_for(lambda: process.last_lines() == ["up"])
+        wait_until(lambda: process.last_lines() == ["up"])
     (tmp_path / "die").touch()
-    wait_for(lambda: process.state == "waiting for the API")
+    wait_until(lambda: process.state == "waiting for the API")
     (tmp_path / "die").unlink()
     with api(int(url.rsplit(":", 1)[1])):
-        wait_for(lambda: process.last_lines() == ["up", "up"])
+        wait_until(lambda: process.last_lines() == ["up", "up"])
         process.check()
 
 
@@ -246,7 +240,7 @@ def test_it_is_left_alone_when_it_is_there_or_nobody_waits_or_nobody_can_tell(
         environment, hub, registered):
     with api(**hub) as url:
         process = environment(RUNS, url, register_timeout=0.05, max_restarts=0)
-        wait_for(process.last_lines)
+        wait_until(process.last_lines)
         time.sleep(0.4)
         assert process.state == "running" and process.restarts == 0
         assert process.registered() is registered
@@ -256,7 +250,7 @@ def test_waiting_for_the_registration_has_a_deadline(environment):
     names = []
     with api(environments=names) as url:
         process = environment(RUNS, url)
-        wait_for(process.last_lines)
+        wait_until(process.last_lines)
         with pytest.raises(EnvironmentProcessError, match=r"\(running\)(.|\n)*0.1 s(.|\n)*\| up"):
             process.wait_registered(timeout=0.1)
         names.append("some_env_3")
@@ -266,7 +260,7 @@ def test_waiting_for_the_registration_has_a_deadline(environment):
 def test_the_token_of_a_hub_goes_along_in_its_address_and_not_into_messages(environment):
     with api(status=401) as url:
         process = environment(FAILS, url, api_token="secret", max_restarts=0)
-        wait_for(lambda: process.state == "failed")
+        wait_until(lambda: process.state == "failed")
         assert any(f"http://:secret@{url.removeprefix('http://')}" in part
                    for part in process.command)
         with pytest.raises(EnvironmentProcessError) as info:
@@ -278,7 +272,7 @@ def test_an_error_of_the_watching_thread_reaches_the_caller(environment, tmp_pat
     (tmp_path / "file").touch()
     with api() as url:
         process = environment(RUNS, url, log_path=tmp_path / "file" / "env.log")
-        wait_for(lambda: process.state == "failed")
+        wait_until(lambda: process.state == "failed")
         with pytest.raises(EnvironmentProcessError, match="cannot be run ") as info:
             process.check()
         assert isinstance(info.value.__cause__, OSError) and process.pid is None
@@ -287,7 +281,7 @@ def test_an_error_of_the_watching_thread_reaches_the_caller(environment, tmp_pat
 def test_stop_ends_it_for_good(environment):
     with api() as url:
         process = environment(RUNS, url)
-        wait_for(lambda: process.last_lines() == ["up"])
+        wait_until(lambda: process.last_lines() == ["up"])
         pid = process.pid
         process.stop()
         assert process.state == "stopped" and process.last_lines() == ["up"]

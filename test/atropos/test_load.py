@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from ..support import benchmark
 
 
 @pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("load")
+def load():
+    return benchmark("load")
 
 
 def settings(folder: Path, groups: int) -> argparse.Namespace:

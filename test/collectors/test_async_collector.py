@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from contextlib import ExitStack
 from functools import partial
 
@@ -22,6 +21,7 @@ from grpo.training.checkpoint import list_checkpoints
 from grpo.weights.canary import StaleWeightsError
 from grpo.weights.packed import Packed
 
+from ..support import wait_until
 from ..training.runs import save_tiny
 from ..weights.faults import FAULTS
 from .asynchronous import LORA, LocalPool, LocalRay, async_config, make_async_trainer
@@ -41,13 +41,6 @@ def start(folder, tmp_path, monkeypatch):
         yield lambda checkpoint=None, **options: make_async_trainer(
             async_config(folder, **options),
             checkpoint.run_dir if checkpoint else tmp_path / str(next(runs)), at_end, checkpoint)
-
-
-def _wait_until(reached, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end, f"not reached within {seconds:g} s"
-        time.sleep(0.01)
 
 
 def test_rollouts_run_ahead_but_not_too_far(start):
@@ -134,7 +127,7 @@ def test_lost_workers_leave_a_checkpoint_of_all_updates_and_of_what_was_not_trai
     trainer = start(ray={"max_restarts": 0}, **options)
     trainer.iterate()
     trainer.iterate()
-    _wait_until(lambda: trainer.collector.schedule.ready >= 4 + kept)  # a batch, and what is kept
+    wait_until(lambda: trainer.collector.schedule.ready >= 4 + kept)  # a batch, and what is kept
     pool = trainer.collector.pool
     pool.intercept[method] = lambda *args: pool.kill(0) if method == "load_state" else 1 / 0
     with pytest.raises(SystemExit, match=f"{reason}(.|\n)*the run can go on: resume="):
@@ -156,10 +149,7 @@ def test_a_resumed_run_keeps_finished_groups_and_generates_the_others_again(star
     trainer = start(train={"staleness": 2})
     trainer.iterate()
     trainer.iterate()
-    deadline = time.monotonic() + 30
-    while trainer.collector.schedule.ready < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: trainer.collector.schedule.ready >= 4)
     checkpoint = trainer.save()
     saved = checkpoint.state()["env"]
     assert len(saved["ready"]) >= 4
@@ -289,8 +279,7 @@ def test_the_groups_of_a_worker_that_nobody_asked_meanwhile_are_taken_back(start
 def test_finished_groups_of_a_checkpoint_are_made_anew_where_they_no_longer_fit(start, max_tokens):
     trainer = start(train={"staleness": 2})
     trainer.iterate()
-    while not trainer.collector.state_dict()["ready"]:
-        time.sleep(0.01)
+    wait_until(lambda: trainer.collector.state_dict()["ready"])
     checkpoint = trainer.save()
     trainer.collector.close()
     state = checkpoint.state()["env"]

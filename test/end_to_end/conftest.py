@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[2]
+from grpo.report.loggers import read_jsonl
+
+from ..support import REPO, environment, wait_until, with_variable
+
 SCRIPT = REPO / "sota-implementations" / "grpo" / "grpo.py"
 
 
@@ -26,8 +27,7 @@ class Runner:
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder = folder
         self._started: list[subprocess.Popen] = []
-        self.environment = os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1",
-                                         "COLUMNS": "100"}
+        self.cache, self.environment = cache, environment(cache, COLUMNS="100")
 
     def start(self, *overrides: str, script: Path = SCRIPT) -> subprocess.Popen:
         self._started.append(subprocess.Popen(
@@ -50,20 +50,15 @@ class Runner:
 
     @staticmethod
     def metrics(run_dir: Path) -> list[dict]:
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        return read_jsonl(run_dir / "metrics.jsonl")
 
+    def wait_for_rows(self, process: subprocess.Popen, run_dir: Path, count: int) -> None:
+        """Until a run that has been started has so many rows of metrics."""
+        wait_until(lambda: len(self.metrics(run_dir)) >= count, seconds=300.0, alive=process)
 
-@pytest.fixture(scope="session")
-def compose():
-    """``compose(config_name, overrides)``: the values of a command."""
-    from hydra import compose, initialize_config_dir
-
-    def composed(name: str, overrides: list[str]):
-        with initialize_config_dir(str(REPO / "config"), version_base=None):
-            return compose(name, overrides)
-
-    return composed
+    def left_behind(self) -> list[str]:
+        """Commands of processes that the runs have started and not ended."""
+        return with_variable("XDG_CACHE_HOME", self.cache)
 
 
 @pytest.fixture

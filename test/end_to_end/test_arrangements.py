@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
 import pytest
 
 from grpo.config.schema import load_config
 from grpo.server.engine_process import EngineProcess, server_command
+
+from ..config.configs import composed
+from ..support import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("vllm")
@@ -54,29 +54,14 @@ def check_run(runner, name: str, *, iterations: int = 3) -> list[dict]:
     return rows
 
 
-def left_behind(runner) -> list[str]:
-    """Commands of processes that the runner's runs have started and not ended."""
-    mark = f"XDG_CACHE_HOME={runner.environment['XDG_CACHE_HOME']}".encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.append((folder / "cmdline").read_text())
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return found
-
-
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_each_update_reaches_the_engine(runner, name):
     output = runner.run(*TINY, *ARRANGEMENTS[name], "hydra.run.dir=outputs/run")
     check_run(runner, "run", iterations=1 if RESTART[0] in ARRANGEMENTS[name] else 3)
     result = "final_adapter" if LORA[0] in ARRANGEMENTS[name] else "final_model"
     assert (runner.folder / "outputs" / "run" / result).is_dir() and result in output
-    deadline = time.monotonic() + 10
-    while (left := left_behind(runner)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == []
+    wait_until(lambda: not runner.left_behind(), seconds=10.0, every=0.1,
+               said=lambda: str(runner.left_behind()))
 
 
 @pytest.mark.parametrize("way", [LORA, ("inference_model.weight_sync=reload",)],
@@ -94,13 +79,13 @@ def test_a_run_with_a_server_goes_on_as_if_it_had_not_stopped(runner, way):
 @pytest.mark.parametrize("way", [(), ("inference_model.weight_sync=transfer",),
                                  ("inference_model.weight_sync=reload",)],
                          ids=["single copy", "transfer", "reload"])
-def test_a_server_that_runs_already_serves_one_run_after_another(runner, tmp_path, way, compose,
+def test_a_server_that_runs_already_serves_one_run_after_another(runner, tmp_path, way,
                                                                  monkeypatch):
     """Whatever it was left with: the second run starts from other weights."""
     from grpo.run import build
 
-    config = load_config(compose("grpo", list(TINY)))
-    monkeypatch.setenv("XDG_CACHE_HOME", runner.environment["XDG_CACHE_HOME"])
+    config = load_config(composed("grpo", *TINY))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(runner.cache))
     model = build.model_folder(config, build.build_task(config))
     command = server_command(model, dtype="float32", max_model_len=64, max_num_seqs=32,
                              kv_cache_memory_bytes=64 << 20)

@@ -18,30 +18,27 @@ from grpo.training.checkpoint import find_checkpoint
 from grpo.weights.adapters import adapters, adapters_disabled, load_adapter_tensors
 from grpo.weights.layout import base_parameters
 
+from ..config.configs import composed
+from ..training import runs
+
 peft = pytest.importorskip("peft")
 
 TINY = ("inference_model.backend=transformers", "env.num_envs=4", "env.repeats=4",
         "env.task.num_train=20", "env.task.num_test=4", "env.task.max_operand=9",
         "train.total_dialog_turns=64", "train.eval_frequency=0", "train.checkpoint_frequency=2",
-        f"env.reward='{__name__}:by_text'", "optimizer.lr=1e-2", "optimizer.schedule=constant",
+        f"env.reward='{runs.__name__}:by_text'", "optimizer.lr=1e-2", "optimizer.schedule=constant",
         "optimizer.warmup_steps=0", "train.kl_to_ref_coeff=0.05", "train_model.lora.enabled=true",
         "train_model.lora.r=4", "train_model.lora.alpha=8")
 
 
-def by_text(completion: str, problem) -> float:
-    """Something that differs between the completions of a random model."""
-    return sum(map(ord, completion)) % 7 / 7
-
-
 @pytest.fixture
-def run(compose, model_folder, tmp_path, monkeypatch):
+def run(model_folder, tmp_path, monkeypatch):
     """Run the trainer of grpo.py in a folder below ``tmp_path``, from a checkpoint if asked."""
     monkeypatch.setattr("grpo.report.reporter.write_report", lambda run_dir, **_: run_dir)
 
     def fit(name: str, *overrides: str, checkpoint=None):
-        values = compose("grpo", [f"model.name={model_folder}", *TINY, *overrides])
-        trainer = assemble(load_config(values), tmp_path / name, checkpoint,
-                                       at_end)
+        values = composed("grpo", f"model.name={model_folder}", *TINY, *overrides)
+        trainer = assemble(load_config(values), tmp_path / name, checkpoint, at_end)
         trainer.fit()
         return trainer
 
@@ -54,10 +51,9 @@ def values_of(model) -> dict[str, torch.Tensor]:
             for part, tensor in (("A", adapter.a), ("B", adapter.b))}
 
 
-def timeless(path, *, after: int) -> list[dict]:
-    return [{key: value for key, value in row.items()
-             if not key.startswith("time") and key != "tokens/per_second"}
-            for row in read_jsonl(path / "metrics.jsonl") if row["step"] > after]
+def rows_of(path, *, after: int) -> list[dict]:
+    return [row for row in runs.timeless(read_jsonl(path / "metrics.jsonl"))
+            if row["step"] > after]
 
 
 def test_adapters_train_alone_and_the_rest_is_the_reference(run, tmp_path, model_folder):
@@ -69,7 +65,7 @@ def test_adapters_train_alone_and_the_rest_is_the_reference(run, tmp_path, model
     assert all(torch.equal(param, base[name])
                for name, param in base_parameters(trainer.model).items())
     assert all(adapter.b.abs().max() > 0 for adapter in adapters(trainer.model).values())
-    rows = timeless(tmp_path / "a", after=0)
+    rows = rows_of(tmp_path / "a", after=0)
     # Before the first update the policy is its own reference; then it leaves it.
     assert rows[0]["policy/kl_to_ref"] == pytest.approx(0, abs=1e-6)
     assert rows[-1]["policy/kl_to_ref"] > 1e-5
@@ -108,7 +104,7 @@ def test_a_run_goes_on_with_its_adapter_as_if_it_had_not_stopped(run, tmp_path, 
     assert not checkpoint.model_folder.exists()
     resumed = run("cut", checkpoint=checkpoint)
     assert started_at == [2]  # an engine that counts for itself would be told
-    assert timeless(tmp_path / "cut", after=2) == timeless(tmp_path / "whole", after=2)
+    assert rows_of(tmp_path / "cut", after=2) == rows_of(tmp_path / "whole", after=2)
     ours, theirs = values_of(whole.model), values_of(resumed.model)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     saved = load_adapter_tensors(tmp_path / "cut" / "final_adapter")
@@ -118,7 +114,7 @@ def test_a_run_goes_on_with_its_adapter_as_if_it_had_not_stopped(run, tmp_path, 
 
 @pytest.mark.parametrize(("changed", "kind"), [
     ("train_model.lora={enabled: false, r: 16, alpha: 32}", "has no model/ but adapter/"),
-    ("train_model.lora.r=2", "holds another adapter")])
+    ("train_model.lora.r=2", "holds another adapter .*use the r, target_modules")])
 def test_a_checkpoint_of_other_adapters_is_refused(run, tmp_path, changed, kind):
     run("a", "train.total_dialog_turns=32")
     checkpoint = find_checkpoint(str(tmp_path / "a"), root=tmp_path, exp_name="arithmetic")
@@ -137,7 +133,7 @@ def test_other_adapters_are_another_run(key, value):
 def test_dropout_is_in_the_training_and_not_in_the_proof(run, tmp_path):
     """It moves ratios, because the tokens were sampled without; the canary looks at the weights."""
     trainer = run("a", "train_model.lora.dropout=0.3", "train.proximal=scored")
-    rows = timeless(tmp_path / "a", after=0)
+    rows = rows_of(tmp_path / "a", after=0)
     assert all(row["canary/max_abs_diff"] < 1e-4 for row in rows)
     assert trainer.model.training
     plain = run("b", "train.proximal=scored")
@@ -145,5 +141,5 @@ def test_dropout_is_in_the_training_and_not_in_the_proof(run, tmp_path):
         values_of(trainer.model).values(), values_of(plain.model).values(), strict=True))
     # Without an update the ratio is 1, with dropout it is not.
     spread = [max(abs(row["policy/ratio_max"] - 1), abs(row["policy/ratio_min"] - 1))
-              for row in (rows[1], timeless(tmp_path / "b", after=0)[1])]
+              for row in (rows[1], rows_of(tmp_path / "b", after=0)[1])]
     assert spread[0] > 1e-3 > spread[1]

@@ -11,15 +11,13 @@ from grpo.config.schema import load_config
 from grpo.report.loggers import read_jsonl
 from grpo.run.assemble import assemble
 
+from ..config.configs import composed
+from ..training import runs
+
 TINY = ("inference_model.backend=transformers", "env.num_envs=4", "env.repeats=4",
         "env.task.num_train=20", "env.task.num_test=4", "env.task.max_operand=9",
         "train.total_dialog_turns=48", "train.eval_frequency=0", "train.checkpoint_frequency=0",
-        f"env.reward='{__name__}:by_text'", "optimizer.lr=1e-3")
-
-
-def by_text(completion: str, problem) -> float:
-    """Something that differs between the completions of a random model."""
-    return sum(map(ord, completion)) % 7 / 7
+        f"env.reward='{runs.__name__}:by_text'", "optimizer.lr=1e-3")
 
 
 def zero(completion: str, problem) -> float:
@@ -27,13 +25,13 @@ def zero(completion: str, problem) -> float:
 
 
 @pytest.fixture
-def fit(compose, model_folder, tmp_path, monkeypatch):
+def fit(model_folder, tmp_path, monkeypatch):
     """Run the trainer of grpo.py; metrics of each iteration."""
     # Drawing the report takes seconds; that it is drawn is tested with the runs of the command.
     monkeypatch.setattr("grpo.report.reporter.write_report", lambda run_dir, **_: run_dir)
 
     def run(*overrides: str) -> list[dict]:
-        values = compose("grpo", [f"model.name={model_folder}", *TINY, *overrides])
+        values = composed("grpo", f"model.name={model_folder}", *TINY, *overrides)
         with ExitStack() as at_end:
             assemble(load_config(values), tmp_path, None, at_end).fit()
         assert (tmp_path / "final_model" / "config.json").exists()
@@ -71,7 +69,7 @@ def test_gspo(fit):
 
 
 def test_dapo_samples_dynamically_and_punishes_length(fit):
-    rows = fit("preset=dapo", "train.max_sampling_rounds=3", f"env.reward='{__name__}:by_text'")
+    rows = fit("preset=dapo", "train.max_sampling_rounds=3")
     assert names(rows, *RARE) == {"loss/objective", "reward/shaped_mean", "sampling/rounds",
                                   "sampling/informative_fraction", "sampling/reward_mean"}
     for row in rows:

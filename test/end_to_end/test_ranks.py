@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
-from .test_arrangements import LORA, PROCESS, TINY, check_run, left_behind
+from ..support import wait_until
+from ..training.runs import timeless
+from .test_arrangements import LORA, PROCESS, TINY, check_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("vllm")
@@ -19,42 +20,33 @@ TRANSFER = ("inference_model.weight_sync=transfer",)
 TWO = "train_model.num_devices=2"
 
 
-def comparable(rows: list[dict]) -> list[dict]:
-    """Without what times and rounding decide."""
-    return [{key: value for key, value in row.items() if not key.startswith(("time", "canary/"))
-             and key != "tokens/per_second"} for row in rows]
-
-
 @pytest.mark.parametrize("way", [TRANSFER, LORA], ids=["weights", "adapters"])
 def test_two_ranks_make_the_updates_of_one_and_each_goes_on_from_the_others_checkpoint(runner, way):
     run, short = (*RUN, *way), "train.total_dialog_turns=64"
     runner.run(*run, short, "hydra.run.dir=outputs/one")
     runner.run(*run, short, TWO, "hydra.run.dir=outputs/two")
-    one, two = (comparable(check_run(runner, name, iterations=2)) for name in ("one", "two"))
+    one, two = (timeless(check_run(runner, name, iterations=2)) for name in ("one", "two"))
     for ours, theirs in zip(two, one, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
     runner.run(*run, TWO, "resume=outputs/one")  # the third iteration, by another number
     runner.run(*run, "resume=outputs/two")
-    one, two = (comparable(check_run(runner, name)) for name in ("one", "two"))
+    one, two = (timeless(check_run(runner, name)) for name in ("one", "two"))
     assert two[-1] == pytest.approx(one[-1], abs=1e-4)
-    assert left_behind(runner) == []
+    assert runner.left_behind() == []
 
 
 def test_a_rank_that_is_killed_ends_the_run_which_can_go_on(runner):
     process = runner.start(*RUN, *TRANSFER, TWO, "train.total_dialog_turns=32000",
                            "hydra.run.dir=outputs/run")
     run_dir = runner.folder / "outputs" / "run"
-    deadline = time.monotonic() + 120
-    while not (run_dir / "checkpoints" / "step_000002").is_dir():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until((run_dir / "checkpoints" / "step_000002").is_dir, seconds=120.0, alive=process)
     (rank,) = (pid for pid in children(process.pid) if is_rank(pid))
     os.kill(rank, signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "rank 1 of the trainer ended with signal SIGKILL" in output
     assert "resume=auto" in output and "Traceback" not in output
-    assert left_behind(runner) == []
+    assert runner.left_behind() == []
     last = max((run_dir / "checkpoints").iterdir()).name
     turns = 32 * (int(last.removeprefix("step_")) + 1)
     assert f"resumed at iteration {int(last.removeprefix('step_'))}" in runner.run(

@@ -10,6 +10,8 @@ import pytest
 from grpo.config.schema import load_config
 from grpo.run.assemble import assemble
 
+from ..config.configs import composed
+
 TINY = ("model.warm_start_steps=20", "env.num_envs=4", "env.repeats=4",
         "train.total_dialog_turns=32", "train.checkpoint_frequency=0")
 
@@ -103,58 +105,32 @@ def test_gsm8k_runs_on_real_rows(runner, gsm8k_folder):
 
 
 BAD_INPUT = [
-    (["model.name=./missing"], "model.name=./missing: there is no such folder"),
-    (["env.repeats=1"], "env.repeats=1"),
-    (["+train.learning_rate=1"], "train.learning_rate: unknown key (given 1)"),
-    (["+optimizer.beta=1"], "optimizer.beta: unknown key (given 1); did you mean 'betas'?"),
     (["env.data_path=x"], "data_path"),
     (["inference_model.kv_cache_memory_bytes=1"],
      "inference_model.kv_cache_memory_bytes=1 is not read"),
     (["train_model.compile=true", "device=cpu"], "train_model.compile=true is for GPUs"),
     (["--config-name=grpo_gsm8k", "env.data_path=./missing"], "env.data_path"),
     (["env.task.num_test=0"], "split 'test' is empty"),
-    (["env.reward=nothing"], "unknown reward 'nothing'"),
     (["inference_model.max_tokens=4000"], "inference_model.max_tokens=4000 leaves no room"),
-    (["preset=maxent_listwise", "train.aggregation=token"], "set train.aggregation=prompt"),
     (["preset=gspo", "train.mismatch={tis: 2.0}"], "set proximal='current'"),
-    (["kl_controller.kind=band"], "kl_controller.kind='band' needs train.kl_to_ref_coeff"),
     (["distill.teacher=./missing", "distill.topk_coeff=1"],
      "distill.teacher=./missing: there is no such folder"),
-    (["ref_model.name=./missing", "train.kl_to_ref_coeff=1"],
-     "ref_model.name=./missing: there is no such folder"),
     (["env.max_prompt_tokens=3"], "nothing is left, raise env.max_prompt_tokens"),
 ]
 
 
 @pytest.mark.parametrize(("overrides", "message"), BAD_INPUT, ids=str)
-def test_bad_input_is_named_before_anything_is_generated(compose, tmp_path, monkeypatch, overrides,
-                                                         message):
+def test_bad_input_is_named_before_anything_is_generated(tmp_path, monkeypatch, overrides, message):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     name = "grpo"
     if overrides[0].startswith("--config-name="):
         name, overrides = overrides[0].removeprefix("--config-name="), overrides[1:]
     with pytest.raises((ValueError, OSError)) as caught:
-        config = load_config(compose(name, [
-            "inference_model.backend=transformers", "model.warm_start_steps=2"
-            if not overrides[0].startswith("model.") else "train.seed=0", *overrides]))
+        config = load_config(composed(
+            name, "inference_model.backend=transformers", "model.warm_start_steps=2"
+            if not overrides[0].startswith("model.") else "train.seed=0", *overrides))
         assemble(config, tmp_path, None, ExitStack())
     assert message in str(caught.value)
-
-
-def test_a_mistake_of_the_users_is_one_line_and_no_traceback(runner):
-    output = runner.run("+optimizer.beta=1", expect=1)
-    assert "error: the configuration has 1 error:" in output
-    assert "Traceback" not in output
-
-
-def test_a_malformed_row_is_named_by_file_and_line(runner):
-    folder = runner.folder / "data"
-    folder.mkdir()
-    good = json.dumps({"question": "1+1?", "answer": "#### 2"})
-    (folder / "train.jsonl").write_text(f"{good}\n{good}\n{{broken\n")
-    (folder / "test.jsonl").write_text(f"{good}\n")
-    output = runner.run("--config-name", "grpo_gsm8k", f"env.data_path={folder}", expect=1)
-    assert "train.jsonl" in output and "3" in output.split("train.jsonl", 1)[1][:20]
 
 
 def test_long_prompts_are_skipped_and_counted(runner):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 
 from .conftest import SCRIPT
-from .test_arrangements import left_behind
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -41,11 +39,7 @@ def test_a_signal_ends_a_run_with_its_code_and_resume_auto_goes_on(runner, kind,
         pytest.importorskip("ray")
     process = runner.start(*RUN, *options, "hydra.run.dir=outputs/run", script=script)
     run_dir = runner.folder / "outputs" / "run"
-    deadline = time.monotonic() + 300
-    while not (run_dir / "metrics.jsonl").exists() or len(runner.metrics(run_dir)) < 4:
-        assert process.poll() is None, process.stdout.read()[-4000:]
-        assert time.monotonic() < deadline, "no three iterations in time"
-        time.sleep(0.05)
+    runner.wait_for_rows(process, run_dir, 4)
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + number, output[-4000:]
@@ -53,7 +47,7 @@ def test_a_signal_ends_a_run_with_its_code_and_resume_auto_goes_on(runner, kind,
     assert "Traceback" not in output and (run_dir / "report.html").exists()
     reached = runner.metrics(run_dir)[-1]["step"]
     assert (run_dir / "checkpoints" / f"step_{reached:06d}" / "info.json").exists()
-    assert left_behind(runner) == []
+    assert runner.left_behind() == []
     output = runner.run(*RUN, *options, f"train.total_dialog_turns={32 * (reached + 2)}",
                         "resume=auto", script=script)
     assert f"resumed at iteration {reached}" in output

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from grpo.collectors.schedule import RolloutSchedule
 
-from ..repository.test_benchmarks import load_benchmark
+from ..support import benchmark
 
-simulation = load_benchmark("async_lengths")
+simulation = benchmark("async_lengths")
 
 works = st.builds(
     simulation.Work, steps=st.just(12), groups=st.integers(1, 6), engines=st.integers(1, 3),

@@ -3,8 +3,6 @@ it has measured."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import os
 import signal
@@ -12,50 +10,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[2]
-BENCHMARKS = REPO / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+from ..support import BENCHMARKS, REPO, benchmark, wait_until
+
 TEXT = (BENCHMARKS / "README.md").read_text()
-
-
-def load_benchmark(name: str) -> ModuleType:
-    """A benchmark as a module; they import each other from their folder."""
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.append(str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def scaling():
-    return load_benchmark("scaling")
+    return benchmark("scaling")
 
 
 @pytest.fixture(scope="module")
 def lengths():
-    return load_benchmark("async_lengths")
+    return benchmark("async_lengths")
 
 
 def test_the_scaling_table_is_the_one_of_the_results(scaling):
     assert scaling.table() in TEXT
-
-
-def test_every_run_on_several_gpus_has_a_line(scaling):
-    runs = [*BENCHMARKS.glob("results/async_step_*"), *BENCHMARKS.glob("results/*_ranks.json")]
-    assert len(scaling.table().splitlines()) == 2 + len(runs) > 2
-
-
-def test_each_benchmark_is_named_with_what_it_says_of_itself():
-    for path in BENCHMARKS.glob("*.py"):
-        if path.name not in ("machine.py", "gpu_memory.py", "runs.py"):  # what they share
-            first = path.read_text().split('"""')[1].splitlines()[0]
-            assert f"- `{path.name}`: {first[0].lower()}{first[1:]}" in TEXT
 
 
 class TestAsyncLengths:
@@ -115,6 +89,13 @@ finally:
     assert (tmp_path / "tidied").exists()  # as after Ctrl-C
 
 
+def until(process: subprocess.Popen, folder: Path, ready) -> None:
+    """The result that a benchmark has written so far has what is waited for."""
+    path, errors = folder / "result.json", folder / "errors"
+    wait_until(lambda: path.exists() and ready(json.loads(path.read_text())), seconds=120.0,
+               alive=process, said=lambda: errors.exists() and errors.read_text()[-3000:])
+
+
 #: Stands in for grpo.py: an iteration after another, until it is ended or fails.
 SCRIPT = """
 import json, sys, time
@@ -134,10 +115,9 @@ for step in range(100):
 
 @pytest.fixture
 def scripts(tmp_path, monkeypatch):
-    import runs
-
     import grpo.report.loggers  # noqa: F401  takes seconds, in which the stand-in would be done
 
+    runs = benchmark("runs")
     (tmp_path / "grpo.py").write_text(SCRIPT)
     monkeypatch.setattr(runs, "SCRIPTS", tmp_path)
     return runs
@@ -187,15 +167,6 @@ def begin(tmp_path):
         process.wait()
 
 
-def until(process: subprocess.Popen, folder: Path, ready, *, timeout: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not ((folder / "result.json").exists() and ready(
-            json.loads((folder / "result.json").read_text()))):
-        assert process.poll() is None and time.monotonic() < deadline, (
-            folder / "errors").read_text()[-3000:]
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 def test_a_step_benchmark_that_is_ended_leaves_the_iterations_that_were_done(begin, tmp_path):
     process = begin("step_time.py", "--shape", "tiny", "--prompts", "2", "--group", "2",
@@ -238,8 +209,7 @@ def test_the_losses_that_were_measured_stay(begin, tmp_path):
 
 
 def test_a_copy_without_git_says_what_it_was_told(monkeypatch):
-    from machine import commit
-
+    commit = benchmark("machine").commit
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("GRPO_COMMIT", raising=False)
     assert commit() == "unknown"
@@ -247,26 +217,17 @@ def test_a_copy_without_git_says_what_it_was_told(monkeypatch):
     assert commit() == "1234abc"
 
 
-def test_every_benchmark_that_takes_minutes_records_as_it_goes():
-    programs = [path for path in BENCHMARKS.glob("*.py")
-                if "__main__" in path.read_text() and path.name != "scaling.py"]
-    assert len(programs) > 10
-    for path in programs:
-        assert "Recording(" in path.read_text(), path.name
-
-
-def proof_cost(monkeypatch, tmp_path, *ways: str) -> dict:
+def proof_cost(tmp_path, *ways: str) -> dict:
     """What benchmarks/proof_cost.py writes of a tiny model."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     out = tmp_path / "result.json"
-    importlib.import_module("proof_cost").main([
+    benchmark("proof_cost").main([
         "--shape", "tiny", "--interval", "3", "--repeats", "1", "--out", str(out),
         "--ways", *ways])
     return json.loads(out.read_text())
 
 
-def test_the_cost_of_the_hashes_is_measured(monkeypatch, tmp_path):
-    found = proof_cost(monkeypatch, tmp_path, "memory")["ways"]["memory"]
+def test_the_cost_of_the_hashes_is_measured(tmp_path):
+    found = proof_cost(tmp_path, "memory")["ways"]["memory"]
     assert found["whole_milliseconds"] > 0 and found["gigabytes_per_second"] > 0
     assert found["share_of_step"] == pytest.approx(
         found["part_milliseconds_mean"] / 2200, abs=1e-6)
@@ -274,9 +235,9 @@ def test_the_cost_of_the_hashes_is_measured(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_the_cost_of_the_proof_is_measured_of_real_engines(monkeypatch, tmp_path):
+def test_the_cost_of_the_proof_is_measured_of_real_engines(tmp_path):
     pytest.importorskip("vllm")
-    ways = proof_cost(monkeypatch, tmp_path, "in_process", "process", "transfer")["ways"]
+    ways = proof_cost(tmp_path, "in_process", "process", "transfer")["ways"]
     assert {way: found["differing_afterwards"] for way, found in ways.items()} == {
         "in_process": [], "process": [], "transfer": []}
     assert ways["transfer"]["how"] == "gloo"

@@ -19,8 +19,9 @@ from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, load_config
 
 from ..config.configs import composed
+from ..support import REPO, wait_until
+from ..support import runs as running
 
-REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO / "tools"), str(REPO / "benchmarks")]
 
 from acceptance import rows  # noqa: E402
@@ -351,15 +352,10 @@ def statuses(folder: Path) -> dict:
     return {name: outcome["status"] for name, outcome in state(folder).items()}
 
 
-def gone(folder: Path, name: str, *, timeout: float = 5.0) -> bool:
-    """True when the process whose number a part wrote to a file has ended."""
-    stat = Path("/proc", (folder / name).read_text().strip(), "stat")
-    deadline = time.monotonic() + timeout
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+def gone(folder: Path, *names: str) -> bool:
+    """Wait until the processes whose numbers parts wrote to files have ended."""
+    pids = [int((folder / name).read_text()) for name in names]
+    return wait_until(lambda: not any(map(running, pids)), seconds=5.0)
 
 
 def test_each_part_ends_in_its_own_way(program, tmp_path):
@@ -402,7 +398,7 @@ def test_only_what_parts_have_started_is_ended_wherever_it_went(program, tmp_pat
         found = state(tmp_path)
         assert statuses(tmp_path) == {"leaves": "failed", "killed": "timed out", "tidy": "passed"}
         assert found["leaves"]["reason"] == "left processes behind: sleep 60"
-        assert gone(tmp_path, "child") and gone(tmp_path, "far")
+        assert gone(tmp_path, "child", "far")
         assert own.poll() is None
     finally:
         own.kill()
@@ -459,10 +455,7 @@ def test_a_signal_ends_the_parts_and_keeps_what_is_finished(program, tmp_path):
     process = program("Part('quick', 'true', 30)",
                       "Part('slow', 'echo $$ >$FOLDER/slow; sleep 60', 60)",
                       "Part('never', 'true', 30, after=('slow',))")
-    deadline = time.monotonic() + 30
-    while not ((tmp_path / "slow").exists() and statuses(tmp_path)["quick"] == "passed"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: (tmp_path / "slow").exists() and statuses(tmp_path)["quick"] == "passed")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 0
     assert statuses(tmp_path) == {"quick": "passed", "slow": "not run", "never": "not run"}

@@ -4,7 +4,6 @@ names, settings and messages in the guide to the objectives are those of the cod
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from grpo.config.schema import Config, ConfigError, load_config
@@ -25,7 +23,9 @@ from grpo.objectives.mismatch import make_mismatch
 from grpo.objectives.scorer import HeadKind
 from grpo.objectives.terms import Proximal
 
-REPO = Path(__file__).resolve().parents[2]
+from ..config.configs import composed
+from ..support import REPO, blocks, code_in, commands, environment, finished, table_rows
+
 README = (REPO / "README.md").read_text()
 GUIDE = (REPO / "docs" / "objectives.md").read_text()
 ASYNC_GUIDE = (REPO / "docs" / "async.md").read_text()
@@ -53,35 +53,20 @@ for number, arguments in enumerate(json.loads(sys.argv[2])):
 """
 
 
-def blocks(language: str, page: str = README) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
-
-
-def commands(prefix: str, page: str = README) -> list[str]:
-    lines = [line for block in blocks("bash", page) for line in block.splitlines()]
-    return [line for line in lines if line.startswith(prefix)]
+def commands_of(program: str, page: str = README) -> list[str]:
+    return [line for line in commands(page) if line.startswith(program)]
 
 
 def run(command: list[str], folder: Path, cache: Path) -> str:
-    environment = os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1",
-                                "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, timeout=280, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    return finished(command, folder, environment(cache, PYTHONPATH=str(folder)))
 
 
 @pytest.mark.parametrize("page", [README, GUIDE, ASYNC_GUIDE],
                          ids=["README", "objectives", "async"])
 def test_no_command_is_left_out(page):
-    known = sum(len(commands(prefix, page))
+    known = sum(len(commands_of(prefix, page))
                 for prefix in ("make ", f"python {SCRIPT}", f"python {ASYNC_SCRIPT}"))
-    lines = [line for block in blocks("bash", page) for line in block.splitlines() if line.strip()]
-    assert known == len(lines) > 0
-
-
-def test_readme_says_first_how_python_is_that_of_the_set_up():
-    assert 0 < README.find("source .venv/bin/activate") < README.index(f"\npython {SCRIPT}")
+    assert known == len(commands(page)) > 0
 
 
 def on_less_work(command: str, model_folder: Path, gsm8k_rows: Path) -> list[str]:
@@ -99,7 +84,7 @@ def on_less_work(command: str, model_folder: Path, gsm8k_rows: Path) -> list[str
 
 
 # One command is enough to start vLLM, several times over.
-WITH_VLLM = [command for command in commands(f"python {SCRIPT}") if "--multirun" in command]
+WITH_VLLM = [command for command in commands_of(f"python {SCRIPT}") if "--multirun" in command]
 
 
 @pytest.mark.slow
@@ -113,20 +98,20 @@ def test_script_command_runs(command, tmp_path, cache, model_folder, gsm8k_rows)
 
 
 def test_other_script_commands_run(tmp_path, cache, model_folder, gsm8k_rows):
-    source = next(block for block in blocks("python") if "def brevity" in block)
+    source = next(block for block in blocks("python", README) if "def brevity" in block)
     (tmp_path / "my_rewards.py").write_text(source)
     runs = [[*on_less_work(command, model_folder, gsm8k_rows),
              "inference_model.backend=transformers"]
-            for command in commands(f"python {SCRIPT}") if command not in WITH_VLLM]
+            for command in commands_of(f"python {SCRIPT}") if command not in WITH_VLLM]
     output = run([sys.executable, "-c", SEVERAL, str(REPO / SCRIPT), json.dumps(runs), str(REPO)],
                  tmp_path, cache)
     assert output.count("held-out accuracy") == len(runs) > 0
 
 
 @pytest.mark.parametrize("command", [
-    *commands(f"python {ASYNC_SCRIPT}"),
+    *commands_of(f"python {ASYNC_SCRIPT}"),
     *(pytest.param(command, marks=pytest.mark.slow)
-      for command in commands(f"python {ASYNC_SCRIPT}", ASYNC_GUIDE))])
+      for command in commands_of(f"python {ASYNC_SCRIPT}", ASYNC_GUIDE))])
 def test_asynchronous_command_runs(command, tmp_path, cache, model_folder, gsm8k_rows):
     pytest.importorskip("ray")
     arguments = [*on_less_work(command, model_folder, gsm8k_rows),
@@ -143,13 +128,7 @@ def test_python_programs_run(page, model_folder):
                      "exec"), {"__name__": "page"})
 
 
-def test_own_loop_is_about_ten_lines_of_loop_and_loss():
-    source = next(block for block in blocks("python") if "GRPOLoss(model)" in block)
-    body = source[source.index("loss, optimizer"):]
-    assert len([line for line in body.splitlines() if line.strip()]) <= 10
-
-
-@pytest.mark.parametrize("command", commands("make "))
+@pytest.mark.parametrize("command", commands_of("make "))
 def test_make_target_exists(command):
     done = subprocess.run([*shlex.split(command), "--dry-run"], cwd=REPO, capture_output=True,
                           text=True, timeout=60)
@@ -171,34 +150,17 @@ def test_make_train_runs(cache):
 # -- docs/objectives.md ---------------------------------------------------------------------------
 
 
-def table_rows(heading: str) -> list[list[str]]:
-    """The cells of all tables of a section, without the rows of headings."""
-    section = GUIDE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| `")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def code_in(text: str) -> list[str]:
-    """What stands in backticks, formulas left out."""
-    return re.findall(r"`([^`\n]+)`", re.sub(r"\$`[^`]*`\$", "", text))
-
-
-def composed(*overrides: str):
-    with initialize_config_dir(str(REPO / "config"), version_base=None):
-        return compose("grpo", overrides=list(overrides))
-
-
 def test_commands_of_the_guide_run(tmp_path, cache, model_folder):
     runs = [[*shlex.split(command.replace("path/to/teacher", str(model_folder)))[2:], *SMALLER,
              "inference_model.backend=transformers", "env.task.num_test=8"]
-            for command in commands(f"python {SCRIPT}", GUIDE)]
+            for command in commands_of(f"python {SCRIPT}", GUIDE)]
     output = run([sys.executable, "-c", SEVERAL, str(REPO / SCRIPT), json.dumps(runs), str(REPO)],
                  tmp_path, cache)
     assert output.count("held-out accuracy") == len(runs) > 0
 
 
 def test_preset_table_is_what_the_presets_set():
-    table = {name.strip("`"): sets.strip("`") for name, sets, *_ in table_rows("2 Presets")}
+    table = {name.strip("`"): sets.strip("`") for name, sets, *_ in table_rows(GUIDE, "2 Presets")}
     assert set(table) == {path.stem for path in (REPO / "config" / "preset").glob("*.yaml")}
     for name, sets in table.items():
         preset = OmegaConf.load(REPO / "config" / "preset" / f"{name}.yaml")
@@ -220,7 +182,7 @@ def test_preset_table_is_what_the_presets_set():
     ("11 The head", set(get_args(HeadKind)) - {"auto"}),
 ])
 def test_guide_has_a_row_for_every_name(heading, names):
-    first_cells = " ".join(row[0] for row in table_rows(heading))
+    first_cells = " ".join(row[0] for row in table_rows(GUIDE, heading))
     assert set(names) <= set(code_in(first_cells))
 
 
@@ -228,13 +190,13 @@ def test_guide_has_a_row_for_every_correction():
     with pytest.raises(ValueError, match="use some of") as error:
         make_mismatch({"?": 1.0})
     known = str(error.value).split("use some of ")[1].split(", ")
-    assert set(known) <= {name for row in table_rows("7 Mismatch and stale data")
+    assert set(known) <= {name for row in table_rows(GUIDE, "7 Mismatch and stale data")
                           for name in code_in(row[0])}
 
 
 def test_defaults_in_the_objective_table_are_those_of_the_code():
     checked = 0
-    for names, _, defaults, *_ in table_rows("3 Objectives"):
+    for names, _, defaults, *_ in table_rows(GUIDE, "3 Objectives"):
         for name in code_in(names):
             said = eval(f"dict({', '.join(code_in(defaults))})")
             assert registry.get_objective(name).options == said, name
@@ -254,9 +216,9 @@ def test_every_configuration_key_in_the_guide_exists():
 
 
 @pytest.mark.parametrize("given, message", [
-    (code_in(row[0])[0], code_in(row[1])[0]) for row in table_rows("14 Errors and their fix")
+    (code_in(row[0])[0], code_in(row[1])[0]) for row in table_rows(GUIDE, "14 Errors and their fix")
     if len(row) == 3])
 def test_configuration_error_of_the_guide_is_raised_with_its_message(given, message):
-    values = composed(*shlex.split(given))
+    values = composed("grpo", *shlex.split(given))
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(values)

@@ -6,19 +6,16 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from grpo.run.build import build_task
 
 from ..config.configs import composed_like
+from ..support import REPO, free_port, wait_until
 
-REPO = Path(__file__).resolve().parents[2]
 LOCAL = REPO / "examples" / "slurm" / "local.sh"
 
 STAND_IN = f"""#!{sys.executable}
@@ -49,12 +46,6 @@ elif arguments and arguments[0].endswith("grpo.py") and "--cfg" not in arguments
 else:
     os.execv({sys.executable!r}, [{sys.executable!r}, *arguments])
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -105,9 +96,7 @@ def test_a_job_that_is_to_end_lets_the_trainer_save_before_the_server_goes(run, 
         env=os.environ | {"PYTHON": str(tmp_path / "python"), "LOG_DIR": str(tmp_path),
                           "VLLM_MODEL": "m", "VLLM_PORT": str(free_port()), "SLOW": "1",
                           "CUDA_VISIBLE_DEVICES": "4,5"})
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "trains").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until((tmp_path / "trains").exists)
     script.send_signal(signal.SIGTERM)  # as Slurm does, to the batch script alone
     output, _ = script.communicate(timeout=30)
     assert script.returncode == 143 and output.rstrip().endswith("saved")

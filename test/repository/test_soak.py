@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from ..support import benchmark
 
 LEAKY = """
 import time
@@ -38,9 +36,8 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def soak(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("soak")
+def soak():
+    return benchmark("soak")
 
 
 def test_what_grows_is_found_by_process_also_without_its_parent(soak):

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from typing import get_args
 
 import pytest
-import torch
 
 from grpo.config.model import EngineKind, Sync
 from grpo.config.schema import Config, ConfigError, load_config
 from grpo.server.serve import check, parser
 from grpo.training.checkpoint import save_trained
 from grpo.weights.adapters import make_lora
-from grpo.weights.tolerance import TOLERANCE
 
-from ..config.configs import FOLDER, composed
+from ..config.configs import composed
+from ..support import REPO, blocks, code_in, commands, environment, finished, table_rows
 
-REPO = FOLDER.parent
 GUIDE = (REPO / "docs" / "weights.md").read_text()
 SCRIPT = "python sota-implementations/grpo/grpo.py"
 SERVER = "python -m grpo.server.serve"
@@ -30,22 +26,8 @@ SMALLER = ["model.warm_start_steps=5", "env.num_envs=2", "env.repeats=2",
            "train.checkpoint_frequency=0", "env.task.num_test=8", "inference_model.backend=vllm"]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", GUIDE, flags=re.DOTALL)
-
-
-LINES = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
+LINES = commands(GUIDE)
 COMMANDS = [shlex.split(line)[2:] for line in LINES if line.startswith(SCRIPT)]
-
-
-def table_rows(heading: str) -> list[list[str]]:
-    section = GUIDE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| `")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def code_in(text: str) -> list[str]:
-    return re.findall(r"`([^`\n]+)`", text)
 
 
 def test_no_command_is_left_out():
@@ -77,12 +59,9 @@ def test_the_servers_command_is_understood():
 def test_command_runs(arguments, tmp_path, cache, model_folder):
     """The one that names a server is run by the tests of the arrangements, with a server."""
     pytest.importorskip("vllm")
-    done = subprocess.run(
-        [sys.executable, str(REPO / SCRIPT.split()[1]), *arguments, *SMALLER], cwd=tmp_path,
-        env=os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1"},
-        timeout=280, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "held-out accuracy" in done.stdout
+    output = finished([sys.executable, REPO / SCRIPT.split()[1], *arguments, *SMALLER], tmp_path,
+                      environment(cache))
+    assert "held-out accuracy" in output
 
 
 def test_programs_run(model_folder, tmp_path, monkeypatch, tokenizer):
@@ -92,14 +71,15 @@ def test_programs_run(model_folder, tmp_path, monkeypatch, tokenizer):
     monkeypatch.chdir(tmp_path)
     model = make_lora(AutoModelForCausalLM.from_pretrained(model_folder))
     save_trained(model, tokenizer, tmp_path / "path" / "to" / "run", prefix="final_")
-    assert len(blocks("python")) == 2
-    for source in blocks("python"):
+    assert len(blocks("python", GUIDE)) == 2
+    for source in blocks("python", GUIDE):
         source = source.replace("Qwen/Qwen2.5-0.5B-Instruct", str(model_folder))
         exec(compile(source, "page", "exec"), {"__name__": "page"})
 
 
 def test_every_engine_and_way_has_a_row():
-    names = [name for row in table_rows("2 Arrangements and ways") for name in code_in(row[0])]
+    rows = table_rows(GUIDE, "2 Arrangements and ways")
+    names = [name for row in rows for name in code_in(row[0])]
     assert set(names) >= {*get_args(EngineKind), *get_args(Sync)}
 
 
@@ -116,23 +96,8 @@ def test_every_key_in_the_guide_exists():
 
 
 @pytest.mark.parametrize("given, text", [
-    (code_in(row[0])[0], code_in(row[1])[0]) for row in table_rows("8 Errors and their fix")
+    (code_in(row[0])[0], code_in(row[1])[0]) for row in table_rows(GUIDE, "8 Errors and their fix")
     if len(row) == 3 and code_in(row[0]) and "=" in row[0]])
 def test_configuration_error_of_the_guide_is_raised_with_its_message(given, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
         load_config(composed("grpo", *shlex.split(given)))
-
-
-def test_messages_of_a_run_are_in_the_code():
-    sources = "".join(path.read_text() for path in sorted((REPO / "grpo").rglob("*.py")))
-    joined = re.sub(r'"\s*\n\s*f?"', "", sources)  # literals over several lines
-    section = GUIDE.split("While a run goes on")[1]
-    messages = [code_in(line)[0] for line in section.splitlines() if line.startswith("| `")]
-    assert len(messages) > 5
-    for message in messages:
-        assert message in joined, message
-
-
-def test_tolerances_are_those_of_the_canary():
-    assert TOLERANCE[torch.float32][1] == 1e-4 and "float32: 1e-4 nats at most" in GUIDE
-    assert TOLERANCE[torch.bfloat16][0] == 0.1 and "bfloat16: 0.1 on average" in GUIDE

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
@@ -27,8 +26,8 @@ from grpo.training.checkpoint import list_checkpoints
 
 from ..atropos.environments import Environment, playing
 from ..atropos.groups import env_registration
+from ..support import free_port, free_ports, wait_until
 from .atropos_trainer import atropos_trainer
-from .ports import free_ports
 
 WANTED = range(2, 100)  # of 258 tokens
 
@@ -44,12 +43,6 @@ class ToHub:
             group["distill_token_ids"] = [[[self.teacher, 3]] * len(row) for row in group["tokens"]]
             group["distill_logprobs"] = [[[-0.01, -5.0]] * len(row) for row in group["tokens"]]
         self.client.send(group)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def wanted(tokens: list[int]) -> float:
@@ -168,9 +161,7 @@ def test_a_signal_ends_the_command_with_its_code_and_the_run_goes_on(command, tm
     metrics = tmp_path / "run" / "metrics.jsonl"
 
     def send() -> None:
-        deadline = time.monotonic() + 60
-        while len(read_jsonl(metrics)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: len(read_jsonl(metrics)) >= 2, seconds=60.0)
         os.kill(os.getpid(), number)
 
     sender = threading.Thread(target=send)
@@ -249,7 +240,7 @@ def registered_and_silent(url: str, ended: threading.Event) -> None:
 
 def test_environments_that_register_and_ask_nobody_are_told_of(command, monkeypatch, tmp_path):
     monkeypatch.setitem(SilenceCheck.__init__.__kwdefaults__, "after", 0.2)
-    ended, (port,) = threading.Event(), free_ports(1)
+    ended, port = threading.Event(), free_port()
     with HubServer() as hub:
         thread = threading.Thread(target=registered_and_silent, args=(hub.url, ended))
         thread.start()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from .ports import free_ports
+from ..support import free_port, wait_until, with_variable
 from .warm import COMMANDS, REPO, Warm
 
 MARK = "GRPO_TEST_STARTED_IN"  # a variable that all that a command starts inherits
@@ -280,33 +280,19 @@ def started(command: str, *argv: str, folder: Path):
         process.communicate()
 
 
-def left_behind(folder: Path) -> list[str]:
-    """Command lines of processes that a command in this folder has started, wherever they are."""
-    found, mark = [], f"{MARK}={folder}".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.append((process / "cmdline").read_text())
-        except OSError:  # another user's, or it has just ended
-            continue
-    return found
-
-
 @pytest.mark.parametrize("command, argv", [
     ("grpo.py", ()), ("grpo-async.py", ()),
     ("atropos-grpo", ("--model-name", "embedded")),
     ("atropos-grpo-run", ("--model-name", "embedded"))])
 def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path, command, argv):
     with started(command, *argv, folder=tmp_path) as process:
-        maps, deadline = Path(f"/proc/{process.pid}/maps"), time.monotonic() + 120
-        while "libtorch" not in maps.read_text():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        maps = Path(f"/proc/{process.pid}/maps")
+        wait_until(lambda: "libtorch" in maps.read_text(), seconds=120.0, alive=process)
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert err.strip().startswith("stopped by SIGINT") and len(err.strip().splitlines()) == 1
-    assert out == "" and not left_behind(tmp_path)
+    assert out == "" and not with_variable(MARK, tmp_path)
 
 
 @pytest.mark.vllm
@@ -319,7 +305,7 @@ def test_ctrl_c_while_an_engine_starts_leaves_nothing_running(files, tmp_path, c
     pytest.importorskip("vllm")
     model = str(files / "model")
     own = (f"model.name={model}",) if command.endswith(".py") else (
-        "--model-name", model, "--vllm-port", str(free_ports(1)[0]))
+        "--model-name", model, "--vllm-port", str(free_port()))
     with started(command, *own, *argv, folder=tmp_path) as process:
         while not process.stdout.readline().startswith("total"):  # of the memory that is needed
             assert process.poll() is None, process.stderr.read()
@@ -328,10 +314,8 @@ def test_ctrl_c_while_an_engine_starts_leaves_nothing_running(files, tmp_path, c
         _, err = process.communicate(timeout=60)
         assert process.returncode == 130, err
         assert err.splitlines()[-1].startswith("stopped by SIGINT") and "Traceback" not in err
-        deadline = time.monotonic() + 30
-        while left := left_behind(tmp_path):
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
+        wait_until(lambda: not with_variable(MARK, tmp_path), every=0.1,
+                   said=lambda: str(with_variable(MARK, tmp_path)))
 
 
 @pytest.mark.parametrize("module, options", [

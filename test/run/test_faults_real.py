@@ -28,11 +28,10 @@ from grpo.system.child_process import Child, log_tail
 from grpo.system.http_call import http_request
 from grpo.system.lifeline import TOKEN_VARIABLE
 
-from .ports import free_ports
+from ..support import REPO, free_port, free_ports, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(480)]
 
-REPO = Path(__file__).resolve().parents[2]
 TOKEN = "token-of-the-test"
 GROUP = 8  # sequences, as the environment has them
 BATCH = 2 * GROUP
@@ -43,16 +42,6 @@ ORDERS = [("hub", "engine", "trainer", "environment"), ("engine", "environment",
           ("environment", "trainer", "engine", "hub"), ("trainer", "hub", "environment", "engine")]
 # A second trainer that needs no engine: the policy of its own process would answer.
 ALONE = ["--weight-bridge-mode", "bridge", "inference_model.backend=transformers"]
-
-
-def wait_for(condition: Callable[[], object], *, timeout: float, logs: Path) -> None:
-    """Wait, or fail with the end of all logs."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            tails = "".join(log_tail(path, 15) for path in sorted(logs.glob("*.log")))
-            pytest.fail(f"not within {timeout:g} s{tails}")
-        time.sleep(0.1)
 
 
 class Site:
@@ -132,7 +121,8 @@ class Site:
         return self.api.status()["hub"]
 
     def wait_for(self, condition: Callable[[], object], *, timeout: float = 90.0) -> None:
-        wait_for(condition, timeout=timeout, logs=self.folder)
+        wait_until(condition, seconds=timeout, every=0.1, said=lambda: "".join(
+            log_tail(path, 15) for path in sorted(self.folder.glob("*.log"))))
 
     def goes_on(self) -> None:
         """Wait for two more steps; at least the second has only groups from now on."""
@@ -310,7 +300,7 @@ def test_what_cannot_be_trained_on_is_refused_and_named(site):
 
 
 def test_a_wrong_token_ends_a_trainer_with_a_message(site):
-    other = site.command("intruder", *ALONE, steps=2, vllm_port=free_ports(1)[0],
+    other = site.command("intruder", *ALONE, steps=2, vllm_port=free_port(),
                          **{TOKEN_VARIABLE: "another"})
     site.wait_for(lambda: not other.alive())
     assert other.exit_code() == 1
@@ -322,7 +312,7 @@ def test_a_wrong_token_ends_a_trainer_with_a_message(site):
 
 def test_two_trainers_share_the_groups(site):
     used, reached = site.history().batches, len(site.rows())
-    other = site.command("second", *ALONE, steps=4, vllm_port=free_ports(1)[0])
+    other = site.command("second", *ALONE, steps=4, vllm_port=free_port())
     site.wait_for(lambda: not other.alive(), timeout=120)
     assert other.exit_code() == 0, log_tail(other.log_path)
     assert [row["step"] for row in site.rows("second")] == [1, 2, 3, 4]

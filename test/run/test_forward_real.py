@@ -7,22 +7,18 @@ same form. Where it asks is decided by unmodified atroposlib: at ``localhost:900
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from grpo.atropos.forward import ATROPOSLIB_PORTS
 from grpo.report.loggers import read_jsonl
 
-from .ports import free_ports
+from ..support import REPO, environment, finished, free_ports
 
 pytestmark = pytest.mark.slow  # atroposlib takes seconds to import, an environment ten to start
 
-REPO = Path(__file__).resolve().parents[2]
 STAND_IN = """
 import sys
 sys.path.insert(0, {examples!r})
@@ -53,16 +49,13 @@ def test_an_environment_that_asks_its_own_ports_trains(tmp_path, cache, python, 
     script = tmp_path / "elsewhere_env.py"
     script.write_text(STAND_IN.format(examples=str(REPO / "examples/atropos")))
     engine, hub = free_ports(2)
-    done = subprocess.run(
+    finished(
         [sys.executable, "-m", "grpo.run.cli.launch", "--model-name", "embedded", "--env",
          str(script), "--env-python", str(python), "--atropos-url", f"http://127.0.0.1:{hub}",
          "--vllm-port", str(engine), "--weight-bridge-mode", "bridge", "--training-steps", "2",
          "--batch-size",
          "8", "--gradient-accumulation-steps", "2", "--max-model-len", "64", "--forward-ports",
          ",".join(map(str, ATROPOSLIB_PORTS)), "inference_model.backend=transformers",
-         "model.warm_start_steps=20"], cwd=tmp_path, capture_output=True, text=True, timeout=280,
-        env=os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1",
-                          "PYTHONPATH": str(REPO)})
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+         "model.warm_start_steps=20"], tmp_path, environment(cache))
     rows = read_jsonl(tmp_path / "trained_model_checkpoints" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]

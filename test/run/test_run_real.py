@@ -3,22 +3,18 @@ environment of atroposlib in its own interpreter (``make atropos-env``), and the
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from grpo.report.loggers import read_jsonl
 from grpo.server.engine_process import EngineProcess, server_command
 
-from .ports import free_ports
+from ..support import REPO, environment, free_ports, runs, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
-REPO = Path(__file__).resolve().parents[2]
 STEPS = 6
 MODES = {
     "shared_vllm": ["--learning-rate", "1e-4"],
@@ -36,15 +32,13 @@ def call(tmp_path, cache, python):
 
     def start(*argv: str, steps: int = STEPS, wait: bool = True):
         engine, hub = free_ports(2)
-        environment = os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1",
-                                    "PYTHONPATH": str(REPO), "COLUMNS": "100"}
         process = subprocess.Popen(
             [sys.executable, "-m", "grpo.run.cli.launch", "--model-name", "embedded", "--env",
              str(REPO / "examples/atropos/arithmetic_env.py"), "--env-python", str(python),
              "--atropos-url", f"http://127.0.0.1:{hub}", "--vllm-port", str(engine),
              "--training-steps", str(steps), "--batch-size", "8", "--gradient-accumulation-steps",
              "8", "--max-model-len", "64", "--eval-task", "arithmetic", "--eval-max-tokens", "4",
-             *argv], cwd=tmp_path, env=environment, stdout=subprocess.PIPE,
+             *argv], cwd=tmp_path, env=environment(cache, COLUMNS="100"), stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True)
         if not wait:
             return process
@@ -82,20 +76,15 @@ def test_held_out_accuracy_rises(call, tmp_path):
 
 def test_what_was_started_ends_with_the_run_however_that_ends(call, tmp_path):
     process = call(wait=False, steps=10_000)
-    deadline = time.monotonic() + 200
     metrics = tmp_path / "trained_model_checkpoints" / "metrics.jsonl"
-    while len(read_jsonl(metrics)) < 2:  # before training and after a step
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.5)
+    wait_until(lambda: len(read_jsonl(metrics)) >= 2,  # before training and after a step
+               seconds=200.0, alive=process)
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)],
                               capture_output=True, text=True).stdout.split()
     assert len(children) >= 3  # hub, engine, environment
     process.kill()
     process.communicate(timeout=10)
-    deadline = time.monotonic() + 40
-    while any(Path("/proc", pid).exists() for pid in children):
-        assert time.monotonic() < deadline, "a child outlived the run"
-        time.sleep(0.2)
+    wait_until(lambda: not any(runs(int(pid)) for pid in children), seconds=40.0)
 
 
 def test_an_engine_that_is_named_is_used_and_left_running(call, tmp_path, cache):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-import time
 
 import torch
+
+from ..support import wait_until
 
 PROMPT = list(range(10, 26))
 LENGTH = 600  # of responses that an update meets on the way
@@ -39,13 +40,6 @@ def check_follows(client, model, *, version):
         for tokens, values in zip(answer.tokens, answer.log_probs, strict=True):
             assert close(values, log_probs(model, prompt, tokens))
         assert answer.versions == [[[version, len(tokens)]] for tokens in answer.tokens]
-
-
-def wait_until(condition, *, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not so after {seconds} s"
-        time.sleep(0.01)
 
 
 class InFlight:

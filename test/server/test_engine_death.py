@@ -16,15 +16,8 @@ from grpo.policies.client import EngineCallError, EngineClient
 from grpo.server.engine_process import EngineProcess, server_command
 
 from ..atropos.environments import serving
-from .real import wait_until
+from ..support import wait_until
 from .serving import raw, refusal, server
-
-
-def until_running(engine, count=1):
-    deadline = time.monotonic() + 10
-    while len(engine.running) < count:
-        assert time.monotonic() < deadline, "the request did not reach the engine"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(("path", "body", "last"), [
@@ -38,7 +31,7 @@ def test_an_engine_that_dies_in_a_stream_says_so_and_the_stream_ends(path, body,
             pool.submit(raw, client, "POST", path, json.dumps(
                 {**body, "max_tokens": 900, "stream": streamed}).encode())
             for streamed in (True, False))
-        until_running(engine, 2)
+        wait_until(lambda: len(engine.running) == 2)
         engine.loop.call_soon_threadsafe(engine.die)
         status, data, _ = stream.result(10)  # http.client raises if it is cut
         lines = [line for line in data.split(b"\n") if line]

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import orjson
 import pytest
@@ -18,7 +17,8 @@ import pytest
 from grpo.policies.client import EngineClient, EngineTimeoutError, EngineUnreachableError
 from grpo.server.engine_process import EngineProcess, EngineStartError, bind, server_command
 
-REPO = Path(__file__).resolve().parents[2]
+from ..support import REPO, runs, wait_until
+
 # A server that answers every GET, on the socket it inherited.
 SERVER = """
     import http.server, os, socket, subprocess, sys, time
@@ -43,28 +43,14 @@ def child(script, **options):
     return EngineProcess([sys.executable, "-c", code], **{"start_timeout": 20.0, **options})
 
 
-def gone(pid, *, within=5.0):
-    """Whether a process has ended (or is only waited for) within some seconds."""
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        try:
-            with open(f"/proc/{pid}/stat") as stat:
-                if stat.read().rsplit(")", 1)[1].split()[0] in "ZX":
-                    return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.02)
-    return False
+def ended(*pids):
+    wait_until(lambda: not any(map(runs, pids)), seconds=5.0)
 
 
-def wait_for_line(process, marker):
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        for line in process.last_lines():
-            if line.startswith(marker):
-                return line.removeprefix(marker).strip()
-        time.sleep(0.02)
-    raise AssertionError(f"no line {marker} in {process.last_lines()}")
+def line_of(process, marker):
+    """What follows a word in the process's output, as soon as it is there."""
+    return wait_until(lambda: [line.removeprefix(marker).strip() for line in process.last_lines()
+                               if line.startswith(marker)])[0]
 
 
 def test_server_is_ready_on_a_free_port_with_its_token_and_ends_on_exit(tmp_path):
@@ -74,7 +60,8 @@ def test_server_is_ready_on_a_free_port_with_its_token_and_ends_on_exit(tmp_path
         pid = server.pid
         with pytest.raises(RuntimeError, match="started already"):
             server.start()
-    assert gone(pid) and not server.alive()
+    ended(pid)
+    assert not server.alive()
     server.stop()  # a second time: nothing to do
     with pytest.raises(RuntimeError, match="not running"):
         _ = server.pid
@@ -130,7 +117,7 @@ def test_a_server_that_never_gets_ready_is_ended_at_the_deadline():
             pass
     assert time.monotonic() - started < 8
     pid = int(str(info.value).split("loading ")[1].split()[0])
-    assert gone(pid)
+    ended(pid)
 
 
 @pytest.mark.slow
@@ -143,7 +130,7 @@ def test_a_server_that_accepts_and_says_nothing_is_not_ready():
 def test_a_crash_later_is_reported_with_its_log():
     with child("print('fine so far', flush=True); serve()") as server:
         os.kill(server.pid, signal.SIGKILL)
-        assert gone(server.pid)
+        ended(server.pid)
         with pytest.raises(RuntimeError, match="signal SIGKILL") as info:
             server.check()
         assert "fine so far" in str(info.value)
@@ -159,7 +146,8 @@ def test_stop_kills_what_ignores_the_request_to_end():
         pid = server.pid
         started = time.monotonic()
         server.stop(timeout=0.3)
-    assert time.monotonic() - started < 5 and gone(pid)
+    ended(pid)
+    assert time.monotonic() - started < 5
 
 
 WORKER = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid"
@@ -168,11 +156,13 @@ WORKER = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'
 def test_stop_ends_workers_too_even_if_the_server_is_dead_already():
     for kill_first in (False, True):
         with child(f"print('worker', {WORKER}, flush=True); serve()") as server:
-            worker = int(wait_for_line(server, "worker"))
+            worker = int(line_of(server, "worker"))
             if kill_first:
                 os.kill(server.pid, signal.SIGKILL)
-                assert gone(server.pid) and not gone(worker, within=0.1)
-        assert gone(worker)
+                ended(server.pid)
+                time.sleep(0.1)
+                assert runs(worker)
+        ended(worker)
 
 
 @pytest.mark.parametrize("end", ["server killed", "server and worker ignore the request"])
@@ -198,15 +188,15 @@ def test_shared_memory_of_a_killed_group_is_removed(end):
         print("worker", worker.pid, flush=True)
         serve()
     """) as server:
-        names = [wait_for_line(server, "memory"), wait_for_line(server, "mine")]
-        worker = int(wait_for_line(server, "worker"))
+        names = [line_of(server, "memory"), line_of(server, "mine")]
+        worker = int(line_of(server, "worker"))
         assert all(os.path.exists(f"/dev/shm/{name}") for name in names)
         if end == "server killed":
             os.kill(server.pid, signal.SIGKILL)
-            assert gone(server.pid)
+            ended(server.pid)
         server.stop(timeout=0.3)
         assert not any(os.path.exists(f"/dev/shm/{name}") for name in names)
-        assert gone(worker)
+        ended(worker)
 
 
 def test_processes_that_we_did_not_start_live_on():
@@ -246,9 +236,10 @@ def test_the_server_and_its_workers_end_with_the_parent(tmp_path, end):
         pid = int(process.stdout.readline())
         worker = int((tmp_path / "log").read_text().split("worker ")[1].split()[0])
         if end == "kill":
-            assert not gone(pid, within=0.2)
+            time.sleep(0.2)
+            assert runs(pid)
             process.kill()
-    assert gone(pid) and gone(worker)
+    ended(pid, worker)
 
 
 def test_client_says_who_is_not_there_and_keeps_its_deadline():

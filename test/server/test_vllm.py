@@ -17,7 +17,8 @@ from grpo.policies.base import Sampling
 from grpo.policies.client import EngineCallError, EngineTimeoutError
 from grpo.policies.server import ServerPolicy
 
-from .real import LENGTH, PROMPT, InFlight, close, log_probs, wait_until
+from ..support import wait_until
+from .real import LENGTH, PROMPT, InFlight, close, log_probs
 
 pytestmark = pytest.mark.vllm
 

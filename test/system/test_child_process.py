@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from grpo.system.child_process import Child, last_lines
+
+from ..support import runs, wait_until
 
 # Starts a process that ignores SIGTERM and prints its id, then waits.
 FAMILY = """
@@ -34,22 +35,6 @@ def run(tmp_path):
     yield run
     for child in children:
         child.stop(timeout=0.0)
-
-
-def runs(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def wait_for(condition, timeout: float = 20.0):
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-    return value
 
 
 def group(pid: int) -> list[int]:
@@ -106,20 +91,20 @@ def test_its_standard_input_is_empty(run):
 
 def test_stop_ends_the_whole_group_also_what_ignores_the_request(run):
     child = run(FAMILY)
-    grandchild = int(wait_for(child.last_lines)[0])
+    grandchild = int(wait_until(child.last_lines)[0])
     child.stop()
-    wait_for(lambda: not runs(grandchild))
+    wait_until(lambda: not runs(grandchild))
     assert not group(child.pid) and child.ending() == "signal SIGTERM"
 
 
 def test_stop_ends_what_a_dead_command_left_behind(run):
     child = run(FAMILY)
-    grandchild = int(wait_for(child.last_lines)[0])
+    grandchild = int(wait_until(child.last_lines)[0])
     os.kill(child.pid, signal.SIGKILL)
     assert child.wait(timeout=20)
     assert runs(grandchild)
     child.stop()
-    wait_for(lambda: not runs(grandchild))
+    wait_until(lambda: not runs(grandchild))
 
 
 def test_when_the_parent_is_killed_the_group_ends(tmp_path):
@@ -134,8 +119,8 @@ time.sleep(60)
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     leader = int(parent.stdout.readline())
-    wait_for(lambda: last_lines(tmp_path / "log"))
+    wait_until(lambda: last_lines(tmp_path / "log"))
     assert len(group(leader)) >= 3  # the command, what it started, the shell that watches
     parent.kill()
     parent.communicate()
-    wait_for(lambda: not group(leader))
+    wait_until(lambda: not group(leader))

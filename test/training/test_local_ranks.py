@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import torch
 from grpo.training import local_ranks
 from grpo.training.local_ranks import LocalRanks, RankDied
 
-REPO = Path(__file__).resolve().parents[2]
+from ..support import REPO, wait_until
+
 # Each rank does what is written for it.
 RANK = """
 import json, sys
@@ -37,13 +37,6 @@ def team(tmp_path):
                           **{"settle": 0.0, **options})
 
     return make
-
-
-def wait_until(condition, *, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def raises(check) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from ..support import python_tests
 
 CHECKS = Path(__file__).with_name("compiled_checks.py")
 
@@ -20,10 +19,5 @@ CHECKS = Path(__file__).with_name("compiled_checks.py")
 def test_a_compiled_engine_computes_with_each_update(engine, tmp_path):
     pytest.importorskip("vllm")
     pytest.importorskip("peft")
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "0",
-        "VLLM_CACHE_ROOT": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", engine, str(CHECKS)],
-                          cwd=CHECKS.parents[2], env=environment, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-8000:]  # also if nothing was collected
+    python_tests(CHECKS, "-k", engine, TORCHDYNAMO_DISABLE="0", VLLM_CACHE_ROOT=str(tmp_path),
+                 TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from ..support import wait_until
 
 
 @contextmanager
@@ -35,10 +36,8 @@ class Traces:
 
     def check_nothing_is_left(self, *, within: float = 20.0) -> None:
         """Wait until everything is gone that was not there before."""
-        deadline = time.monotonic() + within
-        while (left := self._left()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not left
+        wait_until(lambda: not self._left(), seconds=within, every=0.1,
+                   said=lambda: str(self._left()))
 
     def _left(self) -> set:
         return {path for path in self.memory if path.exists()} | (processes() - self.processes)
