@@ -65,6 +65,7 @@ class Site:
         self.api = AtroposClient(self.url, token=token or None)
         self.engine_api = EngineClient(f"http://127.0.0.1:{self.engine_port}", token=token or None)
         self.journal = folder / "journal"
+        (folder / "engine").mkdir()  # a trainer that comes first wants it, else it takes it as lost
 
     def start(self, part: str) -> None:
         {"hub": self.start_hub, "engine": self.start_engine, "trainer": self.start_trainer,
@@ -197,13 +198,13 @@ def group(**fields) -> dict:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
+def model(cache) -> str:
     from grpo.envs.embedded import EmbeddedSpec, embedded_model
     from grpo.envs.tasks import make_task
 
     pytest.importorskip("vllm")
     return str(embedded_model(make_task("arithmetic"), EmbeddedSpec(),
-                              cache_dir=tmp_path_factory.mktemp("cache")))
+                              cache_dir=cache / "torchrl-grpo"))
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: f"{order[0]} first")
