@@ -240,7 +240,9 @@ def own_random_numbers(seed: int) -> Iterator[None]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = np.random.get_state()
     with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for each kind of device
+        if devices:
+            torch.cuda.manual_seed(seed)
         np.random.seed(seed % 2**32)  # vLLM's GPU runner seeds its sampler from numpy
         try:
             yield

@@ -15,7 +15,6 @@ from tensordict.nn import TensorDictModuleBase
 from grpo import data
 from grpo.collectors.base import Collector
 from grpo.envs.rewards.batch import RewardsFailed, check_failures
-from grpo.policies.scoring import evaluating
 from grpo.report.reporter import Reporter
 from grpo.training.adaptation import Adaptation
 from grpo.training.checkpoint import (
@@ -264,14 +263,14 @@ class Trainer:
 
     def _prove_start(self) -> None:
         """Before any step: do updates arrive, and do engine and trainer agree?"""
-        with self._timed("canary"), evaluating(self.model):
+        with self._timed("canary"):
             self.proof.self_test(self.learner, begin=self.learner.before_step)
             self._report = self.canary.check()
 
     def _prove(self, *, now: bool = True, whole: bool = False) -> None:
         """Let the canary check, ``now`` or before anything is changed or kept; and compare the
         ``whole`` of the weights, or a part of them."""
-        with self._timed("canary"), evaluating(self.model):  # engines have no dropout
+        with self._timed("canary"):
             if now:
                 self._report = self.canary.check()
             else:
@@ -282,7 +281,7 @@ class Trainer:
     def _finish_proof(self) -> None:
         if self._unproven:
             self._unproven = False
-            with self._timed("canary"), evaluating(self.model):
+            with self._timed("canary"):
                 self._report = self.canary.finish()
 
     def save(self) -> Checkpoint:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -18,6 +19,7 @@ from torch import Tensor
 from grpo import data
 from grpo.objectives.scorer import TokenScorer
 from grpo.policies.base import Policy
+from grpo.policies.scoring import evaluating
 from grpo.weights.diagnosis import diagnose
 from grpo.weights.replay import ReplayedScorer
 from grpo.weights.shared import WeightSync, some_names
@@ -110,10 +112,12 @@ class Canary:
         report = CanaryReport.of(self.differences(self._to_score(sampled()), scorer=self._fast))
         if not self.agrees(report):
             self.failures += 1
+            with evaluating(self.scorer.model):
+                cause = diagnose(self)
             raise StaleWeightsError(
                 f"policy version {self.weights.version}: engine and trainer disagree on the same "
                 f"tokens by {report.mean_abs_diff:.2e} mean, {report.max_abs_diff:.2e} max nats "
-                f"(allowed {self.tolerance[0]:.0e}, {self.tolerance[1]:.0e}); {diagnose(self)}")
+                f"(allowed {self.tolerance[0]:.0e}, {self.tolerance[1]:.0e}); {cause}")
         return report
 
     def agrees(self, report: CanaryReport) -> bool:
@@ -144,6 +148,8 @@ class Canary:
             scorer: None takes the trainer's own, which computes everything anew.
         """
         mask_BT = batch[data.ASSISTANT_MASK]
-        log_probs_BT, _ = (scorer or self.scorer)(
-            batch[data.TOKENS], batch[data.ATTENTION_MASK], mask_BT)
+        # Engines have no dropout. A replay has none either, and needs no walk through the modules.
+        with nullcontext() if scorer else evaluating(self.scorer.model):
+            log_probs_BT, _ = (scorer or self.scorer)(
+                batch[data.TOKENS], batch[data.ATTENTION_MASK], mask_BT)
         return (log_probs_BT - batch[data.LOG_PROBS])[mask_BT]

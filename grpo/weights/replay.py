@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo.objectives.scorer import TokenScorer
+from grpo.policies.scoring import evaluating
 
 logger = logging.getLogger(__name__)
 
@@ -67,27 +68,33 @@ class ReplayedScorer(TokenScorer):
         self._measured, self._sharing = scorer._measured, self.packing and scorer.shares_prompts
         self._recordings: dict[tuple[int, ...], _Recording | None] = {}
         self._possible = recorded
+        # Where the modules keep what a recording reads; to look for it takes a millisecond.
+        self._kept = [kept for module in scorer.model.modules()
+                      for kept in (module._parameters, module._buffers)]
 
     def outputs(self, inputs: dict[str, Any]) -> Tensor:
-        with torch.compiler.set_stance("force_eager"):
-            return self._outputs(inputs)
+        recording = self._recording(inputs)
+        if recording is None:
+            with torch.compiler.set_stance("force_eager"), evaluating(self.model):
+                return super().outputs(inputs)
+        recording.tokens_BT.copy_(inputs["input_ids"])
+        recording.graph.replay()
+        return recording.states
 
-    def _outputs(self, inputs: dict[str, Any]) -> Tensor:
+    def _recording(self, inputs: dict[str, Any]) -> _Recording | None:
+        """What to replay for inputs of this shape, made now if it is time; None: nothing."""
         tokens_BT = inputs["input_ids"]
         if not (self._possible and tokens_BT.is_cuda and inputs["attention_mask"] is None):
-            return super().outputs(inputs)
+            return None
         shape = tuple(tokens_BT.shape)
         if shape not in self._recordings:
             self._recordings[shape] = None
-            return super().outputs(inputs)
+            return None
         recording, addresses = self._recordings[shape], self._addresses()
         if recording is None or recording.addresses != addresses:
-            recording = self._recordings[shape] = self._record(inputs, addresses)
-            if recording is None:
-                return super().outputs(inputs)
-        recording.tokens_BT.copy_(tokens_BT)
-        recording.graph.replay()
-        return recording.states
+            with torch.compiler.set_stance("force_eager"), evaluating(self.model):
+                recording = self._recordings[shape] = self._record(inputs, addresses)
+        return recording
 
     def _record(self, inputs: dict[str, Any], addresses: list[int]) -> _Recording | None:
         """The recording; None, once and for all, for a model that cannot be recorded."""
@@ -111,4 +118,5 @@ class ReplayedScorer(TokenScorer):
         return _Recording(graph, tokens_BT, states, addresses)
 
     def _addresses(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers())]
+        return [tensor.data_ptr() for kept in self._kept for tensor in kept.values()
+                if tensor is not None]

@@ -20,6 +20,7 @@ from grpo.weights.layout import (
     engine_layout,
     hf_names,
     is_experts,
+    parameter_reader,
     view,
 )
 
@@ -153,6 +154,7 @@ class SingleCopy(WeightSync):
         for name, param in trainer_params.items():
             param.data = view(self.places[name], self.engine_params)
         self._addresses = {name: param.data_ptr() for name, param in trainer_params.items()}
+        self._ours, self._theirs = parameter_reader(model), parameter_reader(engine_module(engine))
         for module in model.modules():  # rotary tables and the like are not the engine's
             for key, buffer in module._buffers.items():
                 if buffer is not None:
@@ -175,10 +177,11 @@ class SingleCopy(WeightSync):
     @torch.no_grad()
     def differing(self, part: Part = ALL) -> list[str]:
         different = []
-        # What the engine uses now, which something may have put in the place of what is shared.
-        engine_params = base_parameters(engine_module(self.engine))
-        for name, param in part.choose(base_parameters(self.model).items()):
-            target = view(self.places[name], engine_params)
+        # What both use now, which something may have put in the place of what is shared.
+        ours, theirs = ((self._ours(), self._theirs()) if part != ALL else
+                        (base_parameters(self.model), base_parameters(engine_module(self.engine))))
+        for name, param in part.choose(ours.items()):
+            target = view(self.places[name], theirs)
             if param.data_ptr() == target.data_ptr():
                 continue
             if not torch.equal(param.data.to(target.device), target):
@@ -186,7 +189,7 @@ class SingleCopy(WeightSync):
         return different
 
     def unshared(self) -> list[str]:
-        return [name for name, param in base_parameters(self.model).items()
+        return [name for name, param in self._ours().items()
                 if param.data_ptr() != self._addresses[name]]
 
 
@@ -228,6 +231,7 @@ class SharedCopy(WeightSync):
                              f"{some_names(different)}{_of_experts(different, params)}")
         for name, param in params.items():
             param.data = view(self.places[name], self.tensors)
+        self._ours = parameter_reader(model)
         for module in model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:
@@ -293,7 +297,7 @@ class SharedCopy(WeightSync):
         return [name for name in self.places if name in different]
 
     def unshared(self) -> list[str]:
-        return [name for name, param in base_parameters(self.model).items()
+        return [name for name, param in self._ours().items()
                 if param.data_ptr() != view(self.places[name], self.tensors).data_ptr()]
 
 
