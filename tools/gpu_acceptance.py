@@ -54,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     add("--continue", action="store_true", dest="go_on", help="do not run again what has "
         "passed with these sources, by the result's file: for what a slow host could not do in "
         "one call")
+    add("--passed-in", nargs="+", type=Path, default=[], metavar="FILE", help="results on other "
+        "GPUs of this kind: parts that passed there on as many GPUs, with these sources, are not "
+        "run again, and the result names the file")
     add("--deadline", type=float, default=540.0, help="seconds for everything (540)")
     add("--jobs", type=int, default=max(1, (os.cpu_count() or 1) * 5 // 8),
         help="parts at a time (five for eight cores)")
@@ -92,6 +95,8 @@ def run(parts: list[Part], gpus: list[str], args: argparse.Namespace, work: Path
         parts, gpus=gpus, gib=SHARE * min(gpu_memory(name).total for name in gpus) / 2**30,
         jobs=args.jobs, seconds=args.deadline, folder=work / "parts",
         environment=environment(work), changed=report.update)
+    for path in args.passed_in:
+        schedule.outcomes |= passed_before(parts, read_earlier(path), where=path.name)
     schedule.outcomes |= passed_before(parts, earlier)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: schedule.stop("interrupted"))

@@ -81,32 +81,34 @@ def sources(root: Path = REPO) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_earlier(out: Path, *, gpus: int) -> dict:
+def read_earlier(out: Path, *, gpus: int | None = None) -> dict:
     """The file of an earlier call that can be gone on with; empty if there is none.
 
     Raises:
-        SystemExit: for one of other sources or another number of GPUs.
+        SystemExit: for one of other sources, or of another number of GPUs where that is given.
     """
     if not out.exists():
         return {}
     earlier = json.loads(out.read_text())
     for what, said, now in (("state of the sources", earlier.get("sources"), sources()),
-                            ("number of GPUs", earlier["gpus"], gpus)):
+                            ("number of GPUs", earlier["gpus"], gpus or earlier["gpus"])):
         if said != now:
-            sys.exit(f"error: --continue: {out} is of another {what}, {said} and not {now}; "
+            sys.exit(f"error: {out} is of another {what}, {said} and not {now}; "
                      "remove the file, or the option")
     return earlier
 
 
-def passed_before(parts: Sequence[Part], earlier: dict) -> dict[str, Outcome]:
+def passed_before(parts: Sequence[Part], earlier: dict, *, where: str = "") -> dict[str, Outcome]:
     """Outcomes of parts that passed as they are now, unless one that did not comes after them."""
     passed = {part["name"]: part for part in earlier.get("parts", [])
               if part["status"] == "passed"}
     same = {part.name for part in parts if part.name in passed
-            and passed[part.name]["command"] == part.script.splitlines()}
+            and passed[part.name]["command"] == part.script.splitlines()
+            and passed[part.name]["gpus"] == part.gpus}
     again = needed({part.name for part in parts} - same, parts)
-    return {name: Outcome("passed", seconds=passed[name]["seconds"],
-                          figures=passed[name].get("figures", {})) for name in same - again}
+    return {name: Outcome("passed", f"in {where}" if where else passed[name].get("reason", ""),
+                          passed[name]["seconds"], passed[name].get("figures", {}))
+            for name in same - again}
 
 
 def read_machine(path: Path) -> dict:
