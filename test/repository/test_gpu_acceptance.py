@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -269,17 +270,19 @@ def test_a_second_call_runs_what_the_first_did_not_pass(tmp_path):
 
 
 def test_what_passed_on_more_gpus_is_not_run_again_on_one_and_says_where(tmp_path):
-    parts = [Part("of one", "true", 30.0), Part("of all there are", "true", 30.0, gpus=2)]
+    parts = [Part("of one", "true", 30.0), Part("of all there are", "true", 30.0, gpus=2),
+             Part("of two", "true", 30.0, gpus=2)]
     out = tmp_path / "acceptance_2.json"
     Report(out, tmp_path, command="accept").update(SimpleNamespace(
         parts=parts, gpus=["0", "1"], outcomes={part.name: Outcome("passed", seconds=2.0)
                                                 for part in parts}))
-    parts[1] = Part("of all there are", "true", 30.0)
+    parts[1:] = [Part("of all there are", "true", 30.0), replace(parts[2], missing="needs two")]
     kept = passed_before(parts, read_earlier(out), where=out.name)
     assert kept == {"of one": Outcome("passed", "in acceptance_2.json", 2.0)}
     one = tmp_path / "acceptance_1.json"
     Report(one, tmp_path, command="accept").update(SimpleNamespace(
-        parts=parts, gpus=["0"], outcomes=kept | {parts[1].name: Outcome("not run")}))
+        parts=parts, gpus=["0"], outcomes=kept | {
+            part.name: Outcome("not run") for part in parts[1:]}))
     assert passed_before(parts, read_earlier(one, gpus=1)) == kept  # a third call says it as well
 
 
@@ -315,6 +318,7 @@ def test_the_sources_are_what_parts_run_and_no_page_or_other_test(tmp_path):
 #: A program as gpu_acceptance.py is, with parts of the test.
 PROGRAM = """
 import json, os, signal, sys, time
+from dataclasses import replace
 from pathlib import Path
 sys.path[:0] = {paths!r}
 import gpu_acceptance

@@ -102,7 +102,7 @@ def passed_before(parts: Sequence[Part], earlier: dict, *, where: str = "") -> d
     """Outcomes of parts that passed as they are now, unless one that did not comes after them."""
     passed = {part["name"]: part for part in earlier.get("parts", [])
               if part["status"] == "passed"}
-    same = {part.name for part in parts if part.name in passed
+    same = {part.name for part in parts if part.name in passed and not part.missing
             and passed[part.name]["command"] == part.script.splitlines()
             and passed[part.name]["gpus"] == part.gpus}
     again = needed({part.name for part in parts} - same, parts)
