@@ -186,14 +186,14 @@ def test_the_engine_goes_on_when_a_trainer_dies_while_sharing(run, tmp_path):
     script = """
 import sys, time
 from grpo.weights.handover import Handover, map_tensors
-tensors = map_tensors(Handover.read(Handover.find(log_dir=sys.argv[1])))
+tensors = map_tensors(Handover.read(sys.argv[1]))
 tensors["model.norm.weight"].mul_(1.25)
 print("written", flush=True)
 time.sleep(600)
 """
-    handover.write(tmp_path)
+    path = handover.write(tmp_path)
     norm = run.model.model.norm.weight.detach().clone()
-    trainer = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=REPO,
+    trainer = subprocess.Popen([sys.executable, "-c", script, str(path)], cwd=REPO,
                                stdout=subprocess.PIPE, text=True)
     assert trainer.stdout.readline() == "written\n"
     trainer.kill()
