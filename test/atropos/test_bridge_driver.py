@@ -123,38 +123,6 @@ def test_every_call_is_answered_once_whenever_it_comes(plan, max_running):
     assert side.bridge.counts["replies"] == side.bridge.counts["calls"] == len(plan)
 
 
-def test_draining_finishes_what_runs_and_takes_nothing_new():
-    side = Side()
-    first = side.ask(5)
-    side.driver.advance()
-    later = side.ask(1)
-    side.driver.drain()
-    assert len(side.result(first).token_ids) == 5
-    assert not later.future.done() and side.bridge.waiting == 1
-
-
-def test_an_engine_that_does_not_finish_has_a_deadline():
-    side = Side()
-    side.ask(5)
-    side.driver.advance()
-    with pytest.raises(RuntimeError, match="still works on 1 calls after 0 s; lower the env"):
-        side.driver.drain(timeout=0)
-
-
-def test_cancelled_calls_leave_the_engine_and_no_record():
-    side = Side()
-    gone, stays = side.ask(3), side.ask(3)
-    side.driver.advance()
-    side.bridge.cancel([gone])
-    waiting = side.ask(3)
-    side.bridge.cancel([waiting])
-    side.driver.advance()
-    side.driver.advance()
-    assert side.engine.aborted == ["row-0"]
-    assert len(side.result(stays).token_ids) == 3
-    assert side.bridge.records.counts["recorded"] == 1 and side.bridge.waiting == 0
-
-
 def test_what_the_engine_refuses_is_an_error_of_that_request_alone():
     side = Side()
     bad, biased, good = side.ask(13), side.ask(1, logit_bias={"no id": 1.0}), side.ask(1)

@@ -126,7 +126,7 @@ def test_after_draining_the_weights_may_change_and_what_waits_is_kept(driven):
         driver.policy.version = lambda: 5
         drive(driver, waiting.done)
         assert waiting.result()["policy_version"] == [[[5, 3]]]
-    with pytest.raises(RuntimeError, match="still works on 1 calls after 0 s"):
+    with pytest.raises(RuntimeError, match="still works on 1 calls after 0 s; lower the env"):
         with ThreadPoolExecutor(1) as pool:
             pool.submit(client.call, "POST", "/generate", long)
             drive(driver, lambda: driver.running == 1)

@@ -16,10 +16,9 @@ from grpo.run.cli.flags import to_config
 from grpo.run.engine_attach import engine_environment, find_engine
 from grpo.system.lifeline import TOKEN_VARIABLE
 from grpo.training.checkpoint import Checkpoint
-from grpo.weights.canary import Canary
 from grpo.weights.handover import export_shared_memory
 from grpo.weights.handover_file import HandoverError
-from grpo.weights.in_flight import PausedUpdates, PeriodicUpdates
+from grpo.weights.in_flight import PeriodicUpdates
 
 from .atropos_trainer import atropos_trainer
 
@@ -51,30 +50,6 @@ def started(monkeypatch):
     monkeypatch.setattr(engine_attach, "EngineClient", lambda url, **_: SimpleNamespace(
         alive=lambda: False))
     return seen
-
-
-def test_one_copy_is_served_at_the_port_exported_and_paused_while_it_is_written(
-        config_of, started, tmp_path):
-    with atropos_trainer(config_of("--vllm-port", "9123")) as trainer:
-        options = started.server.options
-        assert started.server.port == 9123
-        assert started.server.log_path == tmp_path / "logs" / "engine.log"
-        assert options["shared_weights"] and options["log_dir"] == str(tmp_path / "logs")
-        assert options["served_model_name"] == started.setup.config.model.name
-        assert options["kv_cache_memory_bytes"] == 256 << 20 and options["max_model_len"] == 64
-        assert isinstance(trainer.weights, PausedUpdates)
-        assert trainer.learner.before_step.pause_engine == trainer.weights.begin
-        assert isinstance(trainer.canary, Canary)
-
-
-@pytest.mark.parametrize("mode", ["none", "lora_restart"])
-def test_engines_are_restarted_at_intervals_and_the_canary_knows(mode, config_of, started):
-    config = config_of("--weight-bridge-mode", mode, "--vllm-restart-interval", "4")
-    with atropos_trainer(config) as trainer:
-        assert isinstance(trainer.weights, PeriodicUpdates) and trainer.weights.interval == 4
-        assert trainer.canary.weights is trainer.weights
-        assert trainer.learner.before_step.pause_engine is None
-        assert started.server.options["shared_weights"] is False
 
 
 def test_what_environments_and_hub_are_told(config_of, started, monkeypatch):

@@ -1,25 +1,18 @@
-"""Tiny runs for the tests of the trainer: rewards, a model on disk, the parts put together."""
+"""Tiny runs for the tests of the trainer: rewards, the trainer, what is compared."""
 
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack
+from unittest import mock
 
 import numpy as np
 import torch
 from tensordict import TensorDict
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo.collectors.sync import SyncCollector
 from grpo.envs.rewards import RewardResult
-from grpo.report.console import Console
-from grpo.report.loggers import make_loggers
-from grpo.report.reporter import Reporter
-from grpo.run import build, build_objective
-from grpo.run.build_engine import Setup, build_actor
-from grpo.run.build_model import load_model
-from grpo.training.evaluation import Evaluator
+from grpo.run import assemble
 from grpo.training.trainer import Trainer
-from grpo.weights.canary import Canary
 
 
 def by_text(completion: str, problem) -> RewardResult:
@@ -51,63 +44,15 @@ def many_letters(completion: str, problem) -> float:
     return sum(character.isalpha() for character in completion) / 4
 
 
-def save_tiny(folder, tokenizer, *, seed: int):
-    """A model that is small enough for many iterations a second, on disk."""
-    torch.manual_seed(seed)
-    Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-        initializer_range=0.3, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
-        bos_token_id=None)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def make_trainer(config, run_dir, checkpoint=None, **options) -> Trainer:
-    """The parts of a run, as the script builds them."""
-    device, dtype = torch.device("cpu"), torch.float32
-    base = config.model.name
-    task = build.build_task(config)
-    path, adapter = build.start_of(config, task, checkpoint)
-    tokenizer = build.load_tokenizer(path)
-    prompts = build.build_prompts(config, task, tokenizer, path)
-    actor = build_actor(Setup(
-        config=config, path=path, tokenizer=tokenizer, device=device, dtype=dtype,
-        max_model_len=prompts.max_model_len, folder=run_dir / "engine", adapter=adapter),
-        backend="transformers")
-    loss = build_objective.build_loss(config, actor.model, tokenizer)
-    advantage = build_objective.build_advantage(config)
+    """A run as the script assembles it; ``options`` are the trainer's, where no key sets them."""
+    trainer_of = assemble.trainer_of
 
-    def load(path: str) -> torch.nn.Module:
-        return load_model(path, config, device=device, dtype=dtype)
+    def with_options(*args, **parts) -> Trainer:
+        return trainer_of(*args, **parts | options)
 
-    settings = config.model_dump(mode="json")
-    loggers = make_loggers([], run_dir=run_dir, config=settings,
-                           resume_step=checkpoint.step if checkpoint else None)
-    trainer = Trainer(
-        collector=SyncCollector(build.build_env(config, task, prompts, tokenizer, actor.policy),
-                                actor.policy, turns_per_batch=config.turns_per_batch,
-                                max_rounds=config.train.max_sampling_rounds),
-        advantage=advantage,
-        learner=build_objective.build_learner(config, loss),
-        weights=actor.weights,
-        canary=Canary(actor.policy, loss.scorer, actor.weights,
-                      prompts=[prompt.tokens for prompt in prompts.test[:4]]),
-        evaluator=Evaluator(build.build_eval_env(config, task, prompts, tokenizer, actor.policy),
-                            actor.policy, max_reward_errors=config.env.max_reward_errors),
-        reporter=Reporter(Console(config.iterations), loggers, tokenizer, run_dir=run_dir,
-                          num_samples=2),
-        tokenizer=tokenizer, run_dir=run_dir, config=settings, iterations=config.iterations,
-        eval_frequency=config.train.eval_frequency,
-        checkpoint_frequency=config.train.checkpoint_frequency,
-        keep_checkpoints=config.train.keep_checkpoints or 3,
-        max_reward_errors=config.env.max_reward_errors,
-        reference=build_objective.build_reference(config, actor.model, lambda: base, load),
-        teacher=build_objective.build_teacher(config, actor.model, load),
-        adaptations=build_objective.build_adaptations(config, loss, advantage), **options)
-    if checkpoint:
-        trainer.restore(checkpoint)
-    return trainer
+    with mock.patch.object(assemble, "trainer_of", with_options):
+        return assemble.assemble(config, run_dir, checkpoint, ExitStack())
 
 
 def make_rollout(rewards, errors, truncated) -> TensorDict:

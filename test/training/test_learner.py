@@ -438,7 +438,3 @@ def test_a_model_in_evaluation_mode_does_not_recompute_and_the_probe_says_so(mod
 def test_a_model_whose_layers_do_not_support_checkpointing_is_refused():
     with pytest.raises(ValueError, match="gradient_checkpointing=true.*Linear.*set it to false"):
         CheckpointingProbe(torch.nn.Linear(2, 2))
-
-
-def test_without_checkpointing_nothing_is_probed(model):
-    assert make_learner(model)._probe is None

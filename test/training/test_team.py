@@ -84,12 +84,6 @@ class RealLeader(team.Leader):
         self.told.append(order[0])
 
 
-def test_the_ranks_are_told_to_stop_before_the_leader_leaves():
-    with RealLeader() as leader:
-        pass
-    assert leader.told == ["stop", "left"]
-
-
 def test_ranks_that_may_be_in_the_middle_of_something_are_told_nothing():
     leader = RealLeader()
     with pytest.raises(KeyboardInterrupt), leader:

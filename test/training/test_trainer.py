@@ -119,8 +119,9 @@ def test_stale_weights_stop_the_run(make_config, tmp_path):
 
 
 def test_what_no_canary_sees_stops_the_run_within_the_interval(make_config, tmp_path, monkeypatch):
-    config = make_config(optimizer={"lr": 1e-7}, train={"checkpoint_frequency": 0})
-    trainer = make_trainer(config, tmp_path, proof_interval=30)  # more than there are tensors
+    config = make_config(optimizer={"lr": 1e-7}, train={
+        "checkpoint_frequency": 0, "proof_interval": 30})  # more than there are tensors
+    trainer = make_trainer(config, tmp_path)
     trainer.eval_frequency = 0
     trainer.iterations = 100
     for _ in range(4):

@@ -157,13 +157,6 @@ def test_a_replaced_worker_alone_is_healed(model, pool):
     assert weights.differing() == []
 
 
-def test_other_ranks_are_told_to_gather_adapters_or_what_is_trained(model, pool):
-    told = []
-    for way in (FleetLoRA, ObjectStoreSync):
-        way(model, pool, tell=lambda *order: told.append(order)).publish()
-    assert told == [("adapters",), ("gather", "trained")]
-
-
 def test_transformers_workers_get_what_is_trained_under_its_own_names(model, pool):
     ObjectStoreSync(model, pool).publish()
     params = dict(model.named_parameters())

@@ -1,11 +1,13 @@
 """Ways to bring new weights to an engine in another process, on one real engine for all of them.
 
-Tests run from top to bottom: the last kills the engine.
+Tests run from top to bottom: the last of its own kills the engine.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,14 +15,18 @@ import pytest
 import torch
 
 from grpo import data
+from grpo.objectives import TokenScorer
+from grpo.policies.handle import EngineError
 from grpo.training.optim import MasterAdamW
-from grpo.weights.canary import StaleWeightsError
+from grpo.weights.canary import Canary, StaleWeightsError
+from grpo.weights.handover import Handover
 from grpo.weights.layout import LayoutError, view
 from grpo.weights.proof import WeightProof
 from grpo.weights.reload import CheckpointReload
 from grpo.weights.shared import SharedCopy
 from grpo.weights.transfer import WeightTransfer
 
+from ..support import REPO, environment, runs, wait_until
 from .faults import Changing, nudge
 from .steps import PROMPTS, gap, load, policy_of, train_once
 from .traces import Traces, killed_while_it_waits
@@ -175,16 +181,26 @@ def test_updates_that_are_lost_fail_the_proof_where_no_canary_sees_them(
 
 
 def test_another_model_or_type_on_the_other_side_is_refused_by_name(
-        handle, model_folder, make_model, tokenizer):
+        handle, model_folder, make_model, tokenizer, tmp_path):
     narrower = make_model(dtype=torch.float32, vocab_size=len(tokenizer))
-    with pytest.raises(LayoutError, match=r"self_attn\.q_proj\.weight: shape \(16, 16\) does not"):
-        SharedCopy(narrower, handle)
+    for refused in (lambda: SharedCopy(narrower, handle),
+                    lambda: CheckpointReload(narrower, tokenizer, handle, tmp_path),
+                    lambda: WeightTransfer(narrower, handle, backend="gloo")):
+        with pytest.raises(LayoutError,
+                           match=r"self_attn\.q_proj\.weight: shape \(16, 16\) does not"):
+            refused()
+    assert list(tmp_path.iterdir()) == []
     model = load(model_folder, dtype=torch.bfloat16)
     before = {name: param.data_ptr() for name, param in model.named_parameters()}
     with pytest.raises(LayoutError, match=r"q_proj\.weight: dtype torch\.bfloat16 here, "
                                           r"torch\.float32 in the engine"):
         SharedCopy(model, handle)
     assert {name: param.data_ptr() for name, param in model.named_parameters()} == before
+    model = load(model_folder)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1.0)
+    with pytest.raises(ValueError, match=r"different weights.*model\.norm\.weight"):
+        SharedCopy(model, handle)
     assert handle.alive()
 
 
@@ -200,14 +216,74 @@ def test_a_busy_prefix_cache_is_an_error_at_the_deadline_and_no_update(handle, m
     with pytest.raises(TimeoutError, match="waited 0.5 s for vLLM engine .* still running"):
         weights.publish()
     assert 0.5 <= time.monotonic() - begin < 3 and weights.version == 0
-    handle.pause("abort", timeout=5)
+    with pytest.raises(EngineError, match="only generate"):
+        handle.pause("wait", timeout=5)
+    handle.pause("keep", timeout=5)  # kept requests are computed again
     assert weights.publish() == 1
+    handle.resume(timeout=5)
+    handle.pause("abort", timeout=5)
+    assert not core.has_unfinished_requests() and weights.publish() == 2
+
+
+def test_a_parameter_that_was_rebound_is_named_before_and_after_its_values_differ(
+        handle, model_folder):
+    model = load(model_folder)
+    weights = SharedCopy(model, handle)
+    layer = model.model.layers[1].mlp.down_proj
+    layer.weight.data = layer.weight.data.clone()
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert (weights.unshared(), weights.differing()) == ([name], [])
+    canary = Canary(policy_of(handle.llm, weights), TokenScorer(model), weights, prompts=PROMPTS)
+    with pytest.raises(StaleWeightsError, match=rf"{name} no longer lies in the engine's memory"):
+        canary.check()
+    with torch.no_grad():
+        layer.weight.mul_(1.5)
+    assert weights.differing() == [name]
+
+
+def test_what_the_worker_refuses_is_passed_on(handle, tmp_path):
+    for method, argument, complaint in (
+            ("export_weights", "disk", "kind='disk' is unknown"),
+            ("export_weights", "cuda_ipc", "does not suit weights on cpu"),
+            ("fingerprints", ["nonsense"], "no tensors called nonsense"),
+            ("load_checkpoint", str(tmp_path), r"has no \*\.safetensors file")):
+        with pytest.raises(EngineError, match=f"{method} failed.*{complaint}"):
+            handle.collective_rpc(method, argument, timeout=10)
+    assert handle.alive()
+
+
+MAPPING = """
+import sys, time
+from grpo.weights.handover import Handover, map_tensors
+tensors = map_tensors(Handover.read(sys.argv[1]))
+tensors["model.norm.weight"].mul_(1.25)
+print("written", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_the_engine_goes_on_when_a_trainer_dies_while_sharing(handle, model_folder, tmp_path):
+    """Another trainer maps the memory by the file, writes into it, and is killed."""
+    model = load(model_folder)
+    weights = SharedCopy(model, handle)
+    exported = handle.collective_rpc("export_weights", timeout=10)[0]
+    path = Handover.from_dict(exported).write(tmp_path)
+    norm = model.model.norm.weight.detach().clone()
+    trainer = subprocess.Popen([sys.executable, "-c", MAPPING, str(path)], cwd=REPO,
+                               stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout.readline() == "written\n"
+    trainer.kill()
+    trainer.wait()
+    assert torch.equal(model.model.norm.weight, norm * 1.25)
+    weights.publish()
+    assert gap(model, policy_of(handle.llm, weights)) < 1e-4
+    assert weights.differing() == []
 
 
 def test_a_kill_during_an_update_leaves_the_trainer_and_other_engines_and_nothing_else(
         served, engine, handle, model_folder):
     """``engine`` is the session's, in this process: it must outlive the other one's end."""
-    from grpo.policies.handle import EngineError
     from grpo.policies.inprocess import stop_engine
 
     model = load(model_folder)
@@ -231,3 +307,41 @@ def test_a_kill_during_an_update_leaves_the_trainer_and_other_engines_and_nothin
     held.__del__()  # removes nothing a second time, which would be a traceback on the screen
     assert torch.distributed.is_initialized()
     assert gap(load(model_folder), policy_of(engine)) < 1e-4
+
+
+TRAINER = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+from grpo.policies.handle import InProcessEngine
+from grpo.policies.inprocess import start_engine
+from grpo.weights.shared import SharedCopy
+folder = sys.argv[1]
+if __name__ == "__main__":  # the worker imports this file again
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    llm = start_engine(folder, device=torch.device("cpu"), dtype=torch.float32, max_model_len=64,
+                       separate_process=True)
+    engine = InProcessEngine(llm)
+    weights = SharedCopy(model, engine)
+    print("worker", engine.workers[0].proc.pid, flush=True)
+    while True:
+        with torch.no_grad():
+            model.model.norm.weight.mul_(1.001)
+        weights.publish()
+        print("published", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_left_when_a_trainer_is_killed_between_its_updates(model_folder, tmp_path):
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    traces = Traces()
+    trainer = subprocess.Popen([sys.executable, str(script), str(model_folder)],
+                               stdout=subprocess.PIPE, text=True, env=environment())
+    worker = int(trainer.stdout.readline().split()[1])
+    assert [trainer.stdout.readline() for _ in range(3)] == ["published\n"] * 3
+    traces.watch(worker, trainer.pid)
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: not runs(worker), seconds=20.0, every=0.1)
+    traces.check_nothing_is_left()
