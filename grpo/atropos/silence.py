@@ -17,7 +17,8 @@ class SilenceCheck:
     """Says, once, that environments are registered and no request has come to the engine.
 
     It is called while a run waits for its first groups, when nobody else asks the engine. A hub of
-    this library tells who is registered; ``run-api`` does not, so there nothing is noticed.
+    this library tells who is registered; ``run-api`` does not, so there the time counts from when
+    it answers, and the message says what is known.
 
     Args:
         api: where environments register.
@@ -64,7 +65,7 @@ class SilenceCheck:
             return
         self._count = count
         names = self._registered()
-        if not names:
+        if names == []:
             self._since = None
         elif self._since is None:
             self._since = now
@@ -72,16 +73,25 @@ class SilenceCheck:
             self.message = self._explain(names)
             self.say(self.message)
 
-    def _registered(self) -> list[str]:
+    def _registered(self) -> list[str] | None:
+        """Names of the environments; None where the API does not say."""
         try:
-            hub = self.api.status().get("hub") or {}
+            status = self.api.status()
         except AtroposError:  # the stream of groups waits for it, and says so
             return []
-        return [env["name"] for env in hub.get("environments", ()) if env["connected"]]
+        if "hub" not in status:
+            return None
+        return [env["name"] for env in status["hub"]["environments"] if env["connected"]]
 
-    def _explain(self, names: list[str]) -> str:
-        start = (f"environment {', '.join(names)} registered {self.after:g} s ago or earlier, but "
-                 f"no request has come to the engine at {self.url}")
+    def _explain(self, names: list[str] | None) -> str:
+        nobody = f"no request has come to the engine at {self.url}"
+        if names is None:
+            start = (f"the Atropos API has answered for {self.after:g} s and given no group, and "
+                     f"{nobody}. If no environment runs yet, start one; else it asks another "
+                     "address")
+        else:
+            start = (f"environment {', '.join(names)} registered {self.after:g} s ago or earlier, "
+                     f"but {nobody}")
         if self.forwarded:
             return (f"{start}, nor to the ports {_listed(self.forwarded)} that lead to it. See "
                     "what address the environment's log names")

@@ -130,7 +130,8 @@ class Policy(TensorDictModuleBase):
     ) -> TensorDictBase:
         """Call the policy, and be told of each row while others are generated.
 
-        Engines in this process do tell; others give all rows at the end, and nobody is told.
+        An engine of vLLM tells, in this process, in another or behind a server; several that share
+        a call do not.
 
         Args:
             tensordict: as for a call.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +102,7 @@ class EngineClient:
         prompts: list[list[int]],
         *,
         timeout: float | None = None,
+        on_answer: Callable[[int, Generated], None] | None = None,
         **sampling: Any,
     ) -> list[Generated]:
         """Sample from several prompts in one call.
@@ -108,6 +110,8 @@ class EngineClient:
         Args:
             prompts: token ids of each prompt.
             timeout: seconds for all of them.
+            on_answer: gets the number of each prompt and what was sampled for it as soon as it is
+                complete, in this thread.
             **sampling: fields of :class:`~grpo.server.api.SamplingFields`.
 
         Returns:
@@ -115,9 +119,31 @@ class EngineClient:
         """
         body = {"prompt_token_ids": prompts, "logprobs": 0, "flat_logprobs": True,
                 "return_text": bool(sampling.get("stop")), **sampling}
-        answer = self.call("POST", "/generate", body, timeout=timeout)
-        return [Generated(one["token_ids"], one["logprobs"], one["finish_reasons"],
-                          one["policy_version"]) for one in answer["results"]]
+        if on_answer is None:
+            answer = self.call("POST", "/generate", body, timeout=timeout)
+            return [_generated(one) for one in answer["results"]]
+        answers: dict[int, Generated] = {}
+        refused: list[bytes] = []
+
+        def read(line: bytes) -> None:
+            value = orjson.loads(line)
+            if "error" in value:  # the head of the answer, and its status, had left by then
+                refused.append(line)
+                return
+            row = value["prompt_index"]
+            answers[row] = _generated(value)
+            on_answer(row, answers[row])
+
+        what, status, raw = self._exchange("POST", "/generate", {**body, "stream": "answers"},
+                                           timeout, on_line=read)
+        if status >= 400:
+            _value(what, status, raw)
+        if refused:
+            _value(what, 500, refused[0])
+        if len(answers) < len(prompts):
+            raise EngineUnreachableError(f"{what}: the answer ended after {len(answers)} of "
+                                         f"{len(prompts)} prompts; see the server's log")
+        return [answers[row] for row in range(len(prompts))]
 
     def collective_rpc(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         """Call a method of the weight worker on every worker; one result each."""
@@ -203,13 +229,20 @@ class EngineClient:
             EngineUnreachableError: if there is no server, or it ends during the call.
             EngineCallError: with the server's message, if it refuses or fails.
         """
+        return _value(*self._exchange(method, path, body, timeout))
+
+    def _exchange(
+        self, method: str, path: str, body: Any, timeout: float | None,
+        on_line: Callable[[bytes], None] | None = None,
+    ) -> tuple[str, int, bytes]:
+        """The call in words, and the answer's status and body."""
         timeout = self.timeout if timeout is None else timeout
         what = f"{method} {self.url}{path}"
         try:
             status, raw = http_request(
                 self.host, self.port, method, path,
                 orjson.dumps(body) if body is not None else None, token=self.token,
-                timeout=timeout)
+                timeout=timeout, on_line=on_line)
         except TimeoutError:
             raise EngineTimeoutError(
                 f"{what}: no answer in {timeout:g} s; is the engine paused? Else give the call "
@@ -217,7 +250,12 @@ class EngineClient:
         except ConnectionError as error:
             raise EngineUnreachableError(f"{what}: {error or type(error).__name__}; is the server "
                                          "running? See its log") from error
-        return _value(what, status, raw)
+        return what, status, raw
+
+
+def _generated(value: dict[str, Any]) -> Generated:
+    return Generated(value["token_ids"], value["logprobs"], value["finish_reasons"],
+                     value["policy_version"])
 
 
 def _value(what: str, status: int, raw: bytes) -> dict[str, Any]:

@@ -72,8 +72,13 @@ class ServerPolicy(Policy):
     def _generate(
         self, prompts: list[list[int]], on_row: RowListener | None = None
     ) -> Completions:
+        def tell(row: int, answer: Generated) -> None:
+            if answer.finish_reasons[0] != "abort":
+                on_row(row, answer.tokens[0])
+
         answers = self.client.generate(
-            prompts, timeout=self.timeout, max_tokens=self.sampling.max_tokens,
+            prompts, timeout=self.timeout, on_answer=on_row and tell,
+            max_tokens=self.sampling.max_tokens,
             temperature=float(self.sampling.temperature), ignore_eos=self.ignore_eos,
             stop_token_ids=None if self.ignore_eos else list(self.eos_token_ids),
             seed=self._seed() if self.seeded else None)

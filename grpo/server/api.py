@@ -67,7 +67,7 @@ class GenerateRequest(SamplingFields):
     prompt_logprobs: int | None = Field(None, ge=0)
     flat_logprobs: bool = False
     return_text: bool = True
-    stream: bool = False
+    stream: bool | Literal["answers"] = False
     model: str | None = None
 
     @model_validator(mode="after")
@@ -77,7 +77,7 @@ class GenerateRequest(SamplingFields):
         if self.flat_logprobs and self.logprobs != 0:
             raise ValueError("flat_logprobs=true returns the sampled token's log-prob alone: it "
                              "needs logprobs=0")
-        if self.stream and self.prompt_logprobs is not None:
+        if self.stream is True and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs come with the whole answer: set stream=false")
         if not self.return_text and self.stop:
             raise ValueError("stop needs the text: set return_text=true, or use stop_token_ids")

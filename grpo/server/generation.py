@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo.envs.text_tokens import text_tokens
 from grpo.policies.spans import Spans
@@ -17,6 +17,8 @@ from grpo.system.json_api import ApiError, shorten
 
 # Log-probs of one position: token id -> log-prob, the sampled token first.
 Position = dict[int, float]
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -176,28 +178,21 @@ class Generation:
                     done[part.index] = start + len(piece.token_ids)
                     yield piece
 
-    async def all_pieces(
+    def all_pieces(
         self, prompts: list[list[int]], parameters: list[Any], *, model: str | None
     ) -> AsyncIterator[tuple[int, Sample]]:
         """:meth:`pieces` of several prompts, mixed, each with the number of its prompt."""
-        queue: asyncio.Queue = asyncio.Queue()
+        return _mixed([self.pieces(ids, params, model=model)
+                       for ids, params in zip(prompts, parameters, strict=True)])
 
-        async def read(row: int) -> None:
-            async with aclosing(self.pieces(prompts[row], parameters[row], model=model)) as pieces:
-                async for piece in pieces:
-                    queue.put_nowait((row, piece))
+    def finished_answers(
+        self, prompts: list[list[int]], parameters: list[Any], *, model: str | None
+    ) -> AsyncIterator[tuple[int, Answer]]:
+        """:meth:`answer` of several prompts, each as soon as it is there, with its number."""
+        async def one(ids: list[int], params: Any) -> AsyncIterator[Answer]:
+            yield await self.answer(ids, params, model=model)
 
-        tasks = [asyncio.ensure_future(read(row)) for row in range(len(prompts))]
-        finished = asyncio.gather(*tasks)
-        finished.add_done_callback(lambda _: queue.put_nowait(None))
-        try:
-            while (item := await queue.get()) is not None:
-                yield item
-            await finished
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return _mixed([one(ids, params) for ids, params in zip(prompts, parameters, strict=True)])
 
     def _sample(self, part: Any, ticket: Any, *, start: int, asked: bool) -> Sample:
         token_ids = list(part.token_ids)
@@ -208,6 +203,28 @@ class Generation:
                                f"{len(token_ids)} tokens; this vLLM version is not supported")
         versions = self.engine.spans(ticket, part.index, start, start + len(token_ids))
         return Sample(part.index, token_ids, part.text, positions, part.finish_reason, versions)
+
+
+async def _mixed(rows: list[AsyncGenerator[Item, None]]) -> AsyncIterator[tuple[int, Item]]:
+    """What several iterators yield, as it comes; if one fails, all are closed."""
+    queue: asyncio.Queue = asyncio.Queue()
+
+    async def read(row: int) -> None:
+        async with aclosing(rows[row]) as items:
+            async for item in items:
+                queue.put_nowait((row, item))
+
+    tasks = [asyncio.ensure_future(read(row)) for row in range(len(rows))]
+    finished = asyncio.gather(*tasks)
+    finished.add_done_callback(lambda _: queue.put_nowait(None))
+    try:
+        while (item := await queue.get()) is not None:
+            yield item
+        await finished
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def positions_of(flat: Any) -> list[Position | None]:

@@ -51,7 +51,8 @@ async def generate(request: Request) -> Response:
     prompt. Log-probs are those of the distribution that
     was sampled; ``altered_by`` names the options that make it another one than
     softmax(logits / temperature). ``stream`` answers in pieces, one JSON object a line, or as
-    events if the client accepts ``text/event-stream``.
+    events if the client accepts ``text/event-stream``; ``"stream": "answers"`` sends each prompt's
+    object once, with its ``prompt_index``, when it is complete.
     """
     body = await read_body(request, GenerateRequest)
     generation: Generation = request.app.state.generation
@@ -59,9 +60,14 @@ async def generate(request: Request) -> Response:
     prompts, several = body.prompts()
     token_ids = await token_ids_of(generation, prompts, several)
     parameters = [
-        generation.parameters(body, row=row, streamed=body.stream, logprobs=body.logprobs,
+        generation.parameters(body, row=row, streamed=body.stream is True, logprobs=body.logprobs,
                               prompt_logprobs=body.prompt_logprobs, text=body.return_text)
         for row in range(len(prompts))]
+    if body.stream == "answers":
+        finished = generation.finished_answers(token_ids, parameters, model=body.model)
+        return stream_json(request, (
+            {"prompt_index": row, **_result(body, prompts[row], answer, generation)}
+            async for row, answer in finished))
     if body.stream:
         pieces = generation.all_pieces(token_ids, parameters, model=body.model)
         return stream_json(request, (_piece(body, row, piece) async for row, piece in pieces))

@@ -6,6 +6,7 @@ import http.client
 import ipaddress
 import socket
 import time
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import orjson
@@ -54,11 +55,22 @@ def http_request(
     *,
     token: str | None = None,
     timeout: float,
+    on_line: Callable[[bytes], None] | None = None,
 ) -> tuple[int, bytes]:
     """Send a request with a JSON body over a connection of its own.
 
+    Args:
+        host: of the server.
+        port: of the server.
+        method: such as ``POST``.
+        path: with its query.
+        body: JSON.
+        token: access token of the server.
+        timeout: seconds for all of it.
+        on_line: gets each line of an answer that is no refusal, as soon as it is there.
+
     Returns:
-        Status and body of the answer.
+        Status and body of the answer; without the lines that were given to ``on_line``.
 
     Raises:
         TimeoutError: if the whole answer is not here after ``timeout`` seconds.
@@ -80,7 +92,8 @@ def http_request(
         sock.settimeout(max(deadline - time.monotonic(), 1e-3))
         response = connection.getresponse()
         try:
-            return response.status, _read(sock, response, deadline)
+            on_line = on_line if response.status < 400 else None
+            return response.status, _read(sock, response, deadline, on_line)
         except (ConnectionError, http.client.HTTPException):
             if response.status < 400:
                 raise
@@ -95,8 +108,12 @@ def http_request(
         connection.close()
 
 
-def _read(sock: socket.socket, response: http.client.HTTPResponse, deadline: float) -> bytes:
-    """The body; each piece waits only as long as the call has left."""
+def _read(
+    sock: socket.socket, response: http.client.HTTPResponse, deadline: float,
+    on_line: Callable[[bytes], None] | None,
+) -> bytes:
+    """The body, or what follows its last line; each piece waits only as long as the call has left.
+    """
     pieces = []
     # From Python 3.12.3 on the last piece closes the response, and the socket with it.
     while not response.isclosed():
@@ -108,6 +125,11 @@ def _read(sock: socket.socket, response: http.client.HTTPResponse, deadline: flo
         if not piece:
             break
         pieces.append(piece)
+        if on_line is not None and b"\n" in piece:
+            *lines, rest = b"".join(pieces).split(b"\n")
+            pieces = [rest]
+            for line in lines:
+                on_line(line)
     if response.length:
         raise http.client.IncompleteRead(b"", response.length)
     return b"".join(pieces)

@@ -61,12 +61,22 @@ def test_time_counts_from_the_registration():
     assert "mine_0" in site.wait(15)[0]
 
 
-@pytest.mark.parametrize("unknown", ["no hub", "no API", "no count"])
+def test_of_an_api_that_does_not_tell_who_has_registered_it_says_what_is_known():
+    site = Site()
+    site.status = lambda: {"current_step": 0, "queue_size": 0}  # as run-api
+    assert site.wait(SILENT_SECONDS - 1) == []
+    (said,) = site.wait(30)
+    assert "no request has come to the engine at http://127.0.0.1:9001. If no environment" in said
+    assert "--forward-ports 9004,9005,9006,9007" in said
+    site.count += 1
+    site.wait(10)
+    assert site.check.message is None
+
+
+@pytest.mark.parametrize("unknown", ["no API", "no count"])
 def test_nothing_is_said_where_it_cannot_be_known(unknown):
     site = Site()
-    if unknown == "no hub":
-        site.status = lambda: {"current_step": 0, "queue_size": 0}
-    elif unknown == "no API":
+    if unknown == "no API":
         site.names = None
     else:
         site.count = None

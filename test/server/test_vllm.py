@@ -42,10 +42,13 @@ def test_policy_repeats_a_call_and_not_the_samples_of_a_group(client, folders):
 
     first = policy()
     one, two = first.generate_from_ids([PROMPT] * 3), first.generate_from_ids([PROMPT] * 3)
-    again = policy().generate_from_ids([PROMPT] * 3)
+    told = {}
+    again = policy().stream(first.pad_prompts([PROMPT] * 3), told.__setitem__)
     rows = [row for batch in (one, two) for row in batch[data.RESPONSE_TOKENS].tolist()]
     assert len({tuple(row) for row in rows}) == 6
     assert again[data.RESPONSE_TOKENS].tolist() == one[data.RESPONSE_TOKENS].tolist()
+    assert all(again[data.RESPONSE_TOKENS][row, :len(told[row])].tolist() == told[row]
+               for row in range(3))
     # The prompt comes from the cache the second time, and sums are rounded in another order.
     torch.testing.assert_close(one[data.LOG_PROBS], again[data.LOG_PROBS], atol=1e-4, rtol=0)
     assert one[data.POLICY_VERSION].tolist() == [client.version] * 3

@@ -241,10 +241,18 @@ def test_a_parameter_that_was_rebound_is_named_before_and_after_its_values_diffe
     assert weights.differing() == [name]
 
 
+def test_rows_are_told_as_they_finish(handle, model_folder):
+    policy = policy_of(handle.llm, SharedCopy(load(model_folder), handle))
+    policy.eos_token_ids = tuple(range(2, 60))
+    told = []
+    batch = policy.stream(policy.pad_prompts(PROMPTS), lambda *row: told.append(row))
+    assert sorted(row for row, _ in told) == [*range(len(PROMPTS))]
+    for row, tokens in told:
+        assert batch[data.RESPONSE_TOKENS][row, :len(tokens)].tolist() == tokens
+
+
 def test_what_the_worker_refuses_is_passed_on(handle, tmp_path):
     for method, argument, complaint in (
-            ("export_weights", "disk", "kind='disk' is unknown"),
-            ("export_weights", "cuda_ipc", "does not suit weights on cpu"),
             ("fingerprints", ["nonsense"], "no tensors called nonsense"),
             ("load_checkpoint", str(tmp_path), r"has no \*\.safetensors file")):
         with pytest.raises(EngineError, match=f"{method} failed.*{complaint}"):
