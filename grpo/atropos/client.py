@@ -13,25 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlencode
 
-import orjson
-
 from grpo.atropos.schemas import EnvRegistration, Registration, ScoredGroup, parse_group
 from grpo.atropos.wire_json import GroupError
-from grpo.system.http_call import http_request, split_url
+from grpo.system.json_client import CallError, JsonClient
 
 _RECENT_GROUPS = 1 << 16
 
 
-class AtroposError(RuntimeError):
-    """The API refused or failed a call.
-
-    Attributes:
-        status: HTTP status; None if there was no answer.
-    """
-
-    def __init__(self, message: str, *, status: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
+class AtroposError(CallError):
+    """The API refused or failed a call."""
 
 
 class AtroposTimeoutError(AtroposError, TimeoutError):
@@ -71,8 +61,8 @@ class Batch:
         return sum(map(len, self.groups))
 
 
-class AtroposClient:
-    """Calls to the API, each over a connection of its own, so threads can share a client.
+class AtroposClient(JsonClient):
+    """Calls to the API.
 
     Args:
         url: ``http://host:port``.
@@ -88,21 +78,18 @@ class AtroposClient:
         12
     """
 
+    refused = AtroposError
+    timed_out = (AtroposTimeoutError, "")
+    unreachable = (AtroposUnreachableError, "is the Atropos API running?")
+
     def __init__(self, url: str, *, token: str | None = None, timeout: float = 60.0) -> None:
-        self._host, self._port = split_url(url)
-        self.url = url.rstrip("/")
-        self.token = token
-        self.timeout = timeout
+        super().__init__(url, token=token, timeout=timeout)
         # A batch of a lease that was lost may come again.
         self._acknowledged: OrderedDict[str, None] = OrderedDict()
 
     def alive(self) -> bool:
         """True if the API answers; waits 5 seconds at most."""
-        try:
-            self.call("GET", "/info", timeout=min(5.0, self.timeout))
-        except AtroposError:
-            return False
-        return True
+        return self.answers("/info")
 
     def wait_ready(self, *, timeout: float) -> None:
         """Wait until the API answers.
@@ -207,7 +194,7 @@ class AtroposClient:
 
     def reset_data(self) -> None:
         """Let the API forget everything."""
-        self._request("GET", "/reset_data", None, self.timeout)
+        self.exchange("GET", "/reset_data")
 
     def register_env(self, registration: EnvRegistration) -> dict[str, Any]:
         """Register an environment; ``status`` says whether a trainer has started already."""
@@ -232,39 +219,6 @@ class AtroposClient:
             return self.call("POST", "/scored_data", wire[0])
         return self.call("POST", "/scored_data_list", wire)
 
-    def call(
-        self, method: str, path: str, body: Any = None, *, timeout: float | None = None
-    ) -> dict[str, Any]:
-        """One request; returns the JSON of the answer.
-
-        Raises:
-            AtroposTimeoutError: after ``timeout`` seconds.
-            AtroposUnreachableError: if there is no API, or it ends during the call.
-            AtroposError: with the API's message, if it refuses or fails.
-        """
-        timeout = self.timeout if timeout is None else timeout
-        raw = self._request(method, path, body, timeout)
-        try:
-            return orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            raise AtroposError(f"{method} {self.url}{path}: the answer is not JSON; does another "
-                               "program listen there?") from None
-
-    def _request(self, method: str, path: str, body: Any, timeout: float) -> bytes:
-        what = f"{method} {self.url}{path}"
-        raw = None if body is None else orjson.dumps(body)
-        try:
-            status, answer = http_request(self._host, self._port, method, path, raw,
-                                          token=self.token, timeout=timeout)
-        except TimeoutError:
-            raise AtroposTimeoutError(f"{what}: no answer in {timeout:g} s") from None
-        except ConnectionError as error:
-            raise AtroposUnreachableError(f"{what}: {error}; is the Atropos API "
-                                          "running?") from error
-        if status >= 400:
-            raise AtroposError(f"{what}: {_message(answer)} (status {status})", status=status)
-        return answer
-
     def _tell(self, lease: str, path: str, **more: Any) -> bool:
         """Say something of a lease; whether the hub knows it."""
         try:
@@ -274,13 +228,3 @@ class AtroposClient:
                 raise
             return False
         return True
-
-
-def _message(answer: bytes) -> str:
-    """What went wrong, in the hub's words or run-api's."""
-    try:
-        value = orjson.loads(answer)
-    except orjson.JSONDecodeError:
-        return answer[:200].decode("utf-8", "replace")
-    error = value.get("error") if isinstance(value, dict) else None
-    return error["message"] if isinstance(error, dict) else str(value)[:200]

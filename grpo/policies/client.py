@@ -9,20 +9,11 @@ from typing import Any
 import orjson
 
 from grpo.policies.handle import EngineError, PauseMode
-from grpo.system.http_call import http_request, split_url
+from grpo.system.json_client import CallError, JsonClient
 
 
-class EngineCallError(EngineError):
-    """The engine server refused or failed a call.
-
-    Attributes:
-        status: HTTP status; None if there was no answer.
-        param: the option to blame, if the server named one.
-    """
-
-    def __init__(self, message: str, *, status: int | None = None, param: str | None = None):
-        super().__init__(message)
-        self.status, self.param = status, param
+class EngineCallError(CallError, EngineError):
+    """The engine server refused or failed a call."""
 
 
 class EngineTimeoutError(EngineCallError, TimeoutError):
@@ -50,10 +41,8 @@ class Generated:
     versions: list[list[list[int]]]
 
 
-class EngineClient:
+class EngineClient(JsonClient):
     """Calls to :mod:`grpo.server.serve`; an ``EngineHandle`` for the weights.
-
-    Every call opens a connection of its own, so threads can share a client.
 
     Args:
         url: ``http://host:port``.
@@ -69,22 +58,17 @@ class EngineClient:
         [[41, 3, 97, 12, 8, 55, 20, 31]]
     """
 
-    def __init__(self, url: str, *, token: str | None = None, timeout: float = 60.0) -> None:
-        self.host, self.port = split_url(url)
-        self.url = url.rstrip("/")
-        self.token = token
-        self.timeout = timeout
+    refused = EngineCallError
+    timed_out = (EngineTimeoutError, "; is the engine paused? Else give the call more time, or see "
+                 "the server's log")
+    unreachable = (EngineUnreachableError, "is the server running? See its log")
 
     def __str__(self) -> str:
         return f"engine server at {self.url}"
 
     def alive(self) -> bool:
         """True if the server answers and its engine lives; waits 5 seconds at most."""
-        try:
-            self.call("GET", "/health", timeout=min(5.0, self.timeout))
-        except EngineCallError:
-            return False
-        return True
+        return self.answers("/health")
 
     def info(self) -> dict[str, Any]:
         """What the server is: model, dtype, policy version, paused and so on."""
@@ -134,12 +118,11 @@ class EngineClient:
             answers[row] = _generated(value)
             on_answer(row, answers[row])
 
-        what, status, raw = self._exchange("POST", "/generate", {**body, "stream": "answers"},
-                                           timeout, on_line=read)
-        if status >= 400:
-            _value(what, status, raw)
+        self.exchange("POST", "/generate", {**body, "stream": "answers"}, timeout=timeout,
+                      on_line=read)
+        what = f"POST {self.url}/generate"
         if refused:
-            _value(what, 500, refused[0])
+            raise self.refusal(what, refused[0], 500)
         if len(answers) < len(prompts):
             raise EngineUnreachableError(f"{what}: the answer ended after {len(answers)} of "
                                          f"{len(prompts)} prompts; see the server's log")
@@ -219,54 +202,7 @@ class EngineClient:
         timeout = self.timeout if timeout is None else timeout
         return self.call("POST", path, {**body, "timeout": timeout}, timeout=timeout + 2.0)
 
-    def call(
-        self, method: str, path: str, body: Any = None, *, timeout: float | None = None
-    ) -> dict[str, Any]:
-        """One request; returns the JSON of the answer.
-
-        Raises:
-            EngineTimeoutError: after ``timeout`` seconds.
-            EngineUnreachableError: if there is no server, or it ends during the call.
-            EngineCallError: with the server's message, if it refuses or fails.
-        """
-        return _value(*self._exchange(method, path, body, timeout))
-
-    def _exchange(
-        self, method: str, path: str, body: Any, timeout: float | None,
-        on_line: Callable[[bytes], None] | None = None,
-    ) -> tuple[str, int, bytes]:
-        """The call in words, and the answer's status and body."""
-        timeout = self.timeout if timeout is None else timeout
-        what = f"{method} {self.url}{path}"
-        try:
-            status, raw = http_request(
-                self.host, self.port, method, path,
-                orjson.dumps(body) if body is not None else None, token=self.token,
-                timeout=timeout, on_line=on_line)
-        except TimeoutError:
-            raise EngineTimeoutError(
-                f"{what}: no answer in {timeout:g} s; is the engine paused? Else give the call "
-                "more time, or see the server's log") from None
-        except ConnectionError as error:
-            raise EngineUnreachableError(f"{what}: {error or type(error).__name__}; is the server "
-                                         "running? See its log") from error
-        return what, status, raw
-
 
 def _generated(value: dict[str, Any]) -> Generated:
     return Generated(value["token_ids"], value["logprobs"], value["finish_reasons"],
                      value["policy_version"])
-
-
-def _value(what: str, status: int, raw: bytes) -> dict[str, Any]:
-    try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        raise EngineCallError(f"{what}: the answer (status {status}) is not JSON; does another "
-                              "program listen there?", status=status) from None
-    if status < 400:
-        return value
-    error = value.get("error", {}) if isinstance(value, dict) else {}
-    message = f"{what}: {error.get('message', raw[:200])} (status {status})"
-    kind = EngineTimeoutError if status == 504 else EngineCallError
-    raise kind(message, status=status, param=error.get("param"))

@@ -36,7 +36,7 @@ def shared():
 
 
 def raw(client, method, path, body=None, headers=None):
-    connection = http.client.HTTPConnection(client._host, client._port, timeout=10)
+    connection = http.client.HTTPConnection(client.host, client.port, timeout=10)
     connection.request(method, path, body, headers or {})
     answer = connection.getresponse()
     content = answer.read()
@@ -184,7 +184,7 @@ def test_leases(client):
 
 def send_and_leave(client, body: bytes) -> None:
     """Send a group and hang up before the answer."""
-    with socket.create_connection((client._host, client._port)) as connection:
+    with socket.create_connection((client.host, client.port)) as connection:
         connection.sendall(_HEAD % len(body) + body)
 
 
@@ -207,7 +207,7 @@ def test_a_retry_after_a_lost_answer_is_one_group(tmp_path):
 
 
 def test_a_sender_that_ends_in_the_middle_costs_nothing(client, caplog):
-    with socket.create_connection((client._host, client._port)) as connection:
+    with socket.create_connection((client.host, client.port)) as connection:
         connection.sendall(_HEAD % 999 + b"{")
     for _ in range(5):
         assert client.status()["queue_size"] == 0

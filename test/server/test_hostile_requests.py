@@ -24,9 +24,7 @@ from .serving import raw, refusal, server
 @pytest.fixture(scope="module")
 def hub():
     with HubServer() as server:
-        client = AtroposClient(server.url, timeout=20.0)
-        client.host, client.port = client._host, client._port
-        yield client
+        yield AtroposClient(server.url, timeout=20.0)
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +142,7 @@ def hasty(monkeypatch):
 
 def answer_to(client, *pieces, pause=0.1):
     """What comes back on a connection that sends some pieces and then waits."""
-    with socket.create_connection((client._host, client._port), timeout=5.0) as connection:
+    with socket.create_connection((client.host, client.port), timeout=5.0) as connection:
         received = b""
         try:
             for piece in pieces:

@@ -43,13 +43,8 @@ def clients(tokenizer):
         hub = stack.enter_context(HubServer())
         _, engine = stack.enter_context(server())
         _, url = stack.enter_context(serving(tokenizer))
-        yield {"hub": _client(hub.url), "engine": engine, "bridge": _client(url)}
-
-
-def _client(url):
-    client = AtroposClient(url, timeout=10.0)
-    client.host, client.port = client._host, client._port
-    return client
+        yield {
+            "hub": AtroposClient(hub.url), "engine": engine, "bridge": AtroposClient(url)}
 
 
 @pytest.mark.parametrize("page", PAGES)
