@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -22,25 +20,8 @@ from grpo.weights.canary import StaleWeightsError
 from grpo.weights.packed import Packed
 
 from ..support import wait_until
-from ..training.runs import save_tiny
 from ..weights.faults import FAULTS
-from .asynchronous import LORA, LocalPool, LocalRay, async_config, make_async_trainer
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, tokenizer):
-    return save_tiny(tmp_path_factory.mktemp("model"), tokenizer, seed=0)
-
-
-@pytest.fixture
-def start(folder, tmp_path, monkeypatch):
-    """Builds a run by options; ends it after the test."""
-    LocalRay(monkeypatch)
-    with ExitStack() as at_end:
-        runs = itertools.count()
-        yield lambda checkpoint=None, **options: make_async_trainer(
-            async_config(folder, **options),
-            checkpoint.run_dir if checkpoint else tmp_path / str(next(runs)), at_end, checkpoint)
+from .asynchronous import LORA, LocalPool, async_config
 
 
 def test_rollouts_run_ahead_but_not_too_far(start):

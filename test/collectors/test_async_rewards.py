@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
 
 import pytest
 
 from grpo.envs.rewards import RewardsFailed
 from grpo.run.cli.endings import fit_with_workers
 
-from ..training.runs import save_tiny
-from .asynchronous import LocalRay, async_config, make_async_trainer, rows_of
+from .asynchronous import rows_of
 
 TOGETHER = 8
 _waiting = threading.Barrier(TOGETHER)
@@ -31,24 +29,10 @@ def broken(completion: str, problem) -> float:
     return {}[completion]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, tokenizer):
-    return save_tiny(tmp_path_factory.mktemp("model"), tokenizer, seed=0)
-
-
-@pytest.fixture
-def start(folder, tmp_path, monkeypatch):
-    """Builds a run by options; ends it after the test."""
-    LocalRay(monkeypatch)
-    with ExitStack() as at_end:
-        yield lambda **options: make_async_trainer(
-            async_config(folder, **options), tmp_path / "async", at_end)
-
-
 def test_each_of_several_rewards_has_its_mean_and_they_add_up(start, tmp_path):
     start(env={"reward": [f"{__name__}:vowels", "negative_length"], "reward_weights": [1.0, 0.5]},
           train={"staleness": 0, "total_dialog_turns": 2 * 16}).fit()
-    rows = rows_of(tmp_path / "async")
+    rows = rows_of(tmp_path / "0")
     for prefix, total, some in (("", "reward/mean", rows[1:]), ("eval/", "eval/reward", rows[::2])):
         for row in some:
             assert row[total] == pytest.approx(

@@ -18,27 +18,17 @@ from grpo.run.ledger import GIB
 from grpo.run.placement import DevicePlan
 
 from ..config.configs import small
-from .memory_probe import family
-from .test_ledger import BIG
 
 CUDA = torch.device("cuda", 0)
 ROWS = 320
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    """The configuration of Qwen2.5-1.5B."""
-    path = tmp_path_factory.mktemp("shape")
-    family("Qwen2Config", **BIG, max_position_embeddings=32_768).save_pretrained(path)
-    return str(path)
-
-
 @pytest.fixture
-def advised(folder, monkeypatch):
+def advised(big_folder, monkeypatch):
     """What is advised on GPUs of 80 GiB, in keys with their remarks, and what each saves."""
     gpu = SimpleNamespace(total_memory=80 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    shared = {"model_path": folder, "device": CUDA, "dtype": torch.bfloat16, "backend": "vllm",
+    shared = {"model_path": big_folder, "device": CUDA, "dtype": torch.bfloat16, "backend": "vllm",
               "max_model_len": ROWS}
 
     def advise(schema: type[Config] = Config, role: str | None = None, **sections):
@@ -52,7 +42,7 @@ def advised(folder, monkeypatch):
         if role is not None:
             places = DevicePlan("cuda", (0,), (), ((1,),))
             ledger_of = lambda config: role_ledgers(config, places, **shared)[role]  # noqa: E731
-        setup = Setup(config=config, path=folder, tokenizer=None, device=CUDA,
+        setup = Setup(config=config, path=big_folder, tokenizer=None, device=CUDA,
                       dtype=torch.bfloat16, max_model_len=ROWS, folder=Path("here"))
         start = Start(setup, "vllm", None, None, None, {}, None)
         ledger = ledger_of(config)

@@ -17,9 +17,6 @@ from grpo.run.ledger import GIB, DoesNotFitError, Ledger, Saving
 from grpo.run.memory_atropos import advised, check_memory, devices
 from grpo.run.start_atropos import _with_engine_defaults
 
-from .memory_probe import family
-from .test_ledger import BIG
-
 CUDA = torch.device("cuda", 0)
 
 
@@ -33,14 +30,6 @@ class Shown:
         self.tables.append(text)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    """The configuration of Qwen2.5-1.5B."""
-    path = tmp_path_factory.mktemp("shape")
-    family("Qwen2Config", **BIG, max_position_embeddings=32_768).save_pretrained(path)
-    return str(path)
-
-
 @pytest.fixture
 def gpus(monkeypatch) -> None:
     """Two GPUs of 80 GiB, the trainer on the first."""
@@ -52,14 +41,14 @@ def gpus(monkeypatch) -> None:
 
 
 @pytest.fixture
-def start_of(folder, gpus):
+def start_of(big_folder, gpus):
     def make(*argv: str, url: str | None = None) -> Start:
         config = to_config(atropos.parser().parse_intermixed_args(
-            ["--model", folder, "--device", "cuda", *argv]))
+            ["--model", big_folder, "--device", "cuda", *argv]))
         if url is not None:
             config = config.changed(inference_model={"url": url})
-        config, length = _with_engine_defaults(config, folder, CUDA, "vllm")
-        setup = Setup(config=config, path=folder, tokenizer=None, device=CUDA,
+        config, length = _with_engine_defaults(config, big_folder, CUDA, "vllm")
+        setup = Setup(config=config, path=big_folder, tokenizer=None, device=CUDA,
                       dtype=torch.bfloat16, max_model_len=length, folder=Path("here"))
         return Start(setup, "vllm", None, None, None, {}, Shown())
     return make

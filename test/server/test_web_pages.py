@@ -98,7 +98,7 @@ def test_state_is_changed_by_post_and_by_upstreams_get(clients):
 
 def test_whoever_has_the_token_may_use_any_name():
     with HubServer(token="secret") as hub:
-        client = _client(hub.url)
+        client = AtroposClient(hub.url)
         headers = {"Authorization": "Bearer secret", "Host": "node17:8000"}
         assert raw(client, "GET", "/status", headers=headers)[0] == 200
         assert raw(client, "GET", "/status", headers={"Host": "node17:8000"})[0] == 401

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from grpo.config.schema import load_config
 
@@ -11,27 +10,14 @@ from . import runs
 
 
 @pytest.fixture(scope="module")
-def save_tiny(tmp_path_factory, make_model, tokenizer):
-    """Write a model that is small enough for many iterations a second."""
-    def save(name: str, *, seed: int):
-        folder = tmp_path_factory.mktemp(name)
-        make_model(dtype=torch.float32, vocab_size=len(tokenizer), seed=seed,
-                   max_position_embeddings=64).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return folder
-
-    return save
+def tiny_folder(tmp_path_factory, tokenizer):
+    return runs.save_tiny(tmp_path_factory.mktemp("tiny"), tokenizer, seed=0)
 
 
 @pytest.fixture(scope="module")
-def tiny_folder(save_tiny):
-    return save_tiny("tiny", seed=0)
-
-
-@pytest.fixture(scope="module")
-def teacher_folder(save_tiny):
+def teacher_folder(tmp_path_factory, tokenizer):
     """Of the same shape, with answers of its own."""
-    return save_tiny("teacher", seed=1)
+    return runs.save_tiny(tmp_path_factory.mktemp("teacher"), tokenizer, seed=1)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ from grpo.envs.rewards import RewardResult
 from grpo.run import assemble
 from grpo.training.trainer import Trainer
 
+from ..conftest import make_tiny_model
+
 
 def by_text(completion: str, problem) -> RewardResult:
     """Something that differs between completions of a random model."""
@@ -42,6 +44,14 @@ def always_the_same(completion: str, problem) -> float:
 
 def many_letters(completion: str, problem) -> float:
     return sum(character.isalpha() for character in completion) / 4
+
+
+def save_tiny(folder, tokenizer, *, seed: int):
+    """A model that is small enough for many iterations a second, on disk."""
+    make_tiny_model(dtype=torch.float32, vocab_size=len(tokenizer), seed=seed,
+                    max_position_embeddings=64).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def make_trainer(config, run_dir, checkpoint=None, **options) -> Trainer:
