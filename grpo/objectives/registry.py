@@ -70,8 +70,9 @@ class Objective:
             given["clip_epsilon"] = clip_epsilon
         for name, value in given.items():
             if name not in self.options:
+                where = "" if name == "clip_epsilon" else " in objective_options"
                 raise ValueError(f"objective {self.name!r} would ignore {name}={value!r}"
-                                 f"{_did_you_mean(name, self.options)}; its options: "
+                                 f"{_did_you_mean(name, self.options)}{where}; its options: "
                                  f"{', '.join(self.options) or 'none'}")
         resolved = {**self.options, **given}
         if "clip_epsilon" in resolved:

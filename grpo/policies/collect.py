@@ -175,7 +175,7 @@ class _Collector:
             self.on_row(self.numbers[output.request_id], tokens)
 
     def response(self, output: Any) -> Response:
-        """That of a finished request."""
+        """The response of a finished request."""
         (answer,) = output.outputs
         tokens, log_probs = self.finished[output.request_id]
         if list(answer.token_ids) != tokens:

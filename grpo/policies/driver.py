@@ -60,7 +60,7 @@ class Job:
 
 
 class Sampler(Protocol):
-    """An engine as whoever drives it sees it; not safe for use from several threads.
+    """What the driver needs of an engine; not safe for use from several threads.
 
     Attributes:
         policy: whose engine or model it is.

@@ -1,4 +1,4 @@
-"""vLLM's first import, which keeps what runs while it happens."""
+"""Import vLLM so that its first import does not keep the caller's objects alive."""
 
 from __future__ import annotations
 

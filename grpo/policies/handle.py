@@ -1,4 +1,4 @@
-"""An engine as the code that brings it weights sees it."""
+"""What the code that brings weights to an engine needs of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that compute on the same CPU cores, and do not keep each other from them."""
+"""Let several processes compute on the same CPU cores without slowing each other down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server that may be a child process needs: its socket, and its end with the parent's."""
+"""What a server that may be a child process needs: a socket, and to end when its parent does."""
 
 from __future__ import annotations
 

@@ -331,7 +331,7 @@ class TestOptions:
 
     @pytest.mark.parametrize(("name", "options", "message"), [
         ("ppo_clip", {"detla": 3.0}, r"'ppo_clip' would ignore detla=3.0 \(did you mean 'delta'\?\)"
-                                     "; its options: clip_epsilon, delta"),
+                                     " in objective_options; its options: clip_epsilon, delta"),
         ("reinforce", {"delta": 3.0}, "its options: none"),
         ("ppo_clip", {"clip_epsilon": 0.1}, "must be without clip_epsilon"),
         ("ppo_clip", {"delta": 1.2}, r"delta=1.2 must be None or .* = 1.2"),
