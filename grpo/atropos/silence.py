@@ -84,14 +84,13 @@ class SilenceCheck:
         return [env["name"] for env in status["hub"]["environments"] if env["connected"]]
 
     def _explain(self, names: list[str] | None) -> str:
-        nobody = f"no request has come to the engine at {self.url}"
         if names is None:
             start = (f"the Atropos API has answered for {self.after:g} s and given no group, and "
-                     f"{nobody}. If no environment runs yet, start one; else it asks another "
-                     "address")
+                     f"no request has come to the engine at {self.url}. If no environment runs "
+                     "yet, start one; else it asks another address")
         else:
             start = (f"environment {', '.join(names)} registered {self.after:g} s ago or earlier, "
-                     f"but {nobody}")
+                     f"but no request has come to the engine at {self.url}")
         if self.forwarded:
             return (f"{start}, nor to the ports {_listed(self.forwarded)} that lead to it. See "
                     "what address the environment's log names")

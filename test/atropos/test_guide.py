@@ -46,7 +46,8 @@ def test_the_memory_table_is_exact():
 
 @pytest.mark.parametrize("message", [
     "the interpreter of the environments, ", "; install it there: ", "cannot be forwarded: ",
-    "s ago or earlier, but no request has come to the engine", "the engine died",
+    "s ago or earlier, but no request has come to the engine", "s and given no group",
+    "the engine died",
     "masks the wrong tokens", "is not registered at",
     "the hub's queue is full", "cannot be used: ", "--env.data_path must be a folder",
     "the chat template changed the first turn when the second was added"])
