@@ -31,11 +31,7 @@ Aggregation = Literal["token", "sequence", "prompt", "dr_grpo"]
 
 
 def check_aggregation(aggregation: str, constant_length: int | None) -> None:
-    """Validate the pair once, when the loss is built.
-
-    Raises:
-        ValueError: for an unknown name, or a ``constant_length`` that is missing or unused.
-    """
+    """ValueError for an unknown name, or a ``constant_length`` that is missing or unused."""
     if aggregation not in get_args(Aggregation):
         raise ValueError(f"aggregation={aggregation!r} is unknown; use one of "
                          f"{get_args(Aggregation)}")
@@ -83,20 +79,10 @@ def count(
     mask_BT: Tensor, *, aggregation: Aggregation, constant_length: int | None = None,
     group_id_B: Tensor | None = None,
 ) -> Normalizer:
-    """Count what a batch is normalised by.
+    """Count the loss tokens (``mask_BT``) of a batch, or what the aggregation counts instead.
 
-    Args:
-        mask_BT: bool ``[B, T]``, True on tokens that enter the loss.
-        aggregation: see the module's table.
-        constant_length: tokens; for ``dr_grpo``.
-        group_id_B: int64 ``[B]``, the prompt of each row; for ``prompt``.
-
-    Examples:
-        >>> mask = torch.tensor([[True, True], [True, False]])
-        >>> [count(mask, aggregation=a).count.item() for a in ("token", "sequence")]
-        [3.0, 2.0]
-        >>> count(mask, aggregation="prompt", group_id_B=torch.tensor([7, 7])).tokens_G.tolist()
-        [3]
+    ``constant_length`` is for ``dr_grpo``, and ``group_id_B``, the prompt of each row, for
+    ``prompt``.
     """
     if aggregation == "prompt":
         return _of_groups(group_id_B, mask_BT.sum(-1))
@@ -118,16 +104,9 @@ def row_weights(
     mask_BT: Tensor, normalizer: Normalizer, *, aggregation: Aggregation,
     group_id_B: Tensor | None = None,
 ) -> Tensor:
-    """Weight of every token of each row: the loss is the sum of weight times term.
+    """Weight of every token of each row, float64 ``[B]``: the loss is the sum of weight times term.
 
-    Args:
-        mask_BT: bool ``[B, T]``, True on tokens that enter the loss.
-        normalizer: from :func:`count` over the whole optimizer batch.
-        aggregation: see the module's table.
-        group_id_B: int64 ``[B]``; for ``prompt``.
-
-    Returns:
-        float64 ``[B]``.
+    The normalizer is that of the whole optimizer batch; ``group_id_B`` is for ``prompt``.
 
     Raises:
         ValueError: for a prompt that the normalizer has not counted.
@@ -155,14 +134,8 @@ def row_weights(
     return 1.0 / (normalizer.tokens_G.to(mask_BT.device)[index_B] * total)
 
 
-def check_whole_groups(
-    mask_BT: Tensor, normalizer: Normalizer, *, group_id_B: Tensor
-) -> None:
-    """Refuse a micro-batch that has some, but not all, sequences of a prompt.
-
-    Raises:
-        ValueError: naming the prompts.
-    """
+def check_whole_groups(mask_BT: Tensor, normalizer: Normalizer, *, group_id_B: Tensor) -> None:
+    """ValueError for a micro-batch that has some, but not all, sequences of a prompt."""
     here = count(mask_BT, aggregation="prompt", group_id_B=group_id_B)
     counted = dict(zip(normalizer.group_G.tolist(), normalizer.tokens_G.tolist(), strict=True))
     cut = [group for group, tokens in zip(here.group_G.tolist(), here.tokens_G.tolist(),

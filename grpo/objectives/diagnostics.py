@@ -33,9 +33,8 @@ def summarize(
     then those of the whole optimizer batch.
 
     * ``ratio_*``: quantiles and mean of the raw ratio, before any clipping;
-    * ``clip_fraction_low`` / ``_high``: share of tokens whose ratio is clipped, below the range
-      with ``A < 0`` and above it with ``A > 0`` (of whole sequences where the objective clips the
-      ratio of a sequence); PPO-like objectives drop their gradient, CISPO limits it;
+    * ``clip_fraction_low`` / ``_high``: share of tokens whose ratio (or that of their sequence,
+      where the objective clips it) is below the range with ``A < 0`` or above it with ``A > 0``;
       ``clip_fraction`` is their sum;
     * ``log_prob_*``, ``sampled_log_prob_*``: mean and standard deviation over the tokens of what
       the trainer gives them and of what the engine sampled them with, and ``log_prob_diff_*`` of
@@ -47,16 +46,7 @@ def summarize(
     * ``mismatch_*``: see :func:`~grpo.objectives.mismatch.mismatch_diagnostics`;
     * ``off_policy_fraction``: share of tokens whose sequence the off-policy mask drops.
 
-    Args:
-        stats_N: the ``"token_stats"`` of ``GRPOLoss``: ``log_ratio`` and ``advantage``, and what
-            the loss was configured with.
-        clip_epsilon: the bounds of the objective, or None where it has none.
-
-    Examples:
-        >>> from tensordict import TensorDict
-        >>> stats = TensorDict({"log_ratio": torch.zeros(2), "advantage": torch.ones(2)}, [2])
-        >>> summarize(stats, clip_epsilon=(0.2, 0.2))["ess"].item()
-        1.0
+    ``clip_epsilon`` are the bounds of the objective, None where it has none.
     """
     if not stats_N.batch_size[0]:
         return {}

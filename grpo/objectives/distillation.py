@@ -30,29 +30,16 @@ def _check_temperature(temperature: float) -> None:
 
 
 def topk_cross_entropy(
-    student_log_probs_NK: Tensor,
-    teacher_log_probs_NK: Tensor,
-    *,
-    temperature: float = 1.0,
+    student_log_probs_NK: Tensor, teacher_log_probs_NK: Tensor, *, temperature: float = 1.0
 ) -> Tensor:
-    r"""Cross-entropy of the teacher's top-k distribution with the student's, of each token.
+    r"""Cross-entropy of the teacher's top-k distribution with the student's, ``[N]``.
 
     .. math:: L_n = -\sum_k p_k \log \pi(k), \qquad
               p = \mathrm{softmax}_k(\log p_{teacher}(k) / T)
 
-    Args:
-        student_log_probs_NK: ``[N, K]``, log-probs over the whole vocabulary, with gradient; a
-            temperature of the student is already in them.
-        teacher_log_probs_NK: ``[N, K]``, need not be normalised; treated as constant. Entries of
-            ``-inf`` are left out, whatever the student has there.
-        temperature: the ``T`` of the formula.
-
-    Returns:
-        ``[N]``, float32 (float64 where an input is); 0, without gradient, for a token with no
-        entry left.
-
-    Raises:
-        ValueError: for a ``temperature`` that is not positive.
+    The student's log-probs are over the whole vocabulary, at the student's temperature. The
+    teacher's are constants and need not be normalised; entries of ``-inf`` are left out, and a
+    token with none left has the term 0, without gradient. At least float32.
 
     Examples:
         >>> student = torch.tensor([[0.5, 0.25], [0.5, 0.25]]).log()
@@ -81,39 +68,15 @@ def _gather_chunk(
 
 
 def topk_log_probs(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    ids_NK: Tensor,
-    log_normaliser_N: Tensor,
-    *,
+    hidden_ND: Tensor, weight_VD: Tensor, ids_NK: Tensor, log_normaliser_N: Tensor, *,
     temperature: float = 1.0,
 ) -> Tensor:
-    r"""Log-probs of ``K`` given tokens a position, without the logits of the others.
+    r"""Log-probs ``[N, K]`` of ``K`` given tokens a position, without the logits of the others.
 
-    :math:`\log \pi(k) = h \cdot W_k / T - \log Z`. The rows :math:`W_k` are gathered for a few
-    positions at a time, about 64 MiB of them, and gathered again in the backward.
-
-    Args:
-        hidden_ND: last hidden states, ``[N, D]``.
-        weight_VD: output matrix, ``[V, D]``.
-        ids_NK: int64 ``[N, K]``, each in ``[0, V)``; fill unused entries with any such id.
-        log_normaliser_N: ``[N]``, :math:`\log Z = \log \sum_v e^{h \cdot W_v / T}` over the whole
-            vocabulary.
-        temperature: the ``T`` that ``log_normaliser_N`` was computed at.
-
-    Returns:
-        ``[N, K]``, float32 (float64 where an input is), with gradients to ``hidden_ND``,
-        ``weight_VD`` and ``log_normaliser_N``.
-
-    Raises:
-        ValueError: for a ``temperature`` that is not positive.
-
-    Examples:
-        >>> hidden, weight = torch.tensor([[1.0, 2.0]]), torch.eye(2)
-        >>> log_z = (hidden @ weight.t()).logsumexp(-1)
-        >>> probs = topk_log_probs(hidden, weight, torch.tensor([[0, 1]]), log_z).exp()
-        >>> round(probs.sum().item(), 4)
-        1.0
+    :math:`\log \pi(k) = h \cdot W_k / T - \log Z` with
+    :math:`\log Z = \log \sum_v e^{h \cdot W_v / T}` (``log_normaliser_N``). The rows :math:`W_k`
+    are gathered for a few positions at a time, about 64 MiB of them, and gathered again in the
+    backward. At least float32, with gradients to all but the ids.
     """
     _check_temperature(temperature)
     dtype = torch.promote_types(
@@ -131,12 +94,7 @@ def topk_log_probs(
 def check_distillation(
     coeff: float | None, temperature: float | None, *, default: float, scorer: TokenScorer
 ) -> float:
-    """The temperature of the distillation term of a loss, validated.
-
-    Raises:
-        ValueError: for a coefficient below 0, a temperature that is not positive or would not be
-            read, or a model whose log-probs of other tokens cannot be had.
-    """
+    """The temperature of a loss's distillation term; ValueError for options that do not fit."""
     if coeff is None:
         if temperature is not None:
             raise ValueError(f"distill_temperature={temperature} is not read without "
@@ -157,14 +115,9 @@ def distillation_terms(
     scorer: TokenScorer, predictions: Predictions, log_probs_N: Tensor, ids_NK: Tensor,
     teacher_log_probs_NK: Tensor, *, temperature: float,
 ) -> Tensor:
-    """:func:`topk_cross_entropy` of each token under the scorer's model, ``[N]``.
+    """:func:`topk_cross_entropy` of each token under the scorer's model, both at ``temperature``.
 
-    Args:
-        scorer: with a plain linear head.
-        predictions: of :meth:`TokenScorer.predict`.
-        log_probs_N: ``[N]``, the sampled tokens' log-probs at the scorer's temperature.
-        ids_NK, teacher_log_probs_NK: the teacher's entries, ``[N, K]``.
-        temperature: of both distributions.
+    ``log_probs_N`` are those of the sampled tokens at the scorer's temperature.
     """
     if temperature != scorer.temperature:
         log_probs_N, _ = scorer.score(predictions, temperature=temperature)

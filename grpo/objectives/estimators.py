@@ -19,12 +19,7 @@ DEFAULT_EPS = {"group_norm": 1e-4, "group_norm_population": 1e-4, "maxrl": 0.0,
 
 
 def check_estimator(estimator: str, eps: float | None = None) -> None:
-    """Validate the name once, when a module is built, and the ``eps`` that goes with it.
-
-    Raises:
-        ValueError: for an unknown estimator, one that cannot be imported, and an ``eps`` below 0,
-            or that it does not read.
-    """
+    """ValueError for an unknown estimator, or an ``eps`` below 0 or that it does not read."""
     if ":" in estimator:
         own_estimator(estimator)
     elif estimator not in get_args(AdvantageEstimator):

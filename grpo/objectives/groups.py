@@ -48,5 +48,5 @@ class Groups:
         return shifted - self.sum(shifted.exp()).log()
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Back to all rows, 0 for those left out."""
+        """Back to all rows, with 0 for those left out."""
         return values.new_zeros(self.num_rows).index_put((self.rows,), values)

@@ -19,28 +19,17 @@ KLEstimator = Literal["k1", "k2", "k3", "unbiased_k3"]
 
 
 def check_kl_estimator(name: str) -> KLEstimator:
-    """Give the name back if :func:`kl_estimate` knows it.
-
-    Raises:
-        ValueError: for an unknown estimator.
-
-    Examples:
-        >>> check_kl_estimator("k3")
-        'k3'
-    """
+    """Give the name back; ValueError if :func:`kl_estimate` does not know it."""
     if name not in get_args(KLEstimator):
         raise ValueError(f"kl_estimator={name!r} is unknown; use one of {get_args(KLEstimator)}")
     return name
 
 
 def kl_estimate(
-    log_probs_N: Tensor,
-    other_log_probs_N: Tensor,
-    *,
-    estimator: KLEstimator,
+    log_probs_N: Tensor, other_log_probs_N: Tensor, *, estimator: KLEstimator,
     log_ratio_N: Tensor | None = None,
 ) -> Tensor:
-    r"""KL estimate of each token, in nats.
+    r"""KL estimate of each token, in nats, of the shape and dtype of ``log_probs_N``.
 
     ===========  ===========================  =====================================================
     name         value                        property
@@ -65,9 +54,6 @@ def kl_estimate(
         estimator: a name of the table.
         log_ratio_N: current minus old log-prob, :math:`\log r`, **with** its gradient (also where
             its value is 0, on-policy); only ``unbiased_k3`` reads it.
-
-    Returns:
-        A tensor of the shape and dtype of ``log_probs_N``.
 
     Raises:
         ValueError: for an unknown estimator, or ``unbiased_k3`` without ``log_ratio_N``.

@@ -62,10 +62,7 @@ class Mismatch:
         return "token" if all(_METHODS[name][0] == "token" for name in self.bounds) else "sequence"
 
     def raw_log_weight(self, gap_N: Tensor, tokens: LossTokens) -> Tensor:
-        """Log of the importance weight before truncation and masks, ``[N]``, detached.
-
-        It is the gap of the token or of its sequence; 0 where only rejections are configured.
-        """
+        """Log of the importance weight before truncation and masks, ``[N]``, detached."""
         for name in self.bounds:
             over, action = _METHODS[name]
             if action != "reject":
@@ -73,22 +70,10 @@ class Mismatch:
         return torch.zeros_like(gap_N)
 
     def weights(self, gap_N: Tensor, tokens: LossTokens) -> Tensor:
-        """Product of the configured weights, ``[N]``, detached, of the dtype of ``gap_N``.
+        """Product of the configured weights, ``[N]``, detached.
 
-        Args:
-            gap_N: proximal minus behaviour log-prob of each token, nats.
-            tokens: tells which tokens form a sequence; sequences must be whole unless ``scope`` is
-                ``"token"``.
-
-        Examples:
-            >>> tokens = LossTokens(
-            ...     log_probs_N=torch.zeros(3), old_log_probs_N=torch.zeros(3),
-            ...     advantage_N=torch.ones(3), row_N=torch.tensor([0, 0, 1]), num_rows=2)
-            >>> gap_N = torch.tensor([4.0, 0.5, 1.0]).log()
-            >>> make_mismatch({"tis": 2.0}).weights(gap_N, tokens).tolist()
-            [2.0, 0.5, 1.0]
-            >>> make_mismatch({"sequence_reject": (0.5, 1.5)}).weights(gap_N, tokens).tolist()
-            [0.0, 0.0, 1.0]
+        ``gap_N`` is the proximal minus the behaviour log-prob of each of the tokens, whose sequences
+        must be whole unless ``scope`` is ``"token"``.
         """
         gap_N = gap_N.detach()
         weight_N = self.raw_log_weight(gap_N, tokens).exp()
@@ -105,15 +90,12 @@ class Mismatch:
         return torch.where(keep_N, weight_N, torch.zeros_like(weight_N))
 
 
-def make_mismatch(
-    spec: Mapping[str, float | tuple[float, float]] | None
-) -> Mismatch | None:
+def make_mismatch(spec: Mapping[str, float | tuple[float, float]] | None) -> Mismatch | None:
     """Validate a combination of corrections; their weights multiply.
 
     Args:
-        spec: bound(s) of the ratio by the names in the table of :mod:`grpo.objectives.mismatch`:
-            a number C for truncations, ``(low, high)`` for the others; one number means
-            ``(0, number)`` for ``mis`` and ``sequence_mis``. None or empty: no correction.
+        spec: bounds by the names of the module's table. For ``mis`` and ``sequence_mis`` one number
+            means ``(0, number)``. None or empty: no correction.
 
     Raises:
         ValueError: for an unknown name, bounds that are malformed, negative, not finite or in the
@@ -122,10 +104,6 @@ def make_mismatch(
     Examples:
         >>> make_mismatch({"mis": 5.0, "geometric_reject": (0.99, 1.01)}).bounds
         {'mis': (0.0, 5.0), 'geometric_reject': (0.99, 1.01)}
-        >>> make_mismatch({"tis": 2}).scope
-        'token'
-        >>> make_mismatch(None) is None
-        True
     """
     if not spec:
         return None
@@ -142,27 +120,15 @@ def make_mismatch(
 def off_policy_sequence_mask(sampled_N: Tensor, tokens: LossTokens, *, delta: float) -> Tensor:
     """0 for the tokens of bad sequences that the current policy would hardly sample, else 1.
 
-    A sequence is dropped where its advantages sum to less than 0 and the mean over its tokens of
-    behaviour minus current log-prob exceeds ``delta`` (DeepSeek-V3.2, arXiv:2512.02556). Good
-    sequences are kept however far they are.
-
-    Args:
-        sampled_N: log-prob of each token under the policy that sampled it, ``[N]``.
-        tokens: whole sequences.
-        delta: nats a token, at least 0.
+    A sequence (they must be whole) is dropped where its advantages sum to less than 0 and the mean
+    over its tokens of behaviour minus current log-prob exceeds ``delta`` nats (DeepSeek-V3.2,
+    arXiv:2512.02556). Good sequences are kept however far they are.
 
     Returns:
-        ``[N]``, detached, of the dtype of ``sampled_N``.
+        ``[N]``, detached, of the dtype of ``sampled_N``, the behaviour log-probs.
 
     Raises:
         ValueError: if ``delta`` is negative or not finite.
-
-    Examples:
-        >>> tokens = LossTokens(
-        ...     log_probs_N=torch.tensor([-3.0, -1.0]), old_log_probs_N=torch.zeros(2),
-        ...     advantage_N=torch.tensor([-1.0, -1.0]), row_N=torch.tensor([0, 1]), num_rows=2)
-        >>> off_policy_sequence_mask(torch.tensor([-1.0, -1.0]), tokens, delta=0.5).tolist()
-        [0.0, 1.0]
     """
     check_off_policy_delta(delta)
     far_R = tokens.row_mean((sampled_N - tokens.log_probs_N).detach()) > delta
@@ -171,11 +137,7 @@ def off_policy_sequence_mask(sampled_N: Tensor, tokens: LossTokens, *, delta: fl
 
 
 def check_off_policy_delta(delta: float | None) -> float | None:
-    """The threshold of :func:`off_policy_sequence_mask`, validated; None: no such mask.
-
-    Raises:
-        ValueError: if it is negative or not finite.
-    """
+    """The threshold of :func:`off_policy_sequence_mask`, validated; None: no such mask."""
     if delta is not None and not (math.isfinite(delta) and delta >= 0):
         raise ValueError(f"off_policy_delta={delta!r} must be a finite number of nats a token, at "
                          "least 0; use None to switch the mask off")
@@ -187,8 +149,8 @@ def mismatch_diagnostics(
 ) -> dict[str, Tensor]:
     r"""How far the behaviour policy is, before any correction, and what the correction did.
 
-    Concatenate the tokens of all micro-batches first: every value is then that of the optimizer
-    batch. A gap too large for exp makes a ratio ``inf``, not NaN.
+    From the results of :meth:`Mismatch.weights` and :meth:`Mismatch.raw_log_weight`; empty without
+    tokens. A gap too large for exp makes a ratio ``inf``, not NaN.
 
     * ``mismatch_kl_k1``, ``mismatch_kl_k3``: estimates of
       :math:`KL(\pi_{behaviour} \| \pi_{proximal})` in nats a token;
@@ -196,20 +158,6 @@ def mismatch_diagnostics(
     * ``mismatch_weight_mean``;
     * ``mismatch_masked_fraction``: share of tokens with weight 0;
     * ``mismatch_truncated_fraction``: share of tokens whose weight is cut, but not to 0.
-
-    Args:
-        gap_N: proximal minus behaviour log-prob, ``[N]``.
-        weight_N: from :meth:`Mismatch.weights`, ``[N]``.
-        raw_log_weight_N: from :meth:`Mismatch.raw_log_weight`, ``[N]``.
-
-    Returns:
-        Scalars by name; empty without tokens.
-
-    Examples:
-        >>> gap_N = torch.tensor([4.0, 0.5]).log()
-        >>> out = mismatch_diagnostics(gap_N, torch.tensor([2.0, 0.5]), raw_log_weight_N=gap_N)
-        >>> out["mismatch_ratio_max"].item(), out["mismatch_truncated_fraction"].item()
-        (4.0, 0.5)
     """
     if not len(gap_N):
         return {}
