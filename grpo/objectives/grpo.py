@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from grpo import data
-from grpo.objectives.advantages import group_advantages
+from grpo.objectives.advantages import GroupAdvantage
 from grpo.objectives.aggregate import (
     Aggregation,
     Normalizer,
@@ -23,18 +23,17 @@ from grpo.objectives.aggregate import (
 )
 from grpo.objectives.diagnostics import summarize
 from grpo.objectives.distillation import check_distillation, distillation_terms
-from grpo.objectives.estimators import check_estimator
-from grpo.objectives.inputs import (
-    BatchTokens,
-    Rows,
-    batch_tokens,
-    loss_mask,
-    standard_batch,
-)
+from grpo.objectives.inputs import BatchTokens, Rows, batch_tokens, loss_mask, standard_batch
 from grpo.objectives.kl import KLEstimator
 from grpo.objectives.registry import ClipEpsilon
 from grpo.objectives.scorer import HeadKind, Predictions, TokenScorer
 from grpo.objectives.terms import LossTerms, Proximal
+
+#: What the loss reads of each token or row, where the batch has it, beside the advantage.
+_ENTRIES = {"sampled": data.LOG_PROBS, "proximal": data.PROXIMAL_LOG_PROBS,
+            "ref": data.REF_LOG_PROBS, "high_entropy": data.HIGH_ENTROPY_MASK,
+            "listwise_weight": data.LISTWISE_WEIGHT, "distill_ids": data.DISTILL_IDS,
+            "distill_log_probs": data.DISTILL_LOG_PROBS}
 
 
 class GRPOLoss(LossModule):
@@ -46,54 +45,50 @@ class GRPOLoss(LossModule):
             + d\,\mathrm{agg}[CE_t]
 
     where :math:`r_t` is the ratio of the current to the proximal probability of token *t*,
-    :math:`w_t` its mismatch correction, and ``agg`` sums over the assistant tokens of the whole
-    optimizer batch divided by one global normalizer. Only entries named ``loss_*`` carry gradient
-    and sum to the loss (:func:`total_loss`); everything else is detached.
+    :math:`w_t` its mismatch correction, and ``agg`` sums over the sampled tokens and divides by
+    one normalizer for the whole optimizer batch. The entries named ``loss_*`` carry gradient and
+    sum to the loss (:func:`total_loss`); everything else is detached.
 
-    To accumulate gradients over micro-batches, compute :meth:`normalizer` once on the whole batch
-    and pass it to every call; the sum of the gradients is then that of one large batch, whatever
-    the split::
+    To accumulate gradients, compute the normalizer once on the whole batch and pass it to every
+    call. The gradients then sum to that of the whole batch, however it was split::
 
         norm = loss.normalizer(batch)
         for micro_batch in split_rows(batch, num_micro_batches=4):
             total_loss(loss(micro_batch, normalizer=norm)).backward()
 
     Args:
-        actor_network: a Hugging Face causal language model (or a TorchRL LLM wrapper of one, or
-            any module that maps ``input_ids, attention_mask`` to ``.logits``).
-        objective: name of a registered objective, see :mod:`grpo.objectives.surrogates` and
-            :mod:`grpo.objectives.listwise`, or ``"module:function"`` of one's own.
+        actor_network: a Hugging Face causal language model, a TorchRL LLM wrapper of one, or any
+            module that maps ``input_ids, attention_mask`` to ``.logits``.
+        objective: a name of :mod:`grpo.objectives.surrogates` or :mod:`grpo.objectives.listwise`,
+            or ``"module:function"`` of one's own.
         clip_epsilon: ``(low, high)``, or one float for both; None: the objective's own default.
-        objective_options: the objective's other options by name, for example
-            ``{"delta": 3.0}`` for the dual clip of ``"ppo_clip"``.
-        aggregation: ``"token"``, ``"sequence"``, ``"prompt"`` or ``"dr_grpo"``, see
-            :mod:`grpo.objectives.aggregate`.
+        objective_options: the objective's other options, such as ``{"delta": 3.0}`` for the dual
+            clip of ``"ppo_clip"``.
+        aggregation: a name of :mod:`grpo.objectives.aggregate`.
         constant_length: tokens; the divisor of ``"dr_grpo"``, usually the response limit.
         proximal: the policy in the ratio's denominator. ``"sampled"``: the log-probs the tokens
             were sampled with. ``"scored"``: those in ``("log_probs", "proximal")``, which the
             trainer computed before its first step on the rollout. ``"current"``: the policy as it
             is, for one step a rollout; the ratio is 1 and carries the gradient.
-        mismatch: corrections for the gap between proximal and sampling policy, by name, see
-            :mod:`grpo.objectives.mismatch`; for example ``{"tis": 2.0}``.
+        mismatch: corrections for the gap between proximal and sampling policy, such as
+            ``{"tis": 2.0}``, see :mod:`grpo.objectives.mismatch`.
         off_policy_delta: drop sequences with a negative advantage whose mean log-prob has fallen
             by more than so many nats a token since they were sampled.
         high_entropy_only: apply the objective to the tokens of ``("masks", "high_entropy")`` only.
         kl_to_ref_coeff: weight of the KL to the reference policy, whose log-probs are then read
-            from ``("next", "ref_log_probs", "full")``. None: no such term. May be set between
-            steps.
+            from ``("next", "ref_log_probs", "full")``. None, here and below: no such term. This
+            and ``entropy_coeff`` may be set between steps, as attributes of ``terms``.
         kl_to_inference_coeff: weight of the KL to the policy that sampled the tokens.
-        kl_estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"unbiased_k3"``, see
-            :mod:`grpo.objectives.kl`.
-        entropy_coeff: weight of the entropy bonus; None: no such term. May be set between steps.
+        kl_estimator: a name of :mod:`grpo.objectives.kl`.
+        entropy_coeff: weight of the entropy bonus.
         distill_coeff: weight of the cross-entropy with a teacher's most likely tokens, see
-            :mod:`grpo.objectives.distillation`. None: no such term.
+            :mod:`grpo.objectives.distillation`.
         distill_temperature: of both distributions in it; None: ``temperature``.
         temperature: the temperature the tokens were sampled at.
         advantage_estimator: how rewards become advantages where the batch brings none, see
             :func:`~grpo.objectives.advantages.group_advantages`.
-        head: ``"auto"``, ``"fused"``, ``"chunked"`` or ``"logits"``, see
-            :class:`~grpo.objectives.scorer.TokenScorer`. ``"auto"`` is fused wherever tokens or
-            sequences can be differentiated one chunk after the other.
+        head: see :class:`~grpo.objectives.scorer.TokenScorer`; ``"auto"`` is fused wherever tokens
+            or sequences can be differentiated one chunk after the other.
         head_chunk_size: tokens whose logits exist at a time; None: by device.
         packing: compute on packed rows instead of padded ones.
         fp32_head: compute logits in float32 where the model has half precision.
@@ -170,7 +165,7 @@ class GRPOLoss(LossModule):
     ) -> None:
         super().__init__()
         check_aggregation(aggregation, constant_length)
-        check_estimator(advantage_estimator)
+        self.advantages = GroupAdvantage(estimator=advantage_estimator)
         self.terms = LossTerms(
             objective=objective, clip_epsilon=clip_epsilon, objective_options=objective_options,
             proximal=proximal, mismatch=mismatch, off_policy_delta=off_policy_delta,
@@ -185,12 +180,10 @@ class GRPOLoss(LossModule):
         self.scorer = TokenScorer(
             actor_network, temperature=temperature, head=head, chunk_size=head_chunk_size,
             packing=packing, fp32_head=fp32_head)
-        self.head = head
         self.aggregation, self.constant_length = aggregation, constant_length
         self.distill_coeff = distill_coeff
         self.distill_temperature = check_distillation(
             distill_coeff, distill_temperature, default=temperature, scorer=self.scorer)
-        self.advantage_estimator = advantage_estimator
         self.pad_token_id = pad_token_id
         if head == "fused" and not self._can_fuse:
             raise ValueError(f"head='fused' needs a loss of single tokens or sequences from their "
@@ -228,10 +221,7 @@ class GRPOLoss(LossModule):
     # -- the loss ---------------------------------------------------------------------------------
 
     def normalizer(self, batch: TensorDictBase) -> Normalizer:
-        """What the loss of a whole optimizer batch is divided by.
-
-        Under data parallelism add up those of all ranks.
-        """
+        """What the loss of a whole optimizer batch is divided by; those of several ranks add up."""
         batch = self._standard(batch)
         return self._count(batch, loss_mask(batch))
 
@@ -265,8 +255,8 @@ class GRPOLoss(LossModule):
         tokens = batch_tokens(mask_BT, values, group_B=group_B, dtype=exact)
         losses, log_probs_N, entropy_N = self._losses(predictions, tokens)
         stats = self.terms.statistics(log_probs_N, entropy_N, tokens)
-        return TensorDict({**losses, "token_stats": stats, **self._summarize(stats)},
-                          batch_size=[])
+        diagnostics = summarize(stats, clip_epsilon=self.clip_epsilon)
+        return TensorDict({**losses, "token_stats": stats, **diagnostics}, batch_size=[])
 
     def _losses(
         self, predictions: Predictions, tokens: BatchTokens
@@ -292,12 +282,13 @@ class GRPOLoss(LossModule):
 
     def _borders(self, predictions: Predictions, rows: Rows) -> list[int] | None:
         """Parts for the fused head; None: it cannot be used, or there is nothing to fuse."""
-        wanted = self.head in ("auto", "fused") and self.scorer.chunked and self._can_fuse
+        head = self.scorer.head
+        wanted = head in ("auto", "fused") and self.scorer.chunked and self._can_fuse
         if not (wanted and torch.is_grad_enabled() and rows.starts[-1]):
             return None
         chunk_size = self.scorer.tokens_per_chunk(predictions)
         borders = rows.borders(chunk_size, whole_rows=self.terms.scope == "sequence")
-        if borders is None and self.head == "fused":
+        if borders is None and head == "fused":
             raise ValueError(f"head='fused': a sequence is longer than head_chunk_size="
                              f"{chunk_size} tokens, and this loss needs it whole; raise "
                              "head_chunk_size, or use head='auto'")
@@ -306,10 +297,8 @@ class GRPOLoss(LossModule):
     def diagnostics(self, outputs: list[TensorDictBase]) -> dict[str, Tensor]:
         """Loss values and diagnostics of an optimizer batch from its micro-batches' outputs."""
         total = {key: sum(out[key].detach() for out in outputs) for key in self.out_keys}
-        return total | self._summarize(torch.cat([out["token_stats"] for out in outputs]))
-
-    def _summarize(self, stats_N: TensorDictBase) -> dict[str, Tensor]:
-        return summarize(stats_N, clip_epsilon=self.clip_epsilon)
+        stats = torch.cat([out["token_stats"] for out in outputs])
+        return total | summarize(stats, clip_epsilon=self.clip_epsilon)
 
     # -- reading the batch ------------------------------------------------------------------------
 
@@ -323,44 +312,35 @@ class GRPOLoss(LossModule):
 
     def _required(self) -> dict[NestedKey, str]:
         """Entries without which there is no loss, each with what to do if it is missing."""
+        terms, distils = self.terms, self.distill_coeff is not None
         written = "the policy writes it"
-        out = {data.TOKENS: written, data.ATTENTION_MASK: written, data.ASSISTANT_MASK: written,
-               data.LOG_PROBS: "sample with log-probs on"}
-        if self.terms.proximal == "scored":
-            out[data.PROXIMAL_LOG_PROBS] = ("score the rollout with ProximalScorer before the "
-                                            "first update, or set proximal='sampled'")
-        if self.terms.high_entropy_only:
-            out[data.HIGH_ENTROPY_MASK] = ("score the rollout with ProximalScorer before the first "
-                                           "update, or set high_entropy_only=False")
-        if self.terms.kl_to_ref_coeff is not None:
-            out[data.REF_LOG_PROBS] = ("score the batch with the reference model, or set "
-                                       "kl_to_ref_coeff=None")
-        if self.aggregation == "prompt":
-            out[data.GROUP_ID] = "it tells which rows share a prompt; or choose another aggregation"
-        if self.terms.scope == "group":
-            out[data.LISTWISE_WEIGHT] = ("call MaxEntWeights on the whole rollout before splitting "
-                                         "it")
-        if self.distill_coeff is not None:
-            fix = "the teacher's most likely tokens; or set distill_coeff=None"
-            out |= {data.DISTILL_IDS: fix, data.DISTILL_LOG_PROBS: fix}
-        return out
+        score = "score the rollout with ProximalScorer before the first update, or set "
+        distil = "the teacher's most likely tokens; or set distill_coeff=None"
+        entries = [
+            (data.TOKENS, True, written),
+            (data.ATTENTION_MASK, True, written),
+            (data.ASSISTANT_MASK, True, written),
+            (data.LOG_PROBS, True, "sample with log-probs on"),
+            (data.PROXIMAL_LOG_PROBS, terms.proximal == "scored", score + "proximal='sampled'"),
+            (data.HIGH_ENTROPY_MASK, terms.high_entropy_only, score + "high_entropy_only=False"),
+            (data.REF_LOG_PROBS, terms.kl_to_ref_coeff is not None,
+             "score the batch with the reference model, or set kl_to_ref_coeff=None"),
+            (data.GROUP_ID, self.aggregation == "prompt",
+             "it tells which rows share a prompt; or choose another aggregation"),
+            (data.LISTWISE_WEIGHT, terms.scope == "group",
+             "call MaxEntWeights on the whole rollout before splitting it"),
+            (data.DISTILL_IDS, distils, distil),
+            (data.DISTILL_LOG_PROBS, distils, distil)]
+        return {key: fix for key, needed, fix in entries if needed}
 
     def _standard(self, tensordict: TensorDictBase) -> TensorDictBase:
         return standard_batch(tensordict, names=self._names(), required=self._required(),
                               pad_token_id=self.pad_token_id)
 
     def _values(self, batch: TensorDictBase, *, whole: bool) -> dict[str, Tensor]:
-        """What the loss reads of each token or row, beside the log-probs it computes."""
-        values = {"sampled": batch[data.LOG_PROBS],
-                  "advantage": self._advantage(batch, whole=whole)}
-        optional = {"proximal": data.PROXIMAL_LOG_PROBS, "ref": data.REF_LOG_PROBS,
-                    "high_entropy": data.HIGH_ENTROPY_MASK,
-                    "listwise_weight": data.LISTWISE_WEIGHT}
-        values |= {name: batch[key] for name, key in optional.items() if key in batch.keys(True)}
-        if self.distill_coeff is not None:
-            values |= {"distill_ids": batch[data.DISTILL_IDS],
-                       "distill_log_probs": batch[data.DISTILL_LOG_PROBS]}
-        return values
+        present = batch.keys(True)
+        values = {name: batch[key] for name, key in _ENTRIES.items() if key in present}
+        return values | {"advantage": self._advantage(batch, whole=whole)}
 
     def _advantage(self, batch: TensorDictBase, *, whole: bool) -> Tensor:
         """``[B, 1]`` or ``[B, T]``; from the rewards where the batch brings none."""
@@ -381,12 +361,7 @@ class GRPOLoss(LossModule):
             raise KeyError(
                 f"the batch has no {name!r}: call GroupAdvantage on the whole rollout before "
                 f"splitting it (needs {self.tensor_keys.reward} and {self.tensor_keys.group_id!r})")
-        error = batch.get(data.REWARD_ERROR, None)
-        return group_advantages(
-            batch[data.REWARD].flatten(), batch[data.GROUP_ID].flatten(),
-            estimator=self.advantage_estimator,
-            valid_B=None if error is None else ~error.flatten(),
-            length_B=batch[data.ASSISTANT_MASK].sum(-1))[:, None]
+        return self.advantages(batch.copy())[data.ADVANTAGE]
 
 
 def total_loss(out: TensorDictBase) -> Tensor:

@@ -4,7 +4,7 @@ checked once, and its arithmetic."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -16,7 +16,7 @@ from grpo.objectives.mismatch import (
     make_mismatch,
     off_policy_sequence_mask,
 )
-from grpo.objectives.registry import ClipEpsilon, Scope, get_objective
+from grpo.objectives.registry import ClipEpsilon, Options, Scope, get_objective
 from grpo.objectives.tokens import LossTokens
 
 Proximal = Literal["sampled", "current", "scored"]
@@ -30,19 +30,10 @@ class LossTerms:
     """
 
     def __init__(
-        self,
-        *,
-        objective: str,
-        clip_epsilon: ClipEpsilon,
-        objective_options: Mapping[str, Any] | None,
-        proximal: Proximal,
-        mismatch: Mapping[str, float | tuple[float, float]] | None,
-        off_policy_delta: float | None,
-        high_entropy_only: bool,
-        kl_to_ref_coeff: float | None,
-        kl_to_inference_coeff: float | None,
-        kl_estimator: KLEstimator,
-        entropy_coeff: float | None,
+        self, *, objective: str, clip_epsilon: ClipEpsilon, objective_options: Options,
+        proximal: Proximal, mismatch: Mapping[str, float | tuple[float, float]] | None,
+        off_policy_delta: float | None, high_entropy_only: bool, kl_to_ref_coeff: float | None,
+        kl_to_inference_coeff: float | None, kl_estimator: KLEstimator, entropy_coeff: float | None,
     ) -> None:
         for name, value in (("kl_to_ref_coeff", kl_to_ref_coeff), ("entropy_coeff", entropy_coeff),
                             ("kl_to_inference_coeff", kl_to_inference_coeff)):
@@ -98,42 +89,38 @@ class LossTerms:
     ) -> dict[str, Tensor]:
         """The terms, each a scalar already normalised by the weights of the tokens.
 
-        Args:
-            log_probs_N: ``[N]``, current log-probs, with gradient.
-            entropy_N: ``[N]``, nats.
-            tokens: the same tokens; whole sequences (groups) where ``scope`` says so.
+        The log-probs (with gradient) and entropies (nats) are those of ``tokens``, which are whole
+        sequences or groups where :attr:`scope` says so.
         """
         flat, view = tokens.flat, self._view(log_probs_N, tokens)
 
         def reduce(term_N: Tensor) -> Tensor:
             return (flat["weight"] * term_N).sum()
 
-        out = {"loss_objective": self._objective(view, flat, reduce)}
-        kl = {"estimator": self.kl_estimator, "log_ratio_N": view.log_ratio_N}
+        def kl_to(other: str) -> Tensor:
+            return reduce(kl_estimate(log_probs_N, flat[other], estimator=self.kl_estimator,
+                                      log_ratio_N=view.log_ratio_N))
+
+        out = {"loss_objective": reduce(self._objective(view, flat))}
         if self.kl_to_ref_coeff is not None:
-            out["loss_kl_to_ref"] = self.kl_to_ref_coeff * reduce(
-                kl_estimate(log_probs_N, flat["ref"], **kl))
+            out["loss_kl_to_ref"] = self.kl_to_ref_coeff * kl_to("ref")
         if self.kl_to_inference_coeff is not None:
-            out["loss_kl_to_inference"] = self.kl_to_inference_coeff * reduce(
-                kl_estimate(log_probs_N, flat["sampled"], **kl))
+            out["loss_kl_to_inference"] = self.kl_to_inference_coeff * kl_to("sampled")
         if self.entropy_coeff is not None:
             out["loss_entropy"] = -self.entropy_coeff * reduce(entropy_N)
         return out
 
-    def _objective(self, view: LossTokens, flat: TensorDictBase, reduce) -> Tensor:
+    def _objective(self, view: LossTokens, flat: TensorDictBase) -> Tensor:
+        """The corrected term of each token, ``[N]``."""
         term_N = self.objective.function(view, **self.objective_options)
-        factors = []
         if self.mismatch is not None:
-            gap_N = (view.old_log_probs_N - flat["sampled"]).detach()
-            factors.append(self.mismatch.weights(gap_N, view))
+            term_N = term_N * self.mismatch.weights(view.old_log_probs_N - flat["sampled"], view)
         if self.off_policy_delta is not None:
-            factors.append(off_policy_sequence_mask(flat["sampled"], view,
-                                                    delta=self.off_policy_delta))
+            term_N = term_N * off_policy_sequence_mask(
+                flat["sampled"], view, delta=self.off_policy_delta)
         if self.high_entropy_only:
-            factors.append(flat["high_entropy"].to(term_N.dtype))
-        for factor_N in factors:
-            term_N = term_N * factor_N
-        return reduce(term_N)
+            term_N = term_N * flat["high_entropy"].to(term_N.dtype)
+        return term_N
 
     def _view(self, log_probs_N: Tensor, tokens: BatchTokens) -> LossTokens:
         if self.proximal == "current":
@@ -148,8 +135,7 @@ class LossTerms:
         log_probs_N, entropy_N = log_probs_N.detach(), entropy_N.detach()
         flat, view = tokens.flat, self._view(log_probs_N, tokens)
         out = {"log_ratio": view.log_ratio_N, "advantage": view.advantage_N, "entropy": entropy_N,
-               "log_prob": log_probs_N,
-               "to_inference": log_probs_N - flat["sampled"]}
+               "log_prob": log_probs_N, "to_inference": log_probs_N - flat["sampled"]}
         if self.objective.scope != "token":  # what such an objective clips
             out["clipped_log_ratio"] = view.of_row(view.row_mean(view.log_ratio_N))
         if "ref" in flat.keys():
