@@ -9,28 +9,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from grpo.data.keys import (
-    ADVANTAGE,
-    ASSISTANT_MASK,
-    ATTENTION_MASK,
-    LOG_PROBS,
-    NO_VERSION,
-    POLICY_VERSION,
-    POLICY_VERSIONS,
-    TOKEN_KEYS,
-    TOKENS,
-)
+from grpo.data import keys
 
 
 def pad_rows(rows: list[list[int]] | list[list[float]], width: int, value: float, *,
              dtype: torch.dtype = torch.int64) -> Tensor:
     """Right-pad lists of token ids, or of their log-probs, into one ``[len(rows), width]`` tensor.
-
-    Args:
-        rows: the values of each row, at most ``width`` long.
-        width: number of columns of the result.
-        value: fill value.
-        dtype: of the result.
 
     Raises:
         ValueError: if a row is longer than ``width``.
@@ -51,23 +35,13 @@ def pad_rows(rows: list[list[int]] | list[list[float]], width: int, value: float
 
 
 def join_prompt_response(
-    prompt_BP: Tensor,
-    prompt_mask_BP: Tensor,
-    response_BR: Tensor,
-    response_mask_BR: Tensor,
-    log_probs_BR: Tensor,
-    *,
-    pad_token_id: int,
+    prompt_BP: Tensor, prompt_mask_BP: Tensor, response_BR: Tensor, response_mask_BR: Tensor,
+    log_probs_BR: Tensor, *, pad_token_id: int,
 ) -> TensorDict:
     """Lay prompt and response next to each other in dense rows of ``T = P + R`` tokens.
 
-    Args:
-        prompt_BP: int64 ``[B, P]``, right-padded.
-        prompt_mask_BP: bool ``[B, P]``.
-        response_BR: int64 ``[B, R]``, right-padded.
-        response_mask_BR: bool ``[B, R]``, True on sampled tokens.
-        log_probs_BR: float32 ``[B, R]`` of the sampled tokens.
-        pad_token_id: fill value of ``tokens``.
+    Token ids are int64, masks bool (True on tokens of the prompt, or sampled), log-probs float32,
+    and all of them right-padded.
 
     Returns:
         TensorDict with ``tokens.full``, both masks and ``log_probs.full``.
@@ -97,10 +71,9 @@ def join_prompt_response(
     log_probs.scatter_(1, columns_BR, log_probs_BR.float().masked_fill(~response_mask_BR, 0.0))
     lengths_B = prompt_lengths_B + response_mask_BR.sum(1)
     attention = torch.arange(P + R, device=device) < lengths_B[:, None]
-    out = TensorDict({}, batch_size=[B], device=device)
-    out[TOKENS], out[ATTENTION_MASK], out[ASSISTANT_MASK] = tokens, attention, assistant
-    out[LOG_PROBS] = log_probs
-    return out
+    return TensorDict({keys.TOKENS: tokens, keys.ATTENTION_MASK: attention,
+                       keys.ASSISTANT_MASK: assistant, keys.LOG_PROBS: log_probs},
+                      batch_size=[B], device=device)
 
 
 def stamp_versions(batch: TensorDictBase, versions_BR: Tensor) -> TensorDictBase:
@@ -121,16 +94,16 @@ def stamp_versions(batch: TensorDictBase, versions_BR: Tensor) -> TensorDictBase
         >>> batch["policy_versions", "full"].tolist(), batch["policy_version"].tolist()
         ([[-1, 4, 5], [5, -1, -1]], [4, 5])
     """
-    mask_BT = batch[ASSISTANT_MASK]
+    mask_BT = batch[keys.ASSISTANT_MASK]
     versions_BR = versions_BR.to(mask_BT.device)
     column_R = torch.arange(versions_BR.shape[1], device=mask_BT.device)
     sampled_BR = column_R < mask_BT.sum(-1, keepdim=True)
-    batch[POLICY_VERSIONS] = torch.full_like(mask_BT, NO_VERSION, dtype=torch.int64).masked_scatter(
-        mask_BT, versions_BR[sampled_BR])
+    nothing_BT = torch.full_like(mask_BT, keys.NO_VERSION, dtype=torch.int64)
+    batch[keys.POLICY_VERSIONS] = nothing_BT.masked_scatter(mask_BT, versions_BR[sampled_BR])
     # A row without sampled tokens is as old as the policy that sampled none.
     sampled_BR[:, 0] = True
     newest = torch.iinfo(torch.int64).max
-    batch[POLICY_VERSION] = versions_BR.masked_fill(~sampled_BR, newest).amin(-1)
+    batch[keys.POLICY_VERSION] = versions_BR.masked_fill(~sampled_BR, newest).amin(-1)
     return batch
 
 
@@ -155,11 +128,11 @@ def staleness(batch: TensorDictBase, version: int) -> dict[str, float]:
         >>> staleness(stamp_versions(batch, torch.tensor([[3, 4]])), 5)
         {'policy/age_mean': 1.5, 'policy/age_max': 2.0}
     """
-    mask_BT = batch[ASSISTANT_MASK]
-    if POLICY_VERSIONS in batch.keys(True):
-        versions_BT = batch[POLICY_VERSIONS]
-    elif POLICY_VERSION in batch.keys():
-        versions_BT = batch[POLICY_VERSION][:, None].expand_as(mask_BT)
+    mask_BT = batch[keys.ASSISTANT_MASK]
+    if keys.POLICY_VERSIONS in batch.keys(True):
+        versions_BT = batch[keys.POLICY_VERSIONS]
+    elif keys.POLICY_VERSION in batch.keys():
+        versions_BT = batch[keys.POLICY_VERSION][:, None].expand_as(mask_BT)
     else:
         return {}
     age_N = (version - versions_BT[mask_BT]).float()
@@ -187,37 +160,28 @@ def check_right_padded(mask_BT: Tensor, name: object) -> None:
 
 def lengths(batch: TensorDictBase) -> Tensor:
     """Number of real tokens of each row, int64 ``[B]``."""
-    return batch[ATTENTION_MASK].sum(-1)
+    return batch[keys.ATTENTION_MASK].sum(-1)
 
 
 def token_keys(batch: TensorDictBase) -> list:
     """The keys of ``batch`` that hold one value a token (``[B, T]``), advantages included."""
-    keys = [key for key in TOKEN_KEYS if key in batch.keys(True)]
-    width = batch[TOKENS].shape[-1]
-    advantage = batch.get(ADVANTAGE, None)
+    out = [key for key in keys.TOKEN_KEYS if key in batch.keys(True)]
+    width = batch[keys.TOKENS].shape[-1]
+    advantage = batch.get(keys.ADVANTAGE, None)
     if advantage is not None and advantage.ndim == 2 and advantage.shape[-1] == width > 1:
-        keys.append(ADVANTAGE)
-    return keys
+        out.append(keys.ADVANTAGE)
+    return out
 
 
 def first_scored(scored_BT: Tensor, attention_mask_BT: Tensor) -> Tensor:
-    """Column of each row's first token in ``scored_BT``, or its length if there is none; ``[B]``.
-
-    Examples:
-        >>> first_scored(torch.tensor([[False, True], [False, False]]),
-        ...              torch.tensor([[True, True], [True, False]])).tolist()
-        [1, 1]
-    """
+    """Column of each row's first token in ``scored_BT``; its length if there is none."""
     return torch.where(scored_BT.any(-1), scored_BT.int().argmax(-1), attention_mask_BT.sum(-1))
 
 
 def scatter_tokens(values_N: Tensor, index_N: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Lay per-token values out as ``[B, T]``, zeros elsewhere (differentiable).
+    """Lay the values of some tokens out as ``[B, T]``, zeros elsewhere (differentiable).
 
-    Args:
-        values_N: one value for each of some tokens.
-        index_N: int64 ``[N]``, their positions in the flattened ``[B * T]`` batch.
-        shape: ``(B, T)``.
+    ``index_N`` holds their positions in the flattened ``[B * T]`` batch.
 
     Examples:
         >>> scatter_tokens(torch.tensor([5.0, 7.0]), torch.tensor([1, 2]), (2, 2)).tolist()

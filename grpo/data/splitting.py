@@ -13,10 +13,7 @@ from grpo.data.layout import check_right_padded, first_scored, lengths, token_ke
 
 
 def trim(batch: TensorDictBase) -> TensorDict:
-    """Drop the padding columns that no row of ``batch`` uses.
-
-    Only what the trainer reads is kept at token width; ``tokens.prompt`` and ``tokens.response``
-    keep their own widths.
+    """Drop the padding columns that no row of ``batch`` uses, in the entries of :func:`token_keys`.
 
     Raises:
         ValueError: for rows that are not padded on the right.
@@ -35,19 +32,13 @@ def _cut(batch: TensorDictBase, multiple_of: int) -> TensorDict:
 
 
 def split_rows(
-    batch: TensorDictBase,
-    *,
-    num_micro_batches: int | None = None,
-    max_tokens: int | None = None,
-    multiple_of: int = 1,
-    whole_groups: bool = False,
-    packed: bool = False,
+    batch: TensorDictBase, *, num_micro_batches: int | None = None, max_tokens: int | None = None,
+    multiple_of: int = 1, whole_groups: bool = False, packed: bool = False,
 ) -> list[TensorDict]:
     """Split an optimizer batch into micro-batches, each trimmed to its own longest row.
 
     Exactly one of the first two options is given. With ``max_tokens`` rows are sorted by length
-    first, so that little padding is computed on; the gradient does not depend on the order because
-    the loss is normalised over the whole optimizer batch.
+    first, so that little padding is computed on; the gradient does not depend on their order.
 
     Args:
         batch: dense batch, ``batch_size [B]``.

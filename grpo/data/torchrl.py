@@ -48,9 +48,8 @@ ZeroFirstLogProb = Literal["mask", "keep"]
 def is_dense(td: TensorDictBase) -> bool:
     """Whether ``td`` has the structure of :mod:`grpo.data` rather than one of TorchRL's.
 
-    Only the structure is looked at (no value, hence no device synchronisation): one batch
-    dimension, ``("tokens", "full")`` a plain ``[B, T]`` tensor, no lazy stack, and no ``padded``
-    flag, which all of TorchRL's token containers carry.
+    No value is looked at, hence no device waited for: one batch dimension, ``("tokens", "full")`` a
+    plain ``[B, T]`` tensor, no lazy stack, no ``padded`` flag as in TorchRL's token containers.
 
     Examples:
         >>> is_dense(TensorDict({"tokens": {"full": torch.zeros(2, 3, dtype=torch.int64)}}, [2]))
@@ -151,9 +150,6 @@ def to_torchrl(td: TensorDictBase) -> TensorDictBase:
     TorchRL's ``GRPOLoss`` reads them with an actor of ``input_mode="tokens"``, ``pad_output=False``
     (with ``pad_output=True`` it fails on ragged rows). It pads token-level advantages on the right
     and log-probs on the left, so those two only match where rows have equal length.
-
-    Args:
-        td: dense batch ``[B]`` in the layout of :mod:`grpo.data`.
 
     Returns:
         LazyStackedTensorDict ``[B]``. ``from_torchrl(to_torchrl(td))`` gives the same tokens, masks
@@ -350,16 +346,17 @@ def _dense_rows(rows: list[_Row], pad_token_id: int) -> TensorDict:
     prompts = [row.tokens[: row.prompt_length] for row in rows]
     responses = [row.tokens[row.prompt_length :] for row in rows]
     P, R = (max(map(len, part), default=0) for part in (prompts, responses))
+    prompt_lengths = torch.tensor([row.prompt_length for row in rows])
     ones = [torch.ones_like(row.assistant) for row in rows]
-    out = TensorDict({}, batch_size=[len(rows)])
-    out[data.PROMPT_TOKENS] = _pad(prompts, P, pad_token_id, torch.int64)
-    out[data.PROMPT_MASK] = torch.arange(P) < torch.tensor([r.prompt_length for r in rows])[:, None]
-    out[data.RESPONSE_TOKENS] = _pad(responses, R, pad_token_id, torch.int64)
-    out[data.TOKENS] = _pad([row.tokens for row in rows], P + R, pad_token_id, torch.int64)
-    out[data.ATTENTION_MASK] = _pad(ones, P + R, False, torch.bool)
-    out[data.ASSISTANT_MASK] = _pad([row.assistant for row in rows], P + R, False, torch.bool)
-    out[data.LOG_PROBS] = _pad([row.log_probs for row in rows], P + R, 0.0, torch.float32)
-    return out
+    return TensorDict({
+        data.PROMPT_TOKENS: _pad(prompts, P, pad_token_id, torch.int64),
+        data.PROMPT_MASK: torch.arange(P) < prompt_lengths[:, None],
+        data.RESPONSE_TOKENS: _pad(responses, R, pad_token_id, torch.int64),
+        data.TOKENS: _pad([row.tokens for row in rows], P + R, pad_token_id, torch.int64),
+        data.ATTENTION_MASK: _pad(ones, P + R, False, torch.bool),
+        data.ASSISTANT_MASK: _pad([row.assistant for row in rows], P + R, False, torch.bool),
+        data.LOG_PROBS: _pad([row.log_probs for row in rows], P + R, 0.0, torch.float32),
+    }, batch_size=[len(rows)])
 
 
 def _pad(rows: list[Tensor], width: int, value: float, dtype: torch.dtype) -> Tensor:

@@ -142,20 +142,19 @@ class GroupAdvantage(TensorDictModuleBase):
         estimator: see :func:`group_advantages`.
         eps: see :func:`group_advantages`.
         clip_percentile: clip advantages to the percentiles ``[p, 100 - p]`` of the rollout's rows
-            (of its tokens, where each has its own), 0 < p < 50; see
-            :func:`~grpo.objectives.shaping.clip_to_percentiles`.
+            (of its tokens, where each has its own), 0 < p < 50. Keep it small: where fewer than
+            p % of the values lie on one side of zero, clipping moves them to the other side.
         zero_variance_filter: take groups out of the loss whose (shaped) rewards are all equal.
         mask_truncated: take completions cut by the length limit out of the loss; their rewards
             still count in their group (overlong filtering of DAPO, arXiv:2503.14476).
-        overlong_buffer: punish responses over their last so many tokens; see
+        overlong_buffer: punish responses over their last so many tokens, see
             :func:`~grpo.objectives.shaping.overlong_penalty`.
         max_response_tokens: where the punishment is complete; needed with ``overlong_buffer``.
         overlong_factor: the complete punishment, 1.0 unless given.
         kl_in_reward_coeff: subtract so many times the KL to the reference from the reward.
-        kl_in_reward_estimator: ``"k1"`` unless given; see
-            :func:`~grpo.objectives.shaping.kl_in_reward`.
+        kl_in_reward_estimator: ``"k1"`` unless given, ``"k2"`` or ``"k3"``.
         reverse_kl_coeff: subtract so many times the log-prob's excess over the teacher's from each
-            token's advantage; see :func:`~grpo.objectives.shaping.distillation_advantages`.
+            token's advantage, see :func:`~grpo.objectives.shaping.distillation_advantages`.
 
     Raises:
         ValueError: for an option out of range, or one that the others leave without effect.
@@ -248,8 +247,7 @@ class GroupAdvantage(TensorDictModuleBase):
     def _estimate(
         self, tensordict: TensorDictBase, rewards_B: Tensor, kl_BT: Tensor | None, valid_B: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Advantages ``[B, 1]`` or ``[B, T]``, and which of them belong to a row or token that
-        counts."""
+        """Advantages ``[B, 1]`` or ``[B, T]``, and the mask of those that count."""
         by_token = self.estimator == "global_norm"
         mask_BT = tensordict[data.ASSISTANT_MASK] & valid_B[:, None] if by_token else None
         if kl_BT is None or not by_token:
@@ -266,7 +264,7 @@ class GroupAdvantage(TensorDictModuleBase):
         return normalised(returns_BT, tokens_BT, eps=eps).float(), mask_BT
 
     def _kl(self, tensordict: TensorDictBase) -> Tensor | None:
-        """KL to the reference that is taken off the reward, of each token, ``[B, T]``."""
+        """KL to the reference of each token that is taken off the reward, ``[B, T]``."""
         if self.kl_in_reward_coeff is None or data.REWARD not in tensordict.keys(True):
             return None
         reference = _read(tensordict, data.REF_LOG_PROBS, "score it with the reference first")

@@ -16,7 +16,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,16 +46,10 @@ _FROM_LENGTHS = ("attention_chunk_size", "index_topk", "indexer_budget")
 
 @dataclass(frozen=True)
 class Gap:
-    """How far two results for the same tokens are apart.
+    """How far two results for the same tokens are apart."""
 
-    Attributes:
-        relative: the distance of the logits, relative to their size. Both are taken around their
-            mean, which no log-prob depends on.
-        nats: the greatest difference of two log-probs.
-    """
-
-    relative: float
-    nats: float
+    relative: float  # distance of the logits, around their mean, relative to their size
+    nats: float  # greatest difference of two log-probs
 
     @classmethod
     def between(cls, ours_NV: Tensor, own_NV: Tensor, *, worst: bool = False) -> Gap:
@@ -88,11 +82,9 @@ def can_try(model: nn.Module) -> bool:
 
 
 class Trial:
-    """A few rows of tokens for a model, and the model's own logits for them.
+    """A few rows of tokens for a model that :func:`can_try`, and the model's own logits for them.
 
-    Args:
-        model: with input embeddings; it must be one that :func:`can_try`. Nothing of it is changed
-            and no random numbers are drawn.
+    Nothing of the model is changed, and no random numbers of PyTorch's are drawn.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -121,8 +113,6 @@ class Trial:
             return CUDA_FLOAT32
         return table.get(self.dtype, table[torch.float32])
 
-    # -- the head ---------------------------------------------------------------------------------
-
     def why_not_tiles(self) -> str | None:
         """Why the last hidden states times the output matrix are not the logits; None: they are."""
         name, allowed = type(self.model).__name__, self.allowed(SAME_OPERATIONS)
@@ -134,11 +124,8 @@ class Trial:
             seen.append(args[0].shape)
             return (hidden_ND.expand(*args[0].shape[:-2], -1, -1), *args[1:])
 
-        hook = head.register_forward_pre_hook(replace)
-        try:
+        with head.register_forward_pre_hook(replace):
             own = self.logits(self.random_row(len(_LOGIT_SIZES)))
-        finally:
-            hook.remove()
         if not seen:
             return f"{name} does not compute its logits with its output embedding"
         gap = Gap.between(hidden_ND @ head.weight.t(), own, worst=True)
@@ -155,8 +142,6 @@ class Trial:
                     f"with its output matrix (logits differ by {gap})")
         return None
 
-    # -- rows in batches --------------------------------------------------------------------------
-
     def why_not_causal(self) -> str | None:
         """Why the logits are no predictions of the next token; None: they are."""
         half = len(self.row) // 2
@@ -168,14 +153,11 @@ class Trial:
                 "has to be told that it is a decoder (is_decoder=True in the model's "
                 "configuration)")
 
-    def why_not_together(
-        self, logits: Callable[[Tensor, Tensor, Tensor], Tensor]
-    ) -> str | None:
+    def why_not_together(self, logits: Callable[[Tensor, Tensor, Tensor], Tensor]) -> str | None:
         """Why a row that shares a batch does not have the logits it has alone; None: it has.
 
-        Args:
-            logits: ``(tokens_BT, attention_mask_BT, mask_BT) -> logits_NV`` that the tokens of
-                ``mask_BT`` follow from, the way a batch is to be computed.
+        ``logits(tokens_BT, attention_mask_BT, mask_BT)`` computes a batch as it is to be computed;
+        it returns those ``[N, V]`` that the tokens of ``mask_BT`` follow from.
         """
         def in_batch() -> Tensor:
             tokens_BT = torch.stack([self.random_row(_LONG) for _ in range(4)])
@@ -210,8 +192,6 @@ class Trial:
                 return (f"{type(self.model).__name__} attends to all rows that are packed as if "
                         f"they were one, cut or chosen from by {field}={length}")
         return None
-
-    # -- attention --------------------------------------------------------------------------------
 
     def why_not_capped(self) -> str | None:
         """Why attention scores are not capped as the model's layers ask; None: they are."""
@@ -262,29 +242,20 @@ def trying(model: nn.Module) -> Iterator[None]:
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(gpus), eager, _head_of_any_dtype(model):
+        with torch.no_grad(), torch.random.fork_rng(gpus), eager, _widened_inputs(model):
             yield
     finally:
         for module, mode in training.items():
             module.training = mode
 
 
-@contextmanager
-def _head_of_any_dtype(model: nn.Module) -> Iterator[None]:
+def _widened_inputs(model: nn.Module) -> AbstractContextManager:
     """Within the context an output embedding that is wider than the model has inputs to match."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(head, nn.Linear):
-        yield
-        return
-
-    def widen(module: nn.Linear, args: tuple) -> tuple:
-        return (args[0].to(module.weight.dtype), *args[1:])
-
-    hook = head.register_forward_pre_hook(widen)
-    try:
-        yield
-    finally:
-        hook.remove()
+        return nullcontext()
+    return head.register_forward_pre_hook(
+        lambda module, args: (args[0].to(module.weight.dtype), *args[1:]))
 
 
 @functools.cache

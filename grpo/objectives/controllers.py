@@ -22,10 +22,13 @@ class Controller(ABC):
     Attributes:
         value: the coefficient to use now, at least 0.
         skipped: measurements that were not finite, so far.
+        minimum, maximum: bounds of the coefficient.
     """
 
     value: float
     skipped: int = 0
+    minimum: float
+    maximum: float
 
     def update(self, measured: float) -> float:
         """Adapt to a measurement in nats; returns the new ``value``."""
@@ -45,10 +48,14 @@ class Controller(ABC):
         return {"value": self.value, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`; ValueError if it is not one of this class."""
+        """Continue from a :meth:`state_dict`, within the bounds of this controller.
+
+        Raises:
+            ValueError: if it is not one of this class, or its coefficient is impossible.
+        """
         self._check_keys(state)
         _check_number("value", state["value"], above=0)
-        self.value, self.skipped = float(state["value"]), int(state["skipped"])
+        self.value, self.skipped = self._bounded(float(state["value"])), int(state["skipped"])
 
     def _check_keys(self, state: Mapping[str, Any]) -> None:
         wanted = self.state_dict().keys()
@@ -56,9 +63,15 @@ class Controller(ABC):
             raise ValueError(f"state of {type(self).__name__} must have the keys {sorted(wanted)}, "
                              f"not {sorted(state)}; was it saved by another controller?")
 
+    def _bounded(self, coefficient: float) -> float:
+        return min(max(coefficient, self.minimum), self.maximum)
+
 
 class _MultiplicativeKL(Controller):
-    """A coefficient that each measurement multiplies with :meth:`_factor`, always above 0."""
+    """A coefficient that each measurement multiplies with :meth:`_factor`."""
+
+    # The floats that multiplication can leave again: neither 0 nor infinite.
+    minimum, maximum = sys.float_info.min, sys.float_info.max
 
     def __init__(self, init: float, *, target: float) -> None:
         _check_number("init", init)
@@ -74,9 +87,7 @@ class _MultiplicativeKL(Controller):
         """What a measurement multiplies the coefficient with."""
 
     def _adapt(self, measured: float) -> None:
-        # Within the floats that multiplication can leave again: neither 0 nor infinite.
-        value = self.value * self._factor(measured)
-        self.value = min(max(value, sys.float_info.min), sys.float_info.max)
+        self.value = self._bounded(self.value * self._factor(measured))
 
 
 class HorizonKL(_MultiplicativeKL):
@@ -88,8 +99,8 @@ class HorizonKL(_MultiplicativeKL):
     :math:`e^{\pm step}` in ``horizon`` updates. Form: D. Ziegler et al., arXiv:1909.08593.
 
     Args:
-        init: first coefficient, above 0.
-        target: wanted KL, in nats, above 0; of the same kind (token or sequence) as measured.
+        init, target: as for every KL controller: the first coefficient, and the wanted KL in nats,
+            of the same kind (token or sequence) as measured; both above 0.
         horizon: updates, above ``step``.
         step: largest relative error that counts, above 0.
 
@@ -123,8 +134,7 @@ class BandKL(_MultiplicativeKL):
     :math:`\beta / factor` below ``target / band``, unchanged between.
 
     Args:
-        init: first coefficient, above 0.
-        target: wanted KL, in nats, above 0; of the same kind (token or sequence) as measured.
+        init, target: see :class:`HorizonKL`.
         band: half-width of the band as a factor, at least 1.
         factor: above 1.
 
@@ -193,7 +203,6 @@ class EntropyController(Controller):
 
     @property
     def value(self) -> float:
-        """The coefficient to use now."""
         return self.coefficient if self.applied else 0.0
 
     def _adapt(self, measured: float) -> None:
@@ -205,14 +214,10 @@ class EntropyController(Controller):
         return {"coefficient": self.coefficient, "applied": self.applied, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`, within the bounds of this controller."""
         self._check_keys(state)
         _check_number("coefficient", state["coefficient"])
         self.coefficient = self._bounded(float(state["coefficient"]))
         self.applied, self.skipped = bool(state["applied"]), int(state["skipped"])
-
-    def _bounded(self, coefficient: float) -> float:
-        return min(max(coefficient, self.minimum), self.maximum)
 
 
 _KL_CONTROLLERS = {"horizon": HorizonKL, "band": BandKL}

@@ -36,16 +36,10 @@ def log_probs_from_logits(
     logits_NV: Tensor, targets_N: Tensor, *, temperature: float = 1.0,
     entropy_gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of each row, in nats.
+    """``(log_probs_N, entropy_N)`` of targets under the softmax of logits, in nats.
 
-    Args:
-        logits_NV: ``[N, V]``; half precision is raised to float32 first.
-        targets_N: int64 ``[N]``.
-        temperature: the one the tokens were sampled at.
-        entropy_gradient: False gives the entropy's value alone and saves its part of the graph.
-
-    Returns:
-        ``(log_probs_N, entropy_N)``, float32 (float64 for float64 logits).
+    Half precision is raised to float32 first. Without ``entropy_gradient`` the entropy is a value
+    alone, which saves its part of the graph.
 
     Examples:
         >>> log_probs, entropy = log_probs_from_logits(torch.zeros(1, 4), torch.tensor([2]))
@@ -66,16 +60,9 @@ def log_probs_from_logits(
 
 
 def linear_log_probs(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    *,
-    temperature: float = 1.0,
-    entropy_gradient: bool = True,
-    float32_logits: bool = False,
-    chunk_size: int = 8192,
-    tile_bytes: int | None = None,
-    kept_bytes: int | None = None,
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, temperature: float = 1.0,
+    entropy_gradient: bool = True, float32_logits: bool = False, chunk_size: int = 8192,
+    tile_bytes: int | None = None, kept_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of ``targets_N`` under ``softmax(hidden @ weight.T / temperature)``.
 
@@ -88,9 +75,9 @@ def linear_log_probs(
         float32_logits: do not round logits to half precision; see :func:`fused_loss`.
         chunk_size: tokens of a tile. With more tokens than that, the gradient of the weight is
             summed in a float32 buffer of its size.
-        tile_bytes: size of a tile of logits; None: 256 MiB on a GPU, 32 MiB on a CPU.
-        kept_bytes: logits kept for the backward pass instead of being computed again; None: 512
-            MiB on a GPU, none on a CPU.
+        tile_bytes: size of a tile of logits; None: by device, see ``TILE_BYTES``.
+        kept_bytes: logits kept for the backward pass instead of being computed again; None: by
+            device, see ``KEPT_BYTES``.
 
     Returns:
         ``(log_probs_N, entropy_N)``, float32 (float64 for float64 input), with gradients to
@@ -208,14 +195,8 @@ class _Gradients:
 
 
 def fused_loss(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    part_loss: PartLoss,
-    *,
-    borders: Sequence[int],
-    temperature: float = 1.0,
-    entropy_gradient: bool = True,
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, part_loss: PartLoss, *,
+    borders: Sequence[int], temperature: float = 1.0, entropy_gradient: bool = True,
     float32_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A loss and its gradient with each logit computed once.
@@ -225,14 +206,11 @@ def fused_loss(
     their gradient, from which those of hidden states and weight follow.
 
     Args:
-        hidden_ND: last hidden states, ``[N, D]``.
-        weight_VD: output matrix, ``[V, D]``.
-        targets_N: int64 ``[N]``.
+        hidden_ND, weight_VD, targets_N, temperature, entropy_gradient: see
+            :func:`linear_log_probs`.
         part_loss: ``(log_probs_n, entropy_n, start, stop) -> [L]`` loss terms of the tokens
             ``start`` to ``stop``, which must not depend on the other parts.
         borders: first token of each part, and ``N``; the longest part sets the peak memory.
-        temperature: sampling temperature.
-        entropy_gradient: False: the entropy is a value without gradient.
         float32_logits: do not round logits to half precision inputs' dtype. On a GPU their gradient
             is rounded to it, for the products with hidden states and weight.
 
@@ -335,9 +313,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# -- small parts ----------------------------------------------------------------------------------
-
-
 def _check_shapes(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> None:
     if (hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.shape[1] != weight_VD.shape[1]
             or targets_N.shape != hidden_ND.shape[:1]):
@@ -368,8 +343,7 @@ def _tile_width(rows: int, dtype: torch.dtype, tile_bytes: int) -> int:
 def _tile(
     scratch: Tensor | None, hidden: Tensor, width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Memory for tiles, that of the last one where it suffices, and its start as
-    ``[len(hidden), width]``."""
+    """Memory for tiles, that of the last one where it suffices, and its start as a tile."""
     size = len(hidden) * width
     if scratch is None or len(scratch) < size:
         scratch = hidden.new_empty(size, dtype=dtype)

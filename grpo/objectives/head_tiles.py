@@ -24,19 +24,12 @@ _SLICE_ELEMENTS = 2**20
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is known of each token's distribution after some columns of its logits.
-
-    Attributes:
-        max_N: greatest logit so far.
-        sum_N: :math:`s = \\sum e^{z - max}`.
-        weighted_N: :math:`\\sum e^{z - max} (z - max)`, for the entropy.
-        target_N: logit of the target; 0 until its column has been seen.
-    """
+    """What is known of each token's distribution after some columns of its logits ``z``."""
 
     max_N: Tensor
-    sum_N: Tensor
-    weighted_N: Tensor
-    target_N: Tensor
+    sum_N: Tensor  # of exp(z - max)
+    weighted_N: Tensor  # sum of exp(z - max) * (z - max), for the entropy
+    target_N: Tensor  # logit of the target; 0 until its column has been seen
 
     @classmethod
     def empty(cls, size: int, *, dtype: torch.dtype, device: torch.device) -> Statistics:
@@ -99,15 +92,8 @@ def grad_(
 ) -> None:
     """Overwrite a tile of logits with the gradient by them (see the module's formula).
 
-    Args:
-        tile_nv: logits ``[n, v]`` before the temperature; overwritten.
-        targets_n: int64 ``[n]``.
-        log_normaliser_n: of the whole row, from :meth:`Statistics.finish`.
-        entropy_n: of the whole row.
-        grad_log_prob_n: gradient of the loss by each log-prob.
-        grad_entropy_n: gradient by each entropy; None: the entropy is not differentiated.
-        column: first vocabulary entry of the tile.
-        inverse_temperature: ``1 / temperature``.
+    Normaliser and entropy are those of whole rows, from :meth:`Statistics.finish`; ``column`` is
+    the first vocabulary entry of the tile. Without ``grad_entropy_n`` only log-probs have one.
     """
     if _use_triton(tile_nv):
         from grpo.objectives.head_triton import grad_ as grad_triton_

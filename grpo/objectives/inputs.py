@@ -19,13 +19,10 @@ def standard_batch(
     tensordict: TensorDictBase, *, names: Mapping[NestedKey, NestedKey],
     required: Mapping[NestedKey, str], pad_token_id: int = 0,
 ) -> TensorDictBase:
-    """The batch under the names of :mod:`grpo.data`, checked.
+    """The batch under the names of :mod:`grpo.data`, checked; one of ``ChatEnv`` becomes dense.
 
-    Args:
-        tensordict: a dense batch, or one from TorchRL's ``ChatEnv``.
-        names: where the batch has the entry of each standard name.
-        required: standard names that must be there, each with what to do if it is not.
-        pad_token_id: fill value for ragged batches.
+    ``names`` tells where the batch has the entry of each standard name, ``required`` which of them
+    must be there and what to do if one is not.
 
     Raises:
         KeyError: for an entry that is missing; the message says what to do.
@@ -61,7 +58,7 @@ def loss_mask(batch: TensorDictBase) -> Tensor:
     """Bool ``[B, T]``: the sampled tokens of rows that have a reward and have not been filtered."""
     mask_BT = batch[data.ASSISTANT_MASK] & batch[data.ATTENTION_MASK]
     error = batch.get(data.REWARD_ERROR, None)
-    if error is not None:  # a row without a reward is left out, not given a reward of 0
+    if error is not None:
         mask_BT = mask_BT & ~error.reshape(-1, 1)
     keep = batch.get(data.ROW_MASK, None)
     if keep is not None:
@@ -73,29 +70,22 @@ def loss_mask(batch: TensorDictBase) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which tokens of a flat list belong to which row, known without asking the GPU.
+    """Which tokens of a flat list belong to which row, known without asking the GPU."""
 
-    Attributes:
-        starts: first token of each row, and the number of tokens: ``R + 1`` numbers.
-    """
-
-    starts: list[int]
+    starts: list[int]  # first token of each row, and the number of tokens
 
     @classmethod
     def of_mask(cls, mask_BT: Tensor) -> Rows:
-        ends = mask_BT.sum(1).cumsum(0).tolist()
-        return cls([0, *ends])
+        return cls([0, *mask_BT.sum(1).cumsum(0).tolist()])
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
         """First row with tokens in the range, and the one after the last."""
         return bisect_right(self.starts, start) - 1, bisect_right(self.starts, stop - 1)
 
     def borders(self, chunk_size: int, *, whole_rows: bool) -> list[int] | None:
-        """Where to cut the tokens into parts of at most ``chunk_size``.
+        """First token of each part of at most ``chunk_size``, and the number of tokens.
 
-        Returns:
-            First token of each part and the number of tokens; None if a row is longer than a part
-            but may not be cut.
+        None if a row is longer than a part but may not be cut.
 
         Examples:
             >>> Rows([0, 3, 5, 9]).borders(5, whole_rows=True)
@@ -117,22 +107,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class BatchTokens:
-    """The loss tokens of consecutive rows of a batch, laid end to end.
+    """The loss tokens of consecutive rows of a batch, laid end to end."""
 
-    Attributes:
-        flat: ``batch_size [N]``: ``row`` (index in the batch) and what the loss reads of each
-            token, see :func:`batch_tokens`.
-        rows: which tokens belong to which row.
-        group_B: int64 ``[B]``, prompt of each row of the batch; None where it is not given.
-        first_row: row of the batch that the first token may belong to.
-        num_rows: rows from there on, some perhaps without tokens.
-    """
-
-    flat: TensorDict
+    flat: TensorDict  # [N]: "row" (its index in the batch) and what the loss reads of each token
     rows: Rows
-    group_B: Tensor | None
-    first_row: int
-    num_rows: int
+    group_B: Tensor | None  # prompt of each row of the batch
+    first_row: int  # that the first token may belong to
+    num_rows: int  # from there on, some perhaps without tokens
 
     def part(self, start: int, stop: int) -> BatchTokens:
         """The tokens ``start`` to ``stop`` of a whole batch."""
@@ -155,13 +136,9 @@ class BatchTokens:
 def batch_tokens(
     mask_BT: Tensor, values: Mapping[str, Tensor], *, group_B: Tensor | None, dtype: torch.dtype
 ) -> BatchTokens:
-    """The entries of the tokens under the mask.
+    """The entries of the tokens under the mask, in ``dtype`` if they are floating-point.
 
-    Args:
-        mask_BT: bool ``[B, T]``.
-        values: ``[B, T, ...]``, or ``[B]`` and ``[B, 1]`` for one value a row.
-        group_B: int64 ``[B]``, if it is known.
-        dtype: of the floating-point entries.
+    Values are ``[B, T, ...]``, or ``[B]`` and ``[B, 1]`` for one a row.
     """
     row_N, column_N = mask_BT.nonzero(as_tuple=True)
     flat = {"row": row_N}

@@ -3,9 +3,8 @@ r"""Losses over the completions of a prompt: the policy learns the weights of
 
 It learns ``w`` through its own scores :math:`s_i` of the completions (log-prob, summed or
 averaged over tokens): :func:`maxent_listwise` is the cross-entropy of ListNet (Cao et al. 2007,
-"Learning to rank: from pairwise approach to listwise approach"), :func:`maxent_weighted` is
-weighted maximum likelihood. Both need the groups whole and ``aggregation="prompt"``: their terms
-are such that the mean over a prompt's tokens is the loss of the prompt.
+"Learning to rank: from pairwise approach to listwise approach"). Both objectives need the groups
+whole and ``aggregation="prompt"``: the mean of their terms over a prompt's tokens is its loss.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ def maxent_listwise(
     sequence whose share exceeds its weight is pushed **down**.
 
     A row without tokens takes no part: it is in no softmax and does not count in ``K``, and the
-    weights of the others are divided by their sum. (With ``q_epsilon=0`` these are exactly the
-    weights that the group would have without the row.)
+    weights of the others are divided by their sum.
 
     Args:
         tokens: ``group_R`` and ``listwise_weight_R`` are needed; advantages are not read.

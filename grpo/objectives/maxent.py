@@ -17,23 +17,13 @@ The policy learns ``w`` through its own scores of the completions, see
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from grpo.data import (
-    ADVANTAGE,
-    ASSISTANT_MASK,
-    GROUP_ID,
-    LISTWISE_WEIGHT,
-    REF_LOG_PROBS,
-    REWARD,
-    REWARD_ERROR,
-)
+from grpo import data
 from grpo.objectives.controllers import Controller
 from grpo.objectives.groups import Groups
 
@@ -60,7 +50,7 @@ def listwise_weights(
     tau: float, beta: float = 0.0, q_temperature: float = 1.0, q_epsilon: float = 0.0,
     valid_B: Tensor | None = None,
 ) -> Tensor:
-    r"""Share of each completion in its group, by the formula at the top of this module.
+    """Share of each completion in its group, by the formula at the top of this module.
 
     Args:
         utility_B: float ``[B]``, higher is better; usually the reward.
@@ -103,20 +93,9 @@ def listwise_weights(
 def weight_entropy(
     w_B: Tensor, group_id_B: Tensor, *, valid_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""Entropy :math:`-\sum_i w_i \log w_i` of the weights of each group, in nats.
+    """Entropy of the weights of each group that has valid rows, in nats, and how many it has.
 
-    Args:
-        w_B, group_id_B: ``[B]``, see :func:`listwise_weights`.
-        valid_B: bool ``[B]``; other rows do not count, and a group without valid rows is left out.
-
-    Returns:
-        ``(entropy_G, size_G)``, float64 and int64, groups in ascending order of their id. The
-        entropy is at most ``log(size)``.
-
-    Examples:
-        >>> entropy, size = weight_entropy(torch.tensor([0.5, 1.0, 0.5]), torch.tensor([7, 9, 7]))
-        >>> [round(e, 4) for e in entropy.abs().tolist()], size.tolist()
-        ([0.6931, 0.0], [2, 1])
+    Float64 and int64 ``[G]``, in the order of the groups' ids.
     """
     groups = Groups(group_id_B, valid_B)
     nats = torch.special.entr(w_B[groups.rows].double())
@@ -168,28 +147,29 @@ class MaxEntWeights(TensorDictModuleBase):
         self.q_temperature, self.q_epsilon = q_temperature, q_epsilon
         self.length_normalize_ref = length_normalize_ref
         self.entropy = math.nan
-        self.in_keys = [REWARD, GROUP_ID] + ([REF_LOG_PROBS, ASSISTANT_MASK] if beta else [])
-        self.out_keys = [LISTWISE_WEIGHT, ADVANTAGE]
+        self.in_keys = [data.REWARD, data.GROUP_ID]
+        self.in_keys += [data.REF_LOG_PROBS, data.ASSISTANT_MASK] if beta else []
+        self.out_keys = [data.LISTWISE_WEIGHT, data.ADVANTAGE]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        group_id_B = tensordict[GROUP_ID].flatten()
-        error = tensordict.get(REWARD_ERROR, None)
+        group_id_B = tensordict[data.GROUP_ID].flatten()
+        error = tensordict.get(data.REWARD_ERROR, None)
         valid_B = None if error is None else ~error.flatten()
         weight_B = listwise_weights(
-            tensordict[REWARD].flatten(), self._ref_score(tensordict) if self.beta else None,
+            tensordict[data.REWARD].flatten(), self._ref_score(tensordict) if self.beta else None,
             group_id_B, tau=self.tau, beta=self.beta, q_temperature=self.q_temperature,
             q_epsilon=self.q_epsilon, valid_B=valid_B)
         entropy_G, size_G = weight_entropy(weight_B, group_id_B, valid_B=valid_B)
         self.entropy = entropy_G[size_G > 1].mean().item()
         groups = Groups(group_id_B, valid_B)
         uniform_B = groups.scatter(groups.size.double().reciprocal()[groups.group])
-        tensordict[LISTWISE_WEIGHT] = weight_B[:, None]
-        tensordict[ADVANTAGE] = (weight_B - uniform_B).float()[:, None]
+        tensordict[data.LISTWISE_WEIGHT] = weight_B[:, None]
+        tensordict[data.ADVANTAGE] = (weight_B - uniform_B).float()[:, None]
         return tensordict
 
     def _ref_score(self, tensordict: TensorDictBase) -> Tensor:
-        mask_BT = tensordict[ASSISTANT_MASK]
-        score_B = tensordict[REF_LOG_PROBS].double().where(mask_BT, 0.0).sum(-1)
+        mask_BT = tensordict[data.ASSISTANT_MASK]
+        score_B = tensordict[data.REF_LOG_PROBS].double().where(mask_BT, 0.0).sum(-1)
         return score_B / mask_BT.sum(-1).clamp(min=1) if self.length_normalize_ref else score_B
 
 
@@ -241,11 +221,3 @@ class TauController(Controller):
         # A large step may ask for more than exp can give; the maximum is far below that.
         exponent = min(self.step * (self.target - measured), 700.0)
         self.value = self._bounded(self.value * math.exp(exponent))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`, within the bounds of this controller."""
-        super().load_state_dict(state)
-        self.value = self._bounded(self.value)
-
-    def _bounded(self, tau: float) -> float:
-        return min(max(tau, self.minimum), self.maximum)

@@ -72,8 +72,8 @@ class Mismatch:
     def weights(self, gap_N: Tensor, tokens: LossTokens) -> Tensor:
         """Product of the configured weights, ``[N]``, detached.
 
-        ``gap_N`` is the proximal minus the behaviour log-prob of each of the tokens, whose sequences
-        must be whole unless ``scope`` is ``"token"``.
+        ``gap_N`` is the proximal minus the behaviour log-prob of each token; sequences must be
+        whole unless :attr:`scope` is ``"token"``.
         """
         gap_N = gap_N.detach()
         weight_N = self.raw_log_weight(gap_N, tokens).exp()

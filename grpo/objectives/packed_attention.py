@@ -77,11 +77,7 @@ def install(model: nn.Module) -> None:
 
 
 def inputs(model: nn.Module, rows: PackedRows) -> dict[str, Any]:
-    """What a model with this attention is called with.
-
-    Raises:
-        ValueError: if the model was given another attention since; it would mix the rows.
-    """
+    """What a model with this attention is called with; ValueError if it has another one now."""
     if (now := model.config._attn_implementation) != NAME:
         raise ValueError(f"the model's attention is {now!r} since it was tried with packed rows; "
                          "build the loss anew after set_attn_implementation")
@@ -100,10 +96,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention as Transformers calls it, ``[1, H, N, D]`` to ``[1, N, H, D]``.
 
-    Without segments it is that of ``sdpa``.
-
-    Raises:
-        ValueError: for what the kernels cannot compute.
+    Without segments it is that of ``sdpa``; ValueError for what the kernels cannot compute.
     """
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

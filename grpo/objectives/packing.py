@@ -22,21 +22,13 @@ class Segments(NamedTuple):
     The queries of a segment are the row's tokens that no other row has computed, its keys all
     tokens of the row. A query attends to the keys up to its own place, counted from the end. The
     names are those that Transformers hands to attention functions for packed sequences.
-
-    Attributes:
-        cu_seq_lens_q: int32 ``[B + 1]``, where the queries of each segment start.
-        cu_seq_lens_k: int32 ``[B + 1]``, where its keys start.
-        max_length_q: the most queries of a segment.
-        max_length_k: the most keys of a segment.
-        key_slots: int64 ``[M]``, places in the packed sequence that the keys are taken from; None
-            where that is each of them once, because no row shares any.
     """
 
-    cu_seq_lens_q: Tensor
-    cu_seq_lens_k: Tensor
-    max_length_q: int
-    max_length_k: int
-    key_slots: Tensor | None
+    cu_seq_lens_q: Tensor  # int32 [B + 1], where the queries of each segment start
+    cu_seq_lens_k: Tensor  # int32 [B + 1], where its keys start
+    max_length_q: int  # the most queries of a segment
+    max_length_k: int  # the most keys of a segment
+    key_slots: Tensor | None  # int64 [M], places of the keys; None: each once, nothing is shared
 
 
 class PackedRows(NamedTuple):
@@ -45,8 +37,8 @@ class PackedRows(NamedTuple):
     Attributes:
         tokens: int64 ``[1, N]``, row by row.
         position_ids: int64 ``[1, N]``, of the tokens in their rows.
-        slots: int64 ``[B * T]``, for each token of the flattened batch its place in the sequence,
-            or that of the same token in the row that it is shared with; 0 for padding.
+        slots: int64 ``[B * T]``, place in the sequence of each token of the flattened batch (of the
+            one that it shares, where it does); 0 for padding.
         segments: what attends to what.
     """
 
@@ -61,11 +53,8 @@ def pack(
 ) -> PackedRows:
     """Lay the real tokens of right-padded rows end to end.
 
-    Args:
-        tokens_BT: int64 ``[B, T]``.
-        attention_mask_BT: bool ``[B, T]``, True on real tokens, which start each row.
-        scored_BT: bool ``[B, T]``; rows that are equal up to their first token here share what is
-            before it. None: nothing is shared.
+    Rows that are equal up to their first token under ``scored_BT`` share what is before it; without
+    this mask nothing is shared.
 
     Examples:
         >>> tokens = torch.tensor([[5, 6, 0], [5, 6, 9]])

@@ -49,11 +49,11 @@ class Objective:
     check: Callable[..., None] | None = None
 
     def resolve(self, clip_epsilon: ClipEpsilon = None, options: Options = None) -> dict[str, Any]:
-        """Every option the function will be called with, checked.
+        """Every option the function will be called with, checked; ``clip_epsilon`` as two floats.
 
         Args:
             clip_epsilon: ``(low, high)`` for the range ``1 - low`` to ``1 + high``; one number
-                means both sides, None the function's own default. Returned as two floats.
+                means both sides, None the function's own default.
             options: the others by name; those left out keep their defaults.
 
         Raises:
@@ -126,11 +126,10 @@ def register_surrogate(
 
 
 def get_objective(name: str) -> Objective:
-    """Look an objective up by name, or import it from ``"module:function"``.
+    """The objective of this name, or at ``"module:function"``.
 
     Raises:
-        ValueError: for an unknown name (the message lists the known ones) or something that cannot
-            be imported.
+        ValueError: for an unknown name, or something that cannot be imported.
 
     Examples:
         >>> get_objective("gspo").scope

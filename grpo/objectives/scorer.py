@@ -25,17 +25,11 @@ HeadKind = Literal["auto", "fused", "chunked", "logits"]
 
 
 class Predictions(NamedTuple):
-    """What the model predicts the chosen tokens from.
+    """What the model predicts the chosen tokens from."""
 
-    Attributes:
-        states: hidden states ``[N, D]``, or logits ``[N, V]`` where the head is ``"logits"``.
-        targets_N: int64 ``[N]``, the tokens.
-        index_N: int64 ``[N]``, their places in the flattened batch.
-    """
-
-    states: Tensor
-    targets_N: Tensor
-    index_N: Tensor
+    states: Tensor  # hidden states [N, D], or logits [N, V] where the head is "logits"
+    targets_N: Tensor  # int64, the tokens
+    index_N: Tensor  # int64, their places in the flattened batch
 
 
 class TokenScorer(nn.Module):
@@ -52,20 +46,15 @@ class TokenScorer(nn.Module):
         head: ``"logits"`` asks the model for all logits, ``"chunked"`` applies the output matrix
             in tiles, ``"fused"`` lets a loss be differentiated tile by tile (:meth:`fused_loss`);
             ``"auto"`` takes tiles where they give the same numbers, and logs why where they do not.
-        chunk_size: tokens a chunk; None: by device, see
-            :func:`~grpo.objectives.head.default_chunk_size`.
+        chunk_size: tokens a chunk; None: by device.
         entropy_gradient: whether the entropy is differentiated or only reported.
-        packing: compute on rows laid end to end instead of padded rows. Rows that begin with the
-            same tokens, as those of a group do, share them where the model's attention allows it,
-            see :mod:`grpo.objectives.packing`.
+        packing: compute on rows laid end to end instead of padded rows. Rows of a group share their
+            prompt where the model's attention allows it, see :mod:`grpo.objectives.packing`.
         fp32_head: compute logits in float32 where the model has half precision; the weights stay
             as they are.
 
     Raises:
-        ValueError: for an option out of range. When the model is tried: for ``head="chunked"``,
-            ``head="fused"`` or ``fp32_head`` on a model whose logits are more than ``hidden @
-            weight.T``, for one whose rows do not stay apart in batches, and for one that sees the
-            tokens that it should predict.
+        ValueError: for an option out of range; when the model is tried, for what does not fit it.
 
     Examples:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -127,9 +116,6 @@ class TokenScorer(nn.Module):
 
     def measure(self) -> None:
         """Try the model on a few tokens, once; without effect where that cannot be done yet.
-
-        It cannot for weights on the meta device or in slices, flash attention on a CPU, and modules
-        that do not show their input embeddings.
 
         Raises:
             ValueError: for what the model cannot do, with what to change.
@@ -205,23 +191,19 @@ class TokenScorer(nn.Module):
         """Score the tokens under ``mask_BT``.
 
         Args:
-            tokens_BT: int64 ``[B, T]``, right-padded.
-            attention_mask_BT: bool ``[B, T]``.
-            mask_BT: bool ``[B, T]``, tokens to score; column 0 has nothing before it to be
-                predicted from and must be False.
+            tokens_BT: int64, right-padded.
+            attention_mask_BT: bool.
+            mask_BT: bool, tokens to score; column 0 has nothing before it to be predicted from and
+                must be False.
 
         Returns:
             ``(log_probs_BT, entropy_BT)``, zero outside ``mask_BT``.
         """
         predictions = self.predict(tokens_BT, attention_mask_BT, mask_BT)
-        shape = tuple(tokens_BT.shape)
-        log_probs_N, entropy_N = self.score(predictions)
-        return (scatter_tokens(log_probs_N, predictions.index_N, shape),
-                scatter_tokens(entropy_N, predictions.index_N, shape))
+        return tuple(scatter_tokens(values_N, predictions.index_N, tuple(tokens_BT.shape))
+                     for values_N in self.score(predictions))
 
-    def predict(
-        self, tokens_BT: Tensor, attention_mask_BT: Tensor, mask_BT: Tensor
-    ) -> Predictions:
+    def predict(self, tokens_BT: Tensor, attention_mask_BT: Tensor, mask_BT: Tensor) -> Predictions:
         """Run the model up to its head and keep what the tokens of ``mask_BT`` follow from."""
         self.measure()
         return self._predict(tokens_BT, attention_mask_BT, mask_BT)
@@ -268,10 +250,7 @@ class TokenScorer(nn.Module):
             **options)
 
     def most_likely(self, predictions: Predictions, k: int) -> tuple[Tensor, Tensor]:
-        """Log-probs and ids of the ``k`` most likely tokens of each position, both ``[N, k]``.
-
-        The log-probs are those of temperature 1, whatever the scorer's.
-        """
+        """Log-probs at temperature 1 and ids of each position's ``k`` most likely tokens."""
         parts = []
         # Logits are raised to float32 here, and sorted: more memory than a chunk is meant for.
         rows = max(1, self.tokens_per_chunk(predictions) // 8)

@@ -92,8 +92,7 @@ def informative_groups(rewards_B: Tensor, group_id_B: Tensor, valid_B: Tensor) -
 def clip_to_percentiles(values: Tensor, percentile: float, *, valid: Tensor) -> Tensor:
     """Clip values to their own ``[percentile, 100 - percentile]`` percentiles.
 
-    Values that are not valid neither count nor change. Keep the percentile small: where fewer than
-    ``percentile`` % of the values lie on one side of zero, clipping moves them to the other side.
+    Values that are not valid neither count nor change.
     """
     if not valid.any():
         return values
