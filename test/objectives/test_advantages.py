@@ -14,11 +14,7 @@ from hypothesis import given
 from tensordict import TensorDict
 
 from grpo import GRPOLoss, data, total_loss
-from grpo.objectives.advantages import (
-    DEFAULT_EPS,
-    GroupAdvantage,
-    group_advantages,
-)
+from grpo.objectives.advantages import DEFAULT_EPS, GroupAdvantage, group_advantages
 from grpo.objectives.estimators import AdvantageEstimator
 
 ESTIMATORS = get_args(AdvantageEstimator)
@@ -177,7 +173,8 @@ def test_maxrl_refuses_negative_rewards_of_valid_rows():
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf])
 def test_a_valid_reward_that_is_not_finite_is_an_error_naming_the_row(junk):
     with pytest.raises(ValueError, match=r"rows \[2\].*reward_error"):
-        group_advantages(torch.tensor([1.0, 0.0, junk]), torch.zeros(3, dtype=torch.int64))
+        group_advantages(torch.tensor([1.0, junk, junk]), torch.zeros(3, dtype=torch.int64),
+                         valid_B=torch.tensor([True, False, True]))
 
 
 def test_an_unknown_estimator_is_an_error():

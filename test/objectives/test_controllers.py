@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 
 from grpo.objectives.controllers import BandKL, EntropyController, HorizonKL, make_kl_controller
+from grpo.objectives.maxent import TauController
 
 
 def horizon(init=0.1, **options):
@@ -25,7 +26,12 @@ def entropy(init=0.02, **options):
         init, **{"target": 0.3, "step": 0.01, "minimum": 0.005, "maximum": 0.05, **options})
 
 
-ALL = [horizon, band, entropy]
+def tau(init=1.0, **options):
+    return TauController(init, **{"target": 1.2, "step": 0.5, "minimum": 0.05, "maximum": 50.0,
+                                  "group_size": 8, **options})
+
+
+ALL = [horizon, band, entropy, tau]
 
 
 @pytest.mark.parametrize(("measured", "error"), [
@@ -98,6 +104,18 @@ def test_entropy_coefficient_moves_by_its_step_within_its_bounds():
     assert controller.update(0.1) == pytest.approx(0.015)
 
 
+def test_tau_rises_when_the_entropy_is_too_low_and_falls_when_it_is_too_high():
+    assert tau().update(0.2) == pytest.approx(math.exp(0.5))
+    assert tau().update(2.0) == pytest.approx(math.exp(-0.4))
+    assert tau().update(1.2) == 1.0
+
+
+def test_tau_stays_within_its_bounds():
+    for step in (100.0, 1e6):  # exp of the second overflows
+        assert tau(step=step).update(0.0) == 50.0
+    assert tau(step=100.0).update(2.0) == 0.05
+
+
 def test_entropy_is_held_where_it_would_collapse():
     def run(controller):
         level = 1.0
@@ -146,21 +164,26 @@ def test_the_value_is_never_negative_nor_infinite(make, measured):
 
 def test_a_state_of_another_controller_is_an_error():
     for controller, state in (
-        (horizon(), entropy().state_dict()), (entropy(), band().state_dict()), (band(), {})):
+        (horizon(), entropy().state_dict()), (entropy(), band().state_dict()), (band(), {}),
+        (tau(), entropy().state_dict()), (tau(), {"value": 1.0})):
         with pytest.raises(ValueError, match="must have the keys.*saved by another"):
             controller.load_state_dict(state)
 
 
+@pytest.mark.parametrize("make", [horizon, tau])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, "0.1"])
-def test_a_state_with_an_impossible_coefficient_is_an_error(value):
-    with pytest.raises(ValueError, match="value=.*above 0"):
-        horizon().load_state_dict({"value": value, "skipped": 0})
+def test_a_state_with_an_impossible_coefficient_is_an_error(make, value):
+    with pytest.raises(ValueError, match="value=.*must be a finite number above 0"):
+        make().load_state_dict({"value": value, "skipped": 0})
 
 
-def test_a_restored_entropy_coefficient_obeys_the_new_bounds():
+def test_a_restored_coefficient_obeys_the_new_bounds():
     controller = entropy(maximum=0.03)
     controller.load_state_dict({"coefficient": 0.05, "applied": True, "skipped": 0})
     assert controller.value == 0.03
+    controller = tau(maximum=3.0)
+    controller.load_state_dict({"value": 9.0, "skipped": 0})
+    assert controller.value == 3.0
 
 
 @pytest.mark.parametrize(("make", "options", "message"), [
@@ -182,6 +205,13 @@ def test_a_restored_entropy_coefficient_obeys_the_new_bounds():
     (entropy, {"init": 0.001}, "init=0.001.*at least 0.005"),
     (entropy, {"init": 0.06}, "init=0.06 must not be above maximum=0.05"),
     (entropy, {"target": True}, "target=True.*finite number"),
+    *((tau, {"target": target}, rf"target={target} .*log\(group_size\)=2\.0794")
+      for target in (math.log(8), 2.5, 0.0, -1.0, math.nan)),
+    (tau, {"group_size": 1}, "group_size=1 must be at least 2"),
+    (tau, {"step": 0.0}, "step=0.0 must be positive"),
+    (tau, {"minimum": 0.0}, "minimum=0.0"),
+    (tau, {"init": 60.0}, "init=60.0 and maximum=50.0"),
+    (tau, {"maximum": math.inf}, "maximum=inf"),
 ], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_an_option_out_of_its_range_is_an_error(make, options, message):
     with pytest.raises(ValueError, match=message):

@@ -15,6 +15,8 @@ from grpo.objectives.diagnostics import quantile, summarize
 from grpo.objectives.surrogates import gspo, ppo_clip
 from grpo.objectives.tokens import LossTokens
 
+from .reference import score
+
 CLIP = (0.1, 0.3)
 OPTIONS = {"clip_epsilon": CLIP, "kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.1,
            "entropy_coeff": 0.01}
@@ -50,17 +52,9 @@ def test_equal_plain_formulas_over_the_masked_tokens(model, batch):
     with torch.no_grad():
         logits = model(input_ids=batch["tokens", "full"],
                        attention_mask=batch["masks", "all_attention_mask"]).logits
-    log_p, A, sampled, ref, entropy = [], [], [], [], []
-    for b, row in enumerate(batch):
-        for t in range(1, logits.shape[1]):
-            if b != 3 and row["masks", "all_assistant_mask"][t]:
-                scores = logits[b, t - 1].log_softmax(-1).numpy()
-                log_p.append(scores[row["tokens", "full"][t]])
-                entropy.append(-(np.exp(scores) * scores).sum())
-                sampled.append(row["log_probs", "full"][t].item())
-                ref.append(row["next", "ref_log_probs", "full"][t].item())
-                A.append(row["advantage"].item())
-    log_p, A, sampled, ref = map(np.array, (log_p, A, sampled, ref))
+    log_p, A, sampled, ref, entropy = (
+        np.concatenate([getattr(row, name).numpy() for row in score(logits, batch)])
+        for name in ("log_p", "advantage", "sampled", "ref", "entropy"))
     w = np.exp(log_p - sampled)
     expected = {
         "ratio_min": w.min(), "ratio_p01": np.quantile(w, 0.01), "ratio_p50": np.median(w),

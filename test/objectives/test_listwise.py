@@ -1,9 +1,10 @@
-"""The losses on maximum-entropy weights against loops in plain Python."""
+"""The losses on maximum-entropy weights: their formulas, and which rows take part."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from grpo.objectives.maxent import listwise_weights
 from grpo.objectives.registry import get_objective
 from grpo.objectives.tokens import LossTokens
 
-from .test_maxent import softmax
+from .reference import maxent_loss
 
 LOSSES = {"listwise": maxent_listwise, "weighted": maxent_weighted}
 GROUPS = [4, 9, 4, 4, 9, -2, 4]  # unsorted, of sizes 4, 2 and 1
@@ -48,39 +49,25 @@ def example(lengths, groups):
     return log_probs.requires_grad_(), weights
 
 
-def loss_by_loops(tokens, weight, form, *, length_normalize, clip_coeff, clip_epsilon):
-    """Each row's term from the formulas, in Python floats."""
-    rows = [[n for n, row in enumerate(tokens.row_N.tolist()) if row == i]
-            for i in range(tokens.num_rows)]
-    new, old = tokens.log_probs_N.tolist(), tokens.old_log_probs_N.tolist()
-    out = [0.0] * tokens.num_rows
-    groups = tokens.group_R.tolist()
-    for group in ([i for i, g in enumerate(groups) if g == name] for name in set(groups)):
-        scores = [sum(new[n] for n in rows[i]) / (len(rows[i]) if length_normalize else 1)
-                  for i in group]
-        shares = softmax(scores)
-        for i, score, share in zip(group, scores, shares, strict=True):
-            w = weight[i].item()
-            out[i] = -w * (math.log(share) if form == "listwise" else score)
-            advantage = w - 1 / len(group)
-            ratio = math.exp(sum(new[n] - old[n] for n in rows[i]) / len(rows[i]))
-            clipped = min(max(ratio, 1 - clip_epsilon[0]), 1 + clip_epsilon[1])
-            out[i] -= clip_coeff * min(ratio * advantage, clipped * advantage)
-    return torch.tensor(out, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("form", LOSSES)
 @pytest.mark.parametrize("length_normalize", [True, False])
 @pytest.mark.parametrize("clip", [{}, {"clip_coeff": 0.6, "clip_epsilon": (0.1, 0.25)}])
-def test_losses_equal_loops_and_their_gradient_finite_differences(form, length_normalize, clip):
+def test_losses_equal_the_reference_and_their_gradient_finite_differences(
+        form, length_normalize, clip):
     lengths = [3, 1, 2, 4, 2, 3, 1]
     log_probs, weights = example(lengths, GROUPS)
     tokens = make_tokens(log_probs, lengths, GROUPS)
     options = {"length_normalize": length_normalize} | clip
+    rows = [SimpleNamespace(group=group, log_p=new, listwise_weight=weight, old=lambda _, old=old:
+                            old) for group, new, old, weight in zip(
+        GROUPS, log_probs.split(lengths), tokens.old_log_probs_N.split(lengths), weights.tolist(),
+        strict=True)]
     terms = row_terms(form, tokens, weights, **options)
-    expected = loss_by_loops(tokens, weights, form,
-                             **({"clip_coeff": 0.0, "clip_epsilon": (0.2, 0.2)} | options))
-    torch.testing.assert_close(terms.detach(), expected, rtol=1e-12, atol=1e-12)
+    for group in set(GROUPS):
+        loss = terms[tokens.group_R == group].sum()
+        expected = maxent_loss([row for row in rows if row.group == group],
+                               objective=f"maxent_{form}", **options)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
 
     def total(values):
         return row_terms(form, replace(tokens, log_probs_N=values), weights, **options).sum()

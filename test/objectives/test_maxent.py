@@ -1,4 +1,4 @@
-"""Maximum-entropy weights and their controller against loops in plain Python."""
+"""Maximum-entropy weights against loops in plain Python."""
 
 from __future__ import annotations
 
@@ -10,21 +10,10 @@ import torch
 from hypothesis import given, settings
 from tensordict import TensorDict
 
-from grpo.data import (
-    ADVANTAGE,
-    ASSISTANT_MASK,
-    GROUP_ID,
-    LISTWISE_WEIGHT,
-    REF_LOG_PROBS,
-    REWARD,
-    REWARD_ERROR,
-)
-from grpo.objectives.maxent import (
-    MaxEntWeights,
-    TauController,
-    listwise_weights,
-    weight_entropy,
-)
+from grpo import data
+from grpo.objectives.maxent import MaxEntWeights, listwise_weights, weight_entropy
+
+from .test_controllers import tau as controller
 
 # Utility, reference score, group and validity of each row.
 ROWS = st.lists(
@@ -131,12 +120,6 @@ def test_smoothing_bounds_the_target_from_below():
     torch.testing.assert_close(weights, torch.tensor([0.9, 0.1]))
 
 
-def test_the_reference_pulls_the_weights_to_its_favourites():
-    utility, groups = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
-    weights = listwise_weights(utility, torch.tensor([-1.0, -3.0]), groups, tau=0.5, beta=0.5)
-    torch.testing.assert_close(weights, torch.tensor([-0.5, -1.5]).softmax(0))
-
-
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf])
 def test_invalid_rows_get_zero_and_are_left_out_of_their_group(junk):
     utility, ref = torch.tensor([1.0, junk, 0.0]), torch.tensor([-1.0, junk, -2.0])
@@ -195,10 +178,10 @@ def rollout():
     ref = torch.tensor([[9.0, -1.0, -2.0, -3.0], [9.0, -4.0, 9.0, 9.0], [9.0, 9.0, -0.5, -0.5],
                         [9.0, -7.0, 9.0, 9.0], [9.0, -1.0, -1.0, 9.0]])
     mask = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]])
-    batch = TensorDict({GROUP_ID: torch.tensor([1, 0, 1, 1, 0])}, [5])
-    batch[REWARD] = torch.tensor([[1.0], [0.0], [0.5], [torch.nan], [2.0]])
-    batch[REWARD_ERROR] = torch.tensor([[False], [False], [False], [True], [False]])
-    batch[REF_LOG_PROBS], batch[ASSISTANT_MASK] = ref, mask.bool()
+    batch = TensorDict({data.GROUP_ID: torch.tensor([1, 0, 1, 1, 0])}, [5])
+    batch[data.REWARD] = torch.tensor([[1.0], [0.0], [0.5], [torch.nan], [2.0]])
+    batch[data.REWARD_ERROR] = torch.tensor([[False], [False], [False], [True], [False]])
+    batch[data.REF_LOG_PROBS], batch[data.ASSISTANT_MASK] = ref, mask.bool()
     return batch
 
 
@@ -210,42 +193,42 @@ def test_the_module_scores_the_assistant_tokens_under_the_reference(normalize, s
     out = module(rollout())
     expected = weights_by_loops([1.0, 0.0, 0.5, 0.0, 2.0], scores, [1, 0, 1, 1, 0],
                                 [True, True, True, False, True], **options)
-    assert out[LISTWISE_WEIGHT].shape == (5, 1) and out[LISTWISE_WEIGHT].dtype == torch.float32
-    torch.testing.assert_close(out[LISTWISE_WEIGHT][:, 0].double(), expected, rtol=1e-6, atol=0)
+    weight, advantage = out[data.LISTWISE_WEIGHT], out[data.ADVANTAGE]
+    assert weight.shape == (5, 1) and weight.dtype == torch.float32
+    torch.testing.assert_close(weight[:, 0].double(), expected, rtol=1e-6, atol=0)
     uniform = torch.tensor([0.5, 0.5, 0.5, 0.0, 0.5])  # K counts the rows with a reward
-    assert out[ADVANTAGE].shape == (5, 1) and out[ADVANTAGE].dtype == torch.float32
-    torch.testing.assert_close(out[ADVANTAGE], (expected.float() - uniform)[:, None])
+    torch.testing.assert_close(advantage, (expected.float() - uniform)[:, None])
     torch.testing.assert_close(
         module.entropy, torch.special.entr(expected).sum().item() / 2, rtol=1e-6, atol=0)
 
 
 def test_without_beta_the_module_reads_neither_reference_nor_mask():
     module = MaxEntWeights(tau=1.0)
-    batch = rollout().exclude(REF_LOG_PROBS, ASSISTANT_MASK, REWARD_ERROR)[[0, 1, 2, 4]]
-    weights = module(batch)[LISTWISE_WEIGHT][:, 0]
+    batch = rollout().exclude(data.REF_LOG_PROBS, data.ASSISTANT_MASK, data.REWARD_ERROR)
+    weights = module(batch[[0, 1, 2, 4]])[data.LISTWISE_WEIGHT][:, 0]
     torch.testing.assert_close(weights[[0, 2]], torch.tensor([1.0, 0.5]).softmax(0))
-    assert module.in_keys == [REWARD, GROUP_ID]
-    assert MaxEntWeights(tau=1.0, beta=0.1).in_keys[2:] == [REF_LOG_PROBS, ASSISTANT_MASK]
+    assert module.in_keys == [data.REWARD, data.GROUP_ID]
+    assert MaxEntWeights(tau=1.0, beta=0.1).in_keys[2:] == [data.REF_LOG_PROBS, data.ASSISTANT_MASK]
 
 
 def test_a_new_tau_takes_effect_on_the_next_rollout():
     module = MaxEntWeights(tau=0.1)
-    sharp = module(rollout())[LISTWISE_WEIGHT].max()
+    sharp = module(rollout())[data.LISTWISE_WEIGHT].max()
     entropy = module.entropy
     module.tau = 10.0
-    assert module(rollout())[LISTWISE_WEIGHT].max() < sharp and module.entropy > entropy
+    assert module(rollout())[data.LISTWISE_WEIGHT].max() < sharp and module.entropy > entropy
 
 
 def test_single_rows_do_not_count_in_the_mean_entropy():
     module = MaxEntWeights(tau=1.0)
     assert math.isnan(module.entropy)
     batch = rollout()
-    batch[GROUP_ID] = torch.tensor([1, 2, 1, 3, 4])
+    batch[data.GROUP_ID] = torch.tensor([1, 2, 1, 3, 4])
     module(batch)
     shares = torch.tensor([1.0, 0.5]).double().softmax(0)
     assert module.entropy == pytest.approx(torch.special.entr(shares).sum().item(), rel=1e-6)
-    batch[GROUP_ID] = torch.arange(5)
-    assert module(batch)[ADVANTAGE].tolist() == [[0.0]] * 5
+    batch[data.GROUP_ID] = torch.arange(5)
+    assert module(batch)[data.ADVANTAGE].tolist() == [[0.0]] * 5
     assert math.isnan(module.entropy)
 
 
@@ -254,29 +237,9 @@ def test_an_option_that_beta_zero_would_ignore_is_an_error():
         MaxEntWeights(tau=1.0, length_normalize_ref=False)
 
 
-# --- the controller ------------------------------------------------------------------------------
-
-
-def controller(**changes):
-    options = {"target": 1.2, "step": 0.5, "minimum": 0.05, "maximum": 50.0, "group_size": 8}
-    return TauController(changes.pop("init", 1.0), **(options | changes))
-
-
-def test_tau_rises_when_the_entropy_is_too_low_and_falls_when_it_is_too_high():
-    assert controller().update(0.2) == pytest.approx(math.exp(0.5))
-    assert controller().update(2.0) == pytest.approx(math.exp(-0.4))
-    assert controller().update(1.2) == 1.0
-
-
-def test_tau_stays_within_its_bounds():
-    for step in (100.0, 1e6):  # exp of the second overflows
-        assert controller(step=step).update(0.0) == 50.0
-    assert controller(step=100.0).update(2.0) == 0.05
-
-
 @pytest.mark.parametrize("init", [0.05, 50.0])
 @pytest.mark.parametrize("target", [0.3, 1.2, 2.0])
-def test_the_controller_reaches_a_reachable_target(target, init):
+def test_the_controller_of_tau_reaches_a_reachable_target(target, init):
     utility = torch.randn(32, generator=torch.Generator().manual_seed(0))
     groups = torch.arange(32) % 4
     tau = controller(init=init, target=target)
@@ -286,45 +249,3 @@ def test_the_controller_reaches_a_reachable_target(target, init):
         tau.update(measured)
     assert measured == pytest.approx(target, abs=1e-3)
     assert 0.05 < tau.value < 50.0
-
-
-@pytest.mark.parametrize("target", [math.log(8), 2.5, 0.0, -1.0, math.nan])
-def test_a_target_beyond_log_k_is_an_error(target):
-    with pytest.raises(ValueError, match=rf"target={target} .*log\(group_size\)=2\.0794"):
-        controller(target=target)
-
-
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"group_size": 1}, "group_size=1 must be at least 2"),
-    ({"step": 0.0}, "step=0.0 must be positive"),
-    ({"minimum": 0.0}, "minimum=0.0"),
-    ({"init": 60.0}, "init=60.0 and maximum=50.0"),
-    ({"maximum": math.inf}, "maximum=inf"),
-])
-def test_controller_options_out_of_range_are_errors(changes, message):
-    with pytest.raises(ValueError, match=message):
-        controller(**changes)
-
-
-def test_measurements_that_are_not_finite_are_skipped_and_counted():
-    tau = controller()
-    assert [tau.update(m) for m in (math.nan, math.inf, -math.inf)] == [1.0] * 3
-    assert tau.skipped == 3
-
-
-def test_a_restored_controller_goes_on_where_it_was():
-    one, other = controller(), controller(init=7.0)
-    one.update(0.4)
-    one.update(math.nan)
-    other.load_state_dict(one.state_dict())
-    assert other.state_dict() == one.state_dict() == {"value": one.value, "skipped": 1}
-    assert other.update(1.0) == one.update(1.0)
-
-
-@pytest.mark.parametrize(("state", "message"), [
-    ({"coefficient": 1.0, "skipped": 0}, "saved by another controller"),
-    ({"value": 1.0}, "saved by another controller"),
-    ({"value": math.nan, "skipped": 0}, "value=nan must be a finite number")])
-def test_the_state_of_another_controller_is_an_error(state, message):
-    with pytest.raises(ValueError, match=message):
-        controller().load_state_dict(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import given
 
 from grpo.objectives.mismatch import make_mismatch, mismatch_diagnostics, off_policy_sequence_mask
 from grpo.objectives.tokens import LossTokens
+
+from .reference import mismatch_weight
 
 # Sequences 0 and 2 have tokens, sequence 1 has none.
 RATIOS = [[4.0, 0.5, 1.0], [], [0.25, 2.0]]
@@ -37,29 +40,8 @@ def make_tokens(lengths, *, log_probs_N=None, advantage_N=None, dtype=torch.floa
         num_rows=len(lengths))
 
 
-def flat(rows, *, log: bool = True):
-    values_N = torch.tensor([value for row in rows for value in row], dtype=torch.float64)
-    return values_N.log() if log else values_N
-
-
-def reference(spec, rows):
-    """The weights by plain products of ratios, one sequence after the other."""
-    out = []
-    for row in rows:
-        product = math.prod(row)
-        for ratio in row:
-            weight = 1.0
-            for name, bounds in spec.items():
-                low, high = bounds if isinstance(bounds, tuple) else (0.0, bounds)
-                value = {"geometric_reject": product ** (1 / len(row)),
-                         "tis": ratio, "mis": ratio}.get(name, product)
-                if name.endswith("tis"):
-                    weight *= min(value, high)
-                else:
-                    inside = low <= value <= high
-                    weight *= (value if name.endswith("mis") else 1.0) if inside else 0.0
-            out.append(weight)
-    return torch.tensor(out, dtype=torch.float64)
+def flat(rows):
+    return torch.tensor([value for row in rows for value in row], dtype=torch.float64).log()
 
 
 def weights(spec, rows):
@@ -89,7 +71,11 @@ ROWS = st.lists(st.lists(st.floats(0.05, 20), max_size=4), min_size=1, max_size=
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @given(rows=ROWS)
 def test_weights_equal_the_plain_formula(spec, rows):
-    torch.testing.assert_close(weights(spec, rows), reference(spec, rows), rtol=1e-9, atol=1e-12)
+    expected = [flat([])]
+    for gap in (flat([row]) for row in rows if row):
+        sequence = SimpleNamespace(sampled=torch.zeros_like(gap), old=lambda _, gap=gap: gap)
+        expected.append(mismatch_weight(sequence, "scored", spec))
+    torch.testing.assert_close(weights(spec, rows), torch.cat(expected), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -76,7 +76,7 @@ class TestPack:
         tokens, attention, assistant = batch_of(groups)
         packed = pack(tokens, attention, assistant)
         starts = {tuple(row[:first].tolist()) for row, first in zip(
-            tokens, _first_scored(attention, assistant), strict=True)}
+            tokens, data.first_scored(assistant, attention), strict=True)}
         assert packed.tokens.numel() == assistant.sum() + sum(map(len, starts))
 
     @given(groups=GROUPS)
@@ -94,10 +94,6 @@ class TestPack:
             whole = tokens[row][attention[row]].tolist() if queries[row] else []
             assert packed.tokens[0, keys].tolist() == whole
         assert segments.cu_seq_lens_q.dtype == segments.cu_seq_lens_k.dtype == torch.int32
-
-
-def _first_scored(attention, assistant) -> list[int]:
-    return torch.where(assistant.any(-1), assistant.int().argmax(-1), attention.sum(-1)).tolist()
 
 
 class TestScores:
@@ -175,26 +171,29 @@ def test_a_model_that_ignores_the_segments_shares_nothing(make_model, caplog):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_rollout_is_scored_alike_in_pieces_of_any_size(tiny_model, make_batch):
-    batch = make_batch(tiny_model, prompts=(3,) * 6, responses=(5, 1, 6, 3, 2, 4))
-    batch["tokens", "full"][:, :3] = batch["tokens", "full"][:1, :3]
-    expected, _ = score_rollout(TokenScorer(tiny_model), batch, max_tokens=100)
-    scorer = TokenScorer(tiny_model, packing=True)
-    for most in (1, 9, 12, 100):
-        actual, _ = score_rollout(scorer, batch, max_tokens=most)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
-
-
-def test_the_loss_of_micro_batches_has_the_gradient_of_padded_rows(tiny_model, make_batch):
+@pytest.fixture
+def group(tiny_model, make_batch):
+    """Six completions of one prompt."""
     batch = make_batch(tiny_model, prompts=(3,) * 6, responses=(5, 1, 6, 3, 2, 4))
     batch["tokens", "full"][:, :3] = batch["tokens", "full"][:1, :3]
     batch["group_id"] = torch.zeros(6, dtype=torch.int64)
+    return batch
 
+
+def test_a_rollout_is_scored_alike_in_pieces_of_any_size(tiny_model, group):
+    expected, _ = score_rollout(TokenScorer(tiny_model), group, max_tokens=100)
+    scorer = TokenScorer(tiny_model, packing=True)
+    for most in (1, 9, 12, 100):
+        actual, _ = score_rollout(scorer, group, max_tokens=most)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+
+
+def test_the_loss_of_micro_batches_has_the_gradient_of_padded_rows(tiny_model, group):
     def gradient(**options):
         loss = GRPOLoss(tiny_model, **options)
-        normalizer = loss.normalizer(batch)
+        normalizer = loss.normalizer(group)
         tiny_model.zero_grad()
-        for piece in data.split_rows(batch, max_tokens=12, packed=loss.scorer.shares_prompts):
+        for piece in data.split_rows(group, max_tokens=12, packed=loss.scorer.shares_prompts):
             total_loss(loss(piece, normalizer=normalizer)).backward()
         return [param.grad.clone() for param in tiny_model.parameters()]
 

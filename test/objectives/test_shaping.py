@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 
 from grpo.objectives.shaping import (
-    check_rewards,
     clip_to_percentiles,
     distillation_advantages,
     informative_groups,
@@ -21,24 +20,12 @@ from grpo.objectives.shaping import (
     overlong_penalty,
 )
 
+from .test_advantages import columns
+
 # Reward, group and validity of each row; few distinct rewards, so that groups of equals occur.
 REWARDS = st.sampled_from([0.0, 0.1, 1.0, -3.0, 1e-30]) | st.floats(-5, 5, width=32)
 ROWS = st.lists(st.tuples(REWARDS, st.sampled_from([-3, 0, 10**12]), st.booleans()),
                 min_size=1, max_size=12)
-
-
-def columns(rows):
-    rewards, groups, valid = zip(*rows, strict=True)
-    return torch.tensor(rewards), torch.tensor(groups), torch.tensor(valid)
-
-
-class TestCheckRewards:
-    @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
-    def test_names_valid_rows_only(self, junk):
-        rewards = torch.tensor([junk, 1.0, junk])
-        with pytest.raises(ValueError, match=r"rows \[2\].*reward_error"):
-            check_rewards(rewards, torch.tensor([False, True, True]))
-        check_rewards(rewards, torch.tensor([False, True, False]))
 
 
 class TestOverlongPenalty:
@@ -130,20 +117,6 @@ class TestClipToPercentiles:
         actual = clip_to_percentiles(values, percentile, valid=valid)
         assert actual.dtype == values.dtype
         np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-6, atol=1e-12)
-
-    def test_agrees_with_the_inclusive_quantiles_of_the_standard_library(self):
-        values = [-7.0, -1.0, 0.0, 0.5, 2.0, 30.0]
-        cuts = statistics.quantiles(values, n=10, method="inclusive")
-        expected = [min(max(v, cuts[0]), cuts[-1]) for v in values]
-        assert expected[0] > -7 and expected[-1] < 30
-        every = torch.ones(len(values), dtype=torch.bool)
-        actual = clip_to_percentiles(torch.tensor(values), 10.0, valid=every)
-        assert actual.tolist() == pytest.approx(expected)
-
-    def test_rows_without_advantage_neither_count_nor_change(self):
-        values = torch.tensor([1e9, 1.0, 2.0, 3.0])
-        valid = torch.tensor([False, True, True, True])
-        assert clip_to_percentiles(values, 25.0, valid=valid).tolist() == [1e9, 1.5, 2.0, 2.5]
 
 
 class TestDistillationAdvantages:

@@ -1,10 +1,11 @@
-"""Policy objectives against a scalar reference, where their gradients vanish, their registry."""
+"""Policy objectives against the reference, where their gradients vanish, their registry."""
 
 from __future__ import annotations
 
 import math
 from functools import partial
 from statistics import fmean
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -15,6 +16,8 @@ from grpo.objectives import registry
 from grpo.objectives.registry import get_objective, register_surrogate
 from grpo.objectives.surrogates import cispo, dppo, gspo, gspo_token, ppo_clip, sapo
 from grpo.objectives.tokens import LossTokens, bounded_ratio
+
+from . import reference
 
 CLIP = (0.2, 0.3)
 
@@ -41,50 +44,7 @@ def value_and_gradient(function, tokens, **options):
     return term_N.tolist(), gradient_N.tolist()
 
 
-# The references: (term, its derivative by log p) of one token in Python floats, derived by hand.
-
-def clip(ratio, low, high):
-    return min(max(ratio, 1 - low), 1 + high)
-
-
-def reference_ppo_clip(ratio, p, q, a, *, clip_epsilon=(0.2, 0.2), delta=None):
-    low, high = clip_epsilon
-    if delta is not None and a < 0 and ratio > delta:
-        return -delta * a, 0.0
-    stops = (a > 0 and ratio > 1 + high) or (a < 0 and ratio < 1 - low)
-    return -min(ratio * a, clip(ratio, low, high) * a), 0.0 if stops else -ratio * a
-
-
-def reference_cispo(ratio, p, q, a, *, clip_epsilon=(1.0, 0.2)):
-    weight = clip(ratio, *clip_epsilon)
-    return -weight * a * math.log(p), -weight * a
-
-
-def reference_dppo(ratio, p, q, a, *, divergence="tv", threshold=None):
-    threshold = threshold or {"tv": 0.15, "kl": 0.05}[divergence]
-    distance = abs(p - q)
-    if divergence == "kl":
-        distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-    leads_away = (a > 0 and p > q) or (a < 0 and p < q)
-    return (0.0, 0.0) if distance > threshold and leads_away else (-ratio * a, -ratio * a)
-
-
-def reference_sapo(ratio, p, q, a, *, temperature_positive=1.0, temperature_negative=1.05):
-    t = temperature_positive if a > 0 else temperature_negative
-    gate = 1 / (1 + math.exp(-t * (ratio - 1)))
-    return -4 / t * gate * a, -4 * gate * (1 - gate) * ratio * a
-
-
-# With the ratio of the sequence. Each of its n equal terms has 1/n of the derivative by every
-# log-prob, so their sum has the derivative of one term by its own ratio.
-reference_gspo = partial(reference_ppo_clip, clip_epsilon=(3e-4, 4e-4))
-
-REFERENCES = {
-    "ppo_clip": reference_ppo_clip, "cispo": reference_cispo, "gspo": reference_gspo,
-    "gspo_token": reference_gspo, "dppo": reference_dppo, "sapo": reference_sapo,
-    "reinforce": lambda ratio, p, q, a: (-ratio * a, -ratio * a),
-}
-ALL = tuple(REFERENCES)
+ALL = tuple(reference.OBJECTIVES)
 
 
 def ratios_of(name, log_p, old, rows):
@@ -133,13 +93,18 @@ def test_values_and_gradients_are_those_of_the_formula(name, options, data):
     low, high = {**objective.options, **options}.get("clip_epsilon", (1.0, math.inf))
     assume(away_from_edges(ratios, (1 - low, 1 + high, options.get("delta", math.inf))))
 
-    value_N, gradient_N = value_and_gradient(
-        objective.function, make_tokens(log_p, old, a, rows), **options)
+    def formula(tokens, **options):
+        lengths = tokens.length_R.tolist()
+        sequences = zip(*(x.split(lengths) for x in (
+            tokens.log_probs_N, tokens.old_log_probs_N, tokens.advantage_N)), strict=True)
+        return torch.cat([reference.OBJECTIVES[name](
+            SimpleNamespace(log_p=new, advantage=advantage), before, **options)
+            for new, before, advantage in sequences])
 
-    expected = [REFERENCES[name](ratio, math.exp(lp), math.exp(lq), adv, **options)
-                for ratio, lp, lq, adv in zip(ratios, log_p, old, a, strict=True)]
-    assert value_N == pytest.approx([value for value, _ in expected], rel=1e-9, abs=1e-11)
-    assert gradient_N == pytest.approx([slope for _, slope in expected], rel=1e-9, abs=1e-11)
+    actual, expected = (value_and_gradient(function, make_tokens(log_p, old, a, rows), **options)
+                        for function in (objective.function, formula))
+    assert actual[0] == pytest.approx(expected[0], rel=1e-9, abs=1e-11)
+    assert actual[1] == pytest.approx(expected[1], rel=1e-9, abs=1e-11)
 
 
 @pytest.mark.parametrize("name", ALL)
