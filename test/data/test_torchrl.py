@@ -105,6 +105,12 @@ def recomputed_log_probs(model, dense):
     return torch.nn.functional.pad(scores, (1, 0))
 
 
+def assert_scores_match(model, dense):
+    """The log-probs of the tokens under the mask are the model's."""
+    difference = dense[data.LOG_PROBS] - recomputed_log_probs(model, dense)
+    assert difference[dense[data.ASSISTANT_MASK]].abs().max() < 1e-4
+
+
 def sampled(dense):
     """Mask of every sampled token, the first of each response included."""
     starts = dense[data.PROMPT_MASK].sum(1, keepdim=True)
@@ -178,10 +184,8 @@ class TestFromTransformersWrapper:
     @pytest.mark.parametrize("make", [history_batch, tokens_batch])
     def test_log_probs_match_the_model_on_every_scored_token(self, model, tokenizer, make):
         dense = from_torchrl(make(model, tokenizer), pad_token_id=PAD)
-        scored = dense[data.ASSISTANT_MASK]
-        want = recomputed_log_probs(model, dense)
-        assert (dense[data.LOG_PROBS] - want)[scored].abs().max() < 1e-4
-        assert (dense[data.LOG_PROBS][~scored] == 0).all()
+        assert_scores_match(model, dense)
+        assert (dense[data.LOG_PROBS][~dense[data.ASSISTANT_MASK]] == 0).all()
 
     def test_first_sampled_token_is_masked_because_its_log_prob_is_missing(self, model, tokenizer):
         td = history_batch(model, tokenizer)
@@ -208,9 +212,7 @@ class TestFromTransformersWrapper:
             assert row.tolist() == turn["tokens", "full"].tolist()
         first, second = dense[data.PROMPT_MASK][:2].sum(1).tolist()
         assert second > first
-        scored = dense[data.ASSISTANT_MASK]
-        difference = dense[data.LOG_PROBS] - recomputed_log_probs(model, dense)
-        assert difference[scored].abs().max() < 1e-4
+        assert_scores_match(model, dense)
 
     def test_scoring_pass_without_prompt_and_response(self, model, tokenizer):
         """``generate=False`` on a history leaves full tokens, the template's mask, log-probs."""
@@ -221,8 +223,7 @@ class TestFromTransformersWrapper:
         assert mask.any()
         for i, want in enumerate(scored.get(("masks", "all_assistant_mask"), as_list=True)):
             assert mask[i, : len(want)].tolist() == want.bool().tolist()
-        difference = dense[data.LOG_PROBS] - recomputed_log_probs(model, dense)
-        assert difference[mask].abs().max() < 1e-4
+        assert_scores_match(model, dense)
 
     def test_batch_read_back_from_a_replay_buffer(self, model, tokenizer):
         td = history_batch(model, tokenizer)
@@ -311,15 +312,13 @@ class TestHandMadeRows:
             from_torchrl(self.rows().exclude(drop), pad_token_id=PAD)
 
     def test_values_that_do_not_fit_are_refused(self):
-        with pytest.raises(ValueError, match=r"reward.*expected one number"):
-            from_torchrl(self.rows((("next", "reward"), torch.ones(2, 5))), pad_token_id=PAD)
-        with pytest.raises(ValueError, match="4 values for 5 tokens"):
-            td = self.rows((("masks", "all_attention_mask"), torch.ones(2, 4).bool()))
-            from_torchrl(td, pad_token_id=PAD)
-        with pytest.raises(ValueError, match="advantage has 3 values"):
-            from_torchrl(self.rows(("advantage", torch.ones(2, 3, 1))), pad_token_id=PAD)
-        with pytest.raises(ValueError, match="version_type='int'"):
-            from_torchrl(self.rows(("policy_version", ["a", "b"])), pad_token_id=PAD)
+        for key, value, message in (
+                (("next", "reward"), torch.ones(2, 5), "reward.*expected one number"),
+                (data.ATTENTION_MASK, torch.ones(2, 4).bool(), "4 values for 5 tokens"),
+                ("advantage", torch.ones(2, 3, 1), "advantage has 3 values"),
+                ("policy_version", ["a", "b"], "version_type='int'")):
+            with pytest.raises(ValueError, match=message):
+                from_torchrl(self.rows((key, value)), pad_token_id=PAD)
         with pytest.raises(ValueError, match="set batch_size"):
             from_torchrl(TensorDict(self.rows().to_dict()), pad_token_id=PAD)
         with pytest.raises(ValueError, match="'mask', 'keep'"):
@@ -454,8 +453,7 @@ class TestFromVLLMWrapper:
         rows = [r[: int(m.sum())].tolist() for r, m in zip(responses, masks, strict=True)]
         check_against_rows(dense, rows, prompt_ids(tokenizer))
         assert torch.equal(dense[data.ASSISTANT_MASK], sampled(dense))
-        difference = dense[data.LOG_PROBS] - recomputed_log_probs(model, dense)
-        assert difference[dense[data.ASSISTANT_MASK]].abs().max() < 1e-4
+        assert_scores_match(model, dense)
 
     def test_text_mode_has_no_prompt_tokens(self, engine, tokenizer):
         td = vllm_batch(engine[0], tokenizer, "text")

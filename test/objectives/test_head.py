@@ -111,20 +111,6 @@ def test_a_fused_loss_has_the_value_and_gradient_of_the_plain_one(
                  gradients(expected.sum(), hidden, weight))
 
 
-@given(chunk_size=st.integers(1, 8), columns=st.integers(0, 4), kept_tiles=st.integers(0, 9))
-def test_neither_chunks_nor_tiles_nor_kept_logits_change_anything(
-        chunk_size, columns, kept_tiles):
-    hidden, weight, targets = problem(count=7, vocab=1000)
-    expected = linear_log_probs(hidden, weight, targets)
-    tile = columns * NARROWEST * chunk_size * hidden.dtype.itemsize
-    actual = linear_log_probs(
-        hidden, weight, targets, chunk_size=chunk_size, tile_bytes=tile,
-        kept_bytes=kept_tiles * NARROWEST * chunk_size * hidden.dtype.itemsize)
-    assert_close(actual, expected)
-    assert_close(gradients(a_loss(*actual).sum(), hidden, weight),
-                 gradients(a_loss(*expected).sum(), hidden, weight))
-
-
 @pytest.mark.parametrize("options", [
     {}, {"temperature": 0.6}, {"chunk_size": 2}, {"tile_bytes": 0}, {"kept_bytes": 10**6},
     {"chunk_size": 2, "tile_bytes": 0, "kept_bytes": 2 * NARROWEST * 8, "temperature": 1.7},

@@ -16,38 +16,49 @@ from grpo.objectives.head import log_probs_from_logits
 from grpo.objectives.head_tiles import Statistics, fold, grad_
 
 
+def folded(logits, targets, pieces, *, dtype=torch.float64, temperature=1.0):
+    """``(log_prob, entropy, log_normaliser)`` from the columns ``(left, right)`` of the pieces."""
+    statistics = Statistics.empty(len(logits), dtype=dtype, device=logits.device)
+    for left, right in pieces:
+        fold(logits[:, left:right].clone(), targets, statistics, column=left,
+             inverse_temperature=1 / temperature)
+    return statistics.finish()
+
+
+def gradient_by_tiles(logits, targets, pieces, *, temperature=1.0, **values):
+    tiles = []
+    for left, right in pieces:
+        tiles.append(logits[:, left:right].clone())
+        grad_(tiles[-1], targets, column=left, inverse_temperature=1 / temperature, **values)
+    return torch.cat(tiles, 1)
+
+
 @st.composite
 def cuts(draw):
     """Where the columns of 11 logits are cut."""
     inner = draw(st.sets(st.integers(1, 10)))
-    return [0, *sorted(inner), 11]
+    return list(itertools.pairwise([0, *sorted(inner), 11]))
 
 
-@given(borders=cuts(), seed=st.integers(0, 99), scale=st.sampled_from([0.0, 1.0, 300.0]),
+@given(pieces=cuts(), seed=st.integers(0, 99), scale=st.sampled_from([0.0, 1.0, 300.0]),
        temperature=st.floats(0.3, 3), order=st.randoms(use_true_random=False))
 def test_statistics_do_not_depend_on_how_the_columns_are_cut(
-        borders, seed, scale, temperature, order):
+        pieces, seed, scale, temperature, order):
     generator = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(4, 11, generator=generator, dtype=torch.float64)
     targets = torch.randint(11, (4,), generator=generator)
-    pieces = list(zip(borders[:-1], borders[1:], strict=True))
     order.shuffle(pieces)
-    results = []
-    for ranges in (pieces, [(0, 11)]):
-        statistics = Statistics.empty(4, dtype=torch.float64, device=logits.device)
-        for left, right in ranges:
-            fold(logits[:, left:right].clone(), targets, statistics, column=left,
-                 inverse_temperature=1 / temperature)
-        results.append(statistics.finish())
-    torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-10)
+    cut, whole = (folded(logits, targets, ranges, temperature=temperature)
+                  for ranges in (pieces, [(0, 11)]))
+    torch.testing.assert_close(cut, whole, rtol=1e-10, atol=1e-10)
     expected = log_probs_from_logits(logits, targets, temperature=temperature)
-    torch.testing.assert_close(results[0][:2], expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(results[0][2], (logits / temperature).logsumexp(-1))
+    torch.testing.assert_close(cut[:2], expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(cut[2], (logits / temperature).logsumexp(-1))
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
-@given(borders=cuts(), seed=st.integers(0, 99), temperature=st.floats(0.3, 3))
-def test_the_gradient_of_a_tile_is_that_of_autograd(with_entropy, borders, seed, temperature):
+@given(pieces=cuts(), seed=st.integers(0, 99), temperature=st.floats(0.3, 3))
+def test_the_gradient_of_a_tile_is_that_of_autograd(with_entropy, pieces, seed, temperature):
     generator = torch.Generator().manual_seed(seed)
     logits, (of_log_prob, of_entropy) = (
         torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 11), (2, 4)))
@@ -56,15 +67,11 @@ def test_the_gradient_of_a_tile_is_that_of_autograd(with_entropy, borders, seed,
     log_probs, entropy = log_probs_from_logits(logits, targets, temperature=temperature)
     loss = (of_log_prob * log_probs + with_entropy * of_entropy * entropy).sum()
     expected = torch.autograd.grad(loss, logits)[0]
-    tiles = []
-    for left, right in zip(borders[:-1], borders[1:], strict=True):
-        tiles.append(logits.detach()[:, left:right].clone())
-        grad_(tiles[-1], targets,
-              log_normaliser_n=(logits.detach() / temperature).logsumexp(-1),
-              entropy_n=entropy.detach(), grad_log_prob_n=of_log_prob,
-              grad_entropy_n=of_entropy if with_entropy else None, column=left,
-              inverse_temperature=1 / temperature)
-    torch.testing.assert_close(torch.cat(tiles, 1), expected, rtol=1e-10, atol=1e-12)
+    actual = gradient_by_tiles(
+        logits.detach(), targets, pieces, temperature=temperature, entropy_n=entropy.detach(),
+        log_normaliser_n=(logits.detach() / temperature).logsumexp(-1), grad_log_prob_n=of_log_prob,
+        grad_entropy_n=of_entropy if with_entropy else None)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_half_precision_tile_is_overwritten_in_its_own_type():
@@ -89,10 +96,10 @@ def ruled_out(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("borders", [(0, 11), (0, 4, 6, 11)])
+@pytest.mark.parametrize("pieces", [[(0, 11)], [(0, 4), (4, 6), (6, 11)]])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_entries_that_a_model_rules_out_have_no_part_in_entropy_and_gradient(
-        dtype, borders, with_entropy):
+        dtype, pieces, with_entropy):
     logits, targets = ruled_out(dtype)
     exact = logits.clone().double().requires_grad_()
     known = [row[row > -torch.inf].log_softmax(0) for row in exact]
@@ -103,22 +110,15 @@ def test_entries_that_a_model_rules_out_have_no_part_in_entropy_and_gradient(
     of_logits = torch.autograd.grad(loss, exact)[0]
 
     sums = torch.float64 if dtype == torch.float64 else torch.float32
-    statistics = Statistics.empty(5, dtype=sums, device=logits.device)
-    for left, right in itertools.pairwise(borders):
-        fold(logits[:, left:right].clone(), targets, statistics, column=left,
-             inverse_temperature=1.0)
-    _, entropy, log_normaliser = statistics.finish()
+    _, entropy, log_normaliser = folded(logits, targets, pieces, dtype=sums)
     torch.testing.assert_close(entropy, expected.to(sums), rtol=1e-5, atol=1e-6)
-    tiles = []
-    for left, right in itertools.pairwise(borders):
-        tiles.append(logits[:, left:right].clone())
-        grad_(tiles[-1], targets, log_normaliser_n=log_normaliser, entropy_n=entropy,
-              grad_log_prob_n=torch.ones(5, dtype=sums),
-              grad_entropy_n=of_entropy.to(sums) if with_entropy else None, column=left,
-              inverse_temperature=1.0)
+    actual = gradient_by_tiles(
+        logits, targets, pieces, log_normaliser_n=log_normaliser, entropy_n=entropy,
+        grad_log_prob_n=torch.ones(5, dtype=sums),
+        grad_entropy_n=of_entropy.to(sums) if with_entropy else None)
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5,
                                                                              "atol": 1e-6}
-    torch.testing.assert_close(torch.cat(tiles, 1), of_logits.to(dtype), **tolerance)
+    torch.testing.assert_close(actual, of_logits.to(dtype), **tolerance)
 
     logits.requires_grad_()
     of_head = log_probs_from_logits(logits, targets, temperature=1.0)

@@ -105,19 +105,13 @@ def fits(head, options):
 EXAMPLES = settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+@pytest.mark.parametrize(("split", "most"), [("num_micro_batches", 8), ("max_tokens", 60)])
 @EXAMPLES
-@given(layout=layouts(), pieces=st.integers(2, 8))
-def test_micro_batches(model, make_batch, options, layout, pieces):
+@given(layout=layouts(), value=st.data())
+def test_micro_batches(model, make_batch, options, layout, split, most, value):
     loss, batch, expected = whole_batch(model, make_batch, options, layout)
-    parts = split_rows(batch, num_micro_batches=pieces, whole_groups=compares_rows(options))
-    assert_same(gradient(model, loss, parts, loss.normalizer(batch)), expected)
-
-
-@EXAMPLES
-@given(layout=layouts(), max_tokens=st.integers(1, 60))
-def test_token_budget(model, make_batch, options, layout, max_tokens):
-    loss, batch, expected = whole_batch(model, make_batch, options, layout)
-    parts = split_rows(batch, max_tokens=max_tokens, whole_groups=compares_rows(options))
+    parts = split_rows(batch, whole_groups=compares_rows(options),
+                       **{split: value.draw(st.integers(1, most))})
     assert_same(gradient(model, loss, parts, loss.normalizer(batch)), expected)
 
 
