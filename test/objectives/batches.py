@@ -1,8 +1,10 @@
-"""What the tests of ``GRPOLoss`` share: a batch with every entry, and the gradient of a loss."""
+"""What the tests share: a batch with every entry, the gradient of a loss, and memory."""
 
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from grpo import total_loss
 
@@ -36,3 +38,17 @@ def gradient(loss, batch):
     parameters = list(loss.actor_network.parameters())
     grads = torch.autograd.grad(total_loss(loss(batch)), parameters, allow_unused=True)
     return torch.cat([g.flatten() for g in grads if g is not None])
+
+
+class Largest(TorchDispatchMode):
+    """The greatest ``measure(tensor)`` of all tensors that operations returned."""
+
+    def __init__(self, measure) -> None:
+        super().__init__()
+        self.measure, self.size = measure, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.size = max([self.size, *map(self.measure, tensors)])
+        return out

@@ -147,8 +147,3 @@ def test_a_normalizer_below_one_is_used_as_it_is():
 def test_wrong_options_are_errors(aggregation, length, named):
     with pytest.raises(ValueError, match=named):
         check_aggregation(aggregation, length)
-
-
-@pytest.mark.parametrize(("aggregation", "length"), AGGREGATIONS.items())
-def test_right_options_pass(aggregation, length):
-    check_aggregation(aggregation, length)

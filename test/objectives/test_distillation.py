@@ -8,10 +8,11 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo.objectives import distillation
 from grpo.objectives.distillation import topk_cross_entropy, topk_log_probs
+
+from .batches import Largest
 
 ENTRY = st.tuples(st.floats(-8, -0.01), st.one_of(st.floats(-8, -0.01), st.just(-math.inf)))
 
@@ -118,18 +119,9 @@ def test_gradients_to_all_three_inputs_match_finite_differences(chunks):
         [x.requires_grad_() for x in inputs])
 
 
-class LargestGathered(TorchDispatchMode):
-    """Bytes of the largest three-dimensional tensor that any operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.ndim == 3:
-            self.bytes = max(self.bytes, out.numel() * out.element_size())
-        return out
+def gathered(tensor):
+    """Bytes of a tensor of three dimensions."""
+    return tensor.nbytes if tensor.ndim == 3 else 0
 
 
 def test_few_rows_are_gathered_at_a_time_and_none_are_kept(monkeypatch):
@@ -140,12 +132,12 @@ def test_few_rows_are_gathered_at_a_time_and_none_are_kept(monkeypatch):
     ids = torch.randint(50, (n, k), generator=torch.Generator().manual_seed(0))
     log_z = normaliser(hidden, weight, 1.0).detach()
     kept = []
-    with LargestGathered() as forward, torch.autograd.graph.saved_tensors_hooks(
+    with Largest(gathered) as forward, torch.autograd.graph.saved_tensors_hooks(
             lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
         out = topk_log_probs(hidden, weight, ids, log_z)
-    with LargestGathered() as backward:
+    with Largest(gathered) as backward:
         out.sum().backward()
-    assert forward.bytes == backward.bytes == limit
+    assert forward.size == backward.size == limit
     assert max(kept, default=0) < n * k * d
 
 

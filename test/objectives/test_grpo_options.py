@@ -218,16 +218,6 @@ class TestEffects:
         assert torch.equal(gradient(GRPOLoss(model, entropy_coeff=0.0), batch),
                            gradient(GRPOLoss(model), batch))
 
-    def test_one_clip_bound_stands_for_both(self, model, batch):
-        one, both = (gradient(GRPOLoss(model, clip_epsilon=c), batch) for c in (0.1, (0.1, 0.1)))
-        assert torch.equal(one, both)
-
-    def test_no_clip_epsilon_is_the_objectives_own(self, model, batch):
-        for name, clip in (("ppo_clip", 0.2), ("cispo", (1.0, 0.2)), ("gspo", (3e-4, 4e-4))):
-            loss, explicit = (GRPOLoss(model, objective=name, clip_epsilon=c) for c in (None, clip))
-            assert loss.clip_epsilon == explicit.clip_epsilon
-            assert torch.equal(gradient(loss, batch), gradient(explicit, batch))
-
     @pytest.mark.parametrize("head", ["auto", "logits"])
     def test_a_surrogate_of_ones_own(self, model, batch, monkeypatch, head):
         monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))

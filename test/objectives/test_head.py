@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from grpo.objectives.head import (
     CPU_CHUNK_BYTES,
@@ -16,6 +15,8 @@ from grpo.objectives.head import (
     linear_log_probs,
     log_probs_from_logits,
 )
+
+from .batches import Largest
 
 #: A tile is never narrower than this, so only a vocabulary above it has several.
 NARROWEST = 256
@@ -353,20 +354,9 @@ def test_autocast_computes_logits_in_its_type():
 # -- Memory ----------------------------------------------------------------------------------------
 
 
-class Largest(TorchDispatchMode):
-    """The greatest number of elements of any tensor that an operation returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                stored = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-                self.numel = max(self.numel, tensor.numel(), stored)
-        return out
+def numel(tensor):
+    """Elements of a tensor, or of the memory that it is a view of."""
+    return max(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.dtype.itemsize)
 
 
 class TestMemory:
@@ -375,10 +365,10 @@ class TestMemory:
     def largest(self, compute, dtype=torch.float32):
         hidden, weight, targets = problem(count=self.COUNT, vocab=self.VOCAB, width=self.WIDTH,
                                           dtype=dtype)
-        with Largest() as largest:
+        with Largest(numel) as largest:
             compute(hidden, weight, targets).backward()
         assert hidden.grad is not None and weight.grad is not None
-        return largest.numel
+        return largest.size
 
     def test_the_logits_exist_in_full_without_tiles(self):
         assert self.largest(lambda *x: a_loss(*plain(*x)).sum()) >= self.COUNT * self.VOCAB

@@ -67,18 +67,6 @@ def test_weights_equal_loops_over_groups(rows, options):
     torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-7)
 
 
-@settings(deadline=None)
-@given(rows=ROWS, options=OPTIONS, order=st.randoms(use_true_random=False))
-def test_weights_follow_a_permutation_of_the_rows(rows, options, order):
-    permutation = list(range(len(rows)))
-    order.shuffle(permutation)
-    utility, ref, groups, valid = columns(rows)
-    expected = listwise_weights(utility, ref, groups, valid_B=valid, **options)[permutation]
-    actual = listwise_weights(utility[permutation], ref[permutation], groups[permutation],
-                              valid_B=valid[permutation], **options)
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
-
-
 def test_weights_maximise_what_they_are_defined_to_maximise():
     utility, ref = torch.tensor([1.0, 0.0, 0.5]).double(), torch.tensor([-2.0, -1.0, -3.0]).double()
     tau, beta = 0.4, 0.3

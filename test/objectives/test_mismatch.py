@@ -79,17 +79,6 @@ def test_weights_equal_the_plain_formula(spec, rows):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-@given(rows=ROWS, random=st.randoms(use_true_random=False))
-def test_the_order_of_sequences_does_not_matter(spec, rows, random):
-    order = list(range(len(rows)))
-    random.shuffle(order)
-    parts = weights(spec, rows).split([len(row) for row in rows])
-    shuffled = weights(spec, [rows[i] for i in order])
-    expected = torch.cat([parts[i] for i in order])
-    torch.testing.assert_close(shuffled, expected, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_scope_says_whether_a_token_can_be_weighed_without_its_sequence(spec):
     whole = weights(spec, RATIOS)
     alone = weights(spec, [[ratio] for row in RATIOS for ratio in row])

@@ -73,14 +73,6 @@ class TestInformativeGroups:
             expected.append(len(rewards) > 1 and statistics.pvariance(map(Fraction, rewards)) > 0)
         assert informative_groups(*columns(rows)).tolist() == expected
 
-    @given(rows=ROWS, order=st.randoms(use_true_random=False))
-    def test_follows_a_permutation_of_the_rows(self, rows, order):
-        permutation = list(range(len(rows)))
-        order.shuffle(permutation)
-        expected = informative_groups(*columns(rows))[permutation]
-        actual = informative_groups(*columns([rows[i] for i in permutation]))
-        assert torch.equal(actual, expected)
-
     def test_rewards_equal_up_to_rounding_teach_nothing(self):
         nearly = torch.tensor([0.1 + 0.2, 0.3, -1e6, -1e6 * (1 + 1e-9)], dtype=torch.float64)
         assert nearly[0] != nearly[1] and nearly[2] != nearly[3]
