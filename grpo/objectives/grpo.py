@@ -23,6 +23,7 @@ from grpo.objectives.aggregate import (
 )
 from grpo.objectives.diagnostics import summarize
 from grpo.objectives.distillation import check_distillation, distillation_terms
+from grpo.objectives.head import sum_dtype
 from grpo.objectives.inputs import BatchTokens, Rows, batch_tokens, loss_mask, standard_batch
 from grpo.objectives.kl import KLEstimator
 from grpo.objectives.registry import ClipEpsilon
@@ -241,44 +242,49 @@ class GRPOLoss(LossModule):
             ``"token_stats"`` for exact diagnostics over several micro-batches.
         """
         batch = self._standard(tensordict)
-        mask_BT = loss_mask(batch)
+        mask_BT, group_B = loss_mask(batch), batch.get(data.GROUP_ID, None)
         values = self._values(batch, whole=normalizer is None)
         normalizer = self._count(batch, mask_BT) if normalizer is None else normalizer
-        group_B = batch.get(data.GROUP_ID, None)
         if self.terms.scope == "group":
             check_whole_groups(mask_BT, normalizer, group_id_B=group_B)
         values["weight"] = row_weights(mask_BT, normalizer, aggregation=self.aggregation,
                                        group_id_B=group_B)
         self.scorer.entropy_gradient = bool(self.terms.entropy_coeff)
         predictions = self.scorer.predict(batch[data.TOKENS], batch[data.ATTENTION_MASK], mask_BT)
-        exact = torch.float64 if predictions.states.dtype == torch.float64 else torch.float32
-        tokens = batch_tokens(mask_BT, values, group_B=group_B, dtype=exact)
+        tokens = batch_tokens(mask_BT, values, group_B=group_B,
+                              dtype=sum_dtype(predictions.states.dtype))
         losses, log_probs_N, entropy_N = self._losses(predictions, tokens)
         stats = self.terms.statistics(log_probs_N, entropy_N, tokens)
         diagnostics = summarize(stats, clip_epsilon=self.clip_epsilon)
         return TensorDict({**losses, "token_stats": stats, **diagnostics}, batch_size=[])
+
+    def diagnostics(self, outputs: list[TensorDictBase]) -> dict[str, Tensor]:
+        """Loss values and diagnostics of an optimizer batch from its micro-batches' outputs."""
+        total = {key: sum(out[key].detach() for out in outputs) for key in self.out_keys}
+        stats = torch.cat([out["token_stats"] for out in outputs])
+        return total | summarize(stats, clip_epsilon=self.clip_epsilon)
 
     def _losses(
         self, predictions: Predictions, tokens: BatchTokens
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """The loss terms, and the log-prob and entropy of every token."""
         borders = self._borders(predictions, tokens.rows)
-        if borders is not None:
-            def part_loss(log_probs: Tensor, entropy: Tensor, start: int, stop: int) -> Tensor:
-                terms = self.terms(log_probs, entropy, tokens.part(start, stop))
-                return torch.stack(list(terms.values()))
+        if borders is None:
+            log_probs_N, entropy_N = self.scorer.score(predictions)
+            losses = self.terms(log_probs_N, entropy_N, tokens)
+            if self.distill_coeff is not None:
+                term_N = distillation_terms(
+                    self.scorer, predictions, log_probs_N, tokens.flat["distill_ids"],
+                    tokens.flat["distill_log_probs"], temperature=self.distill_temperature)
+                losses["loss_distill"] = self.distill_coeff * (tokens.flat["weight"] * term_N).sum()
+            return losses, log_probs_N, entropy_N
 
-            terms_L, log_probs_N, entropy_N = self.scorer.fused_loss(
-                predictions, part_loss, borders=borders)
-            return dict(zip(self.out_keys, terms_L, strict=True)), log_probs_N, entropy_N
-        log_probs_N, entropy_N = self.scorer.score(predictions)
-        losses = self.terms(log_probs_N, entropy_N, tokens)
-        if self.distill_coeff is not None:
-            term_N = distillation_terms(
-                self.scorer, predictions, log_probs_N, tokens.flat["distill_ids"],
-                tokens.flat["distill_log_probs"], temperature=self.distill_temperature)
-            losses["loss_distill"] = self.distill_coeff * (tokens.flat["weight"] * term_N).sum()
-        return losses, log_probs_N, entropy_N
+        def part_loss(log_probs: Tensor, entropy: Tensor, start: int, stop: int) -> Tensor:
+            terms = self.terms(log_probs, entropy, tokens.part(start, stop))
+            return torch.stack(list(terms.values()))
+
+        terms_L, *values = self.scorer.fused_loss(predictions, part_loss, borders=borders)
+        return dict(zip(self.out_keys, terms_L, strict=True)), *values
 
     def _borders(self, predictions: Predictions, rows: Rows) -> list[int] | None:
         """Parts for the fused head; None: it cannot be used, or there is nothing to fuse."""
@@ -294,12 +300,6 @@ class GRPOLoss(LossModule):
                              "head_chunk_size, or use head='auto'")
         return borders
 
-    def diagnostics(self, outputs: list[TensorDictBase]) -> dict[str, Tensor]:
-        """Loss values and diagnostics of an optimizer batch from its micro-batches' outputs."""
-        total = {key: sum(out[key].detach() for out in outputs) for key in self.out_keys}
-        stats = torch.cat([out["token_stats"] for out in outputs])
-        return total | summarize(stats, clip_epsilon=self.clip_epsilon)
-
     # -- reading the batch ------------------------------------------------------------------------
 
     def _count(self, batch: TensorDictBase, mask_BT: Tensor) -> Normalizer:
@@ -307,6 +307,7 @@ class GRPOLoss(LossModule):
                      group_id_B=batch.get(data.GROUP_ID, None))
 
     def _names(self) -> dict[NestedKey, NestedKey]:
+        """Where the batch has the entry of each standard name."""
         return {f.default: getattr(self.tensor_keys, f.name)
                 for f in fields(GRPOLoss._AcceptedKeys)}
 

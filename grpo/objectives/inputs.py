@@ -112,8 +112,8 @@ class BatchTokens:
     flat: TensorDict  # [N]: "row" (its index in the batch) and what the loss reads of each token
     rows: Rows
     group_B: Tensor | None  # prompt of each row of the batch
-    first_row: int  # that the first token may belong to
-    num_rows: int  # from there on, some perhaps without tokens
+    first_row: int  # row of the batch that the first token may belong to
+    num_rows: int  # rows from there on, some perhaps without tokens
 
     def part(self, start: int, stop: int) -> BatchTokens:
         """The tokens ``start`` to ``stop`` of a whole batch."""

@@ -31,8 +31,8 @@ def check_rewards(rewards_B: Tensor, valid_B: Tensor) -> None:
 def overlong_penalty(length_B: Tensor, *, max_response_tokens: int, buffer: int) -> Tensor:
     """Soft punishment of long responses, to be added to the reward; float64 ``[B]``.
 
-    0 while ``buffer`` tokens are left to the maximum, then falling linearly to -1 at the maximum
-    and beyond. Source: DAPO (arXiv:2503.14476), eq. 13.
+    0 while at least ``buffer`` tokens are left to the maximum, then falling linearly to -1 at the
+    maximum and beyond. Source: DAPO (arXiv:2503.14476), eq. 13.
     """
     return ((max_response_tokens - buffer - length_B).double() / buffer).clamp(-1.0, 0.0)
 

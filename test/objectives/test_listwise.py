@@ -58,10 +58,11 @@ def test_losses_equal_the_reference_and_their_gradient_finite_differences(
     log_probs, weights = example(lengths, GROUPS)
     tokens = make_tokens(log_probs, lengths, GROUPS)
     options = {"length_normalize": length_normalize} | clip
-    rows = [SimpleNamespace(group=group, log_p=new, listwise_weight=weight, old=lambda _, old=old:
-                            old) for group, new, old, weight in zip(
-        GROUPS, log_probs.split(lengths), tokens.old_log_probs_N.split(lengths), weights.tolist(),
-        strict=True)]
+    rows = [SimpleNamespace(group=group, log_p=new, listwise_weight=weight,
+                            old=lambda proximal, before=before: before)
+            for group, new, before, weight in zip(
+                GROUPS, log_probs.split(lengths), tokens.old_log_probs_N.split(lengths),
+                weights.tolist(), strict=True)]
     terms = row_terms(form, tokens, weights, **options)
     for group in set(GROUPS):
         loss = terms[tokens.group_R == group].sum()

@@ -73,7 +73,8 @@ ROWS = st.lists(st.lists(st.floats(0.05, 20), max_size=4), min_size=1, max_size=
 def test_weights_equal_the_plain_formula(spec, rows):
     expected = [flat([])]
     for gap in (flat([row]) for row in rows if row):
-        sequence = SimpleNamespace(sampled=torch.zeros_like(gap), old=lambda _, gap=gap: gap)
+        sequence = SimpleNamespace(sampled=torch.zeros_like(gap),
+                                   old=lambda proximal, gap=gap: gap)
         expected.append(mismatch_weight(sequence, "scored", spec))
     torch.testing.assert_close(weights(spec, rows), torch.cat(expected), rtol=1e-9, atol=1e-12)
 

@@ -94,11 +94,11 @@ def test_values_and_gradients_are_those_of_the_formula(name, options, data):
     assume(away_from_edges(ratios, (1 - low, 1 + high, options.get("delta", math.inf))))
 
     def formula(tokens, **options):
-        lengths = tokens.length_R.tolist()
-        sequences = zip(*(x.split(lengths) for x in (
-            tokens.log_probs_N, tokens.old_log_probs_N, tokens.advantage_N)), strict=True)
-        return torch.cat([reference.OBJECTIVES[name](
-            SimpleNamespace(log_p=new, advantage=advantage), before, **options)
+        columns = tokens.log_probs_N, tokens.old_log_probs_N, tokens.advantage_N
+        sequences = zip(*(x.split(tokens.length_R.tolist()) for x in columns), strict=True)
+        return torch.cat([
+            reference.OBJECTIVES[name](
+                SimpleNamespace(log_p=new, advantage=advantage), before, **options)
             for new, before, advantage in sequences])
 
     actual, expected = (value_and_gradient(function, make_tokens(log_p, old, a, rows), **options)
