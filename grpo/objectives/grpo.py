@@ -23,6 +23,7 @@ from grpo.objectives.aggregate import (
 )
 from grpo.objectives.diagnostics import summarize
 from grpo.objectives.distillation import check_distillation, distillation_terms
+from grpo.objectives.estimators import check_estimator
 from grpo.objectives.head import sum_dtype
 from grpo.objectives.inputs import BatchTokens, Rows, batch_tokens, loss_mask, standard_batch
 from grpo.objectives.kl import KLEstimator
@@ -166,7 +167,7 @@ class GRPOLoss(LossModule):
     ) -> None:
         super().__init__()
         check_aggregation(aggregation, constant_length)
-        self.advantages = GroupAdvantage(estimator=advantage_estimator)
+        check_estimator(advantage_estimator)
         self.terms = LossTerms(
             objective=objective, clip_epsilon=clip_epsilon, objective_options=objective_options,
             proximal=proximal, mismatch=mismatch, off_policy_delta=off_policy_delta,
@@ -185,6 +186,7 @@ class GRPOLoss(LossModule):
         self.distill_coeff = distill_coeff
         self.distill_temperature = check_distillation(
             distill_coeff, distill_temperature, default=temperature, scorer=self.scorer)
+        self.advantage_estimator, self.head = advantage_estimator, head
         self.pad_token_id = pad_token_id
         if head == "fused" and not self._can_fuse:
             raise ValueError(f"head='fused' needs a loss of single tokens or sequences from their "
@@ -288,13 +290,12 @@ class GRPOLoss(LossModule):
 
     def _borders(self, predictions: Predictions, rows: Rows) -> list[int] | None:
         """Parts for the fused head; None: it cannot be used, or there is nothing to fuse."""
-        head = self.scorer.head
-        wanted = head in ("auto", "fused") and self.scorer.chunked and self._can_fuse
+        wanted = self.head in ("auto", "fused") and self.scorer.chunked and self._can_fuse
         if not (wanted and torch.is_grad_enabled() and rows.starts[-1]):
             return None
         chunk_size = self.scorer.tokens_per_chunk(predictions)
         borders = rows.borders(chunk_size, whole_rows=self.terms.scope == "sequence")
-        if borders is None and head == "fused":
+        if borders is None and self.head == "fused":
             raise ValueError(f"head='fused': a sequence is longer than head_chunk_size="
                              f"{chunk_size} tokens, and this loss needs it whole; raise "
                              "head_chunk_size, or use head='auto'")
@@ -362,7 +363,7 @@ class GRPOLoss(LossModule):
             raise KeyError(
                 f"the batch has no {name!r}: call GroupAdvantage on the whole rollout before "
                 f"splitting it (needs {self.tensor_keys.reward} and {self.tensor_keys.group_id!r})")
-        return self.advantages(batch.copy())[data.ADVANTAGE]
+        return GroupAdvantage(estimator=self.advantage_estimator)(batch.copy())[data.ADVANTAGE]
 
 
 def total_loss(out: TensorDictBase) -> Tensor:
