@@ -1,9 +1,7 @@
 """From a configuration to a trainer that is ready to ``fit``.
 
-:func:`assemble` is for ``grpo.py``, :func:`assemble_async` for ``grpo-async.py``. Both begin with
-:func:`_set_up`, which looks at everything that costs nothing to look at, and end with
-:func:`_trainer`. Between the two they differ in where rollouts come from. For the Atropos commands
-:mod:`grpo.run.assemble_atropos` puts the same parts together.
+:func:`assemble` is for ``grpo.py``, :func:`assemble_async` for ``grpo-async.py``; they differ in
+where rollouts come from. For the Atropos commands: :mod:`grpo.run.assemble_atropos`.
 """
 
 from __future__ import annotations
@@ -48,24 +46,14 @@ from grpo.weights.tolerance import canary_tolerance
 
 
 class Start(NamedTuple):
-    """What a run begins with, before anything is launched.
+    """What a run begins with, before anything is launched."""
 
-    Attributes:
-        setup: model, tokenizer, device; its configuration has the run's length.
-        backend: of generation.
-        task: that is trained on.
-        prompts: of the task, as tokens; None where environments bring their own.
-        checkpoint: that the run goes on from.
-        asked: the configuration as it was given, by which a later run recognises its own.
-        console: the screen.
-    """
-
-    setup: Setup
-    backend: str
+    setup: Setup  # whose configuration has the run's length
+    backend: str  # of generation
     task: Task
-    prompts: build.Prompts | None
-    checkpoint: Checkpoint | None
-    asked: dict[str, Any]
+    prompts: build.Prompts | None  # None where environments bring their own
+    checkpoint: Checkpoint | None  # that the run goes on from
+    asked: dict[str, Any]  # the configuration as given, by which a later run recognises its own
     console: Console
 
 
@@ -179,11 +167,8 @@ def with_fast_defaults(
 ) -> tuple[Start, list[str]]:
     """With what the configuration leaves open chosen for speed, and what was chosen, in words.
 
-    Args:
-        start: of the run.
-        ledger_of: what the training device needs under a configuration.
-        room: bytes of it that the run may take.
-        row_tokens: of the longest row that is trained, where rows are cut.
+    ``row_tokens`` are those of the longest row that is trained, where rows are cut; for the rest
+    see :func:`grpo.run.fast_defaults.choose`.
     """
     setup = start.setup
     config, chosen = fast_defaults.choose(
@@ -255,15 +240,9 @@ def trainer_of(
     start: Start, loggers: LoggerGroup, run_dir: Path, *, kind: type[Trainer] = Trainer,
     unit: str = "iteration", **parts: Any,
 ) -> Trainer:
-    """The trainer of some parts, at the checkpoint that the run goes on from.
+    """The trainer of a ``kind`` and some ``parts``, at the checkpoint that the run goes on from.
 
-    Args:
-        start: of the run.
-        loggers: of its metrics.
-        run_dir: its folder.
-        kind: which trainer.
-        unit: what its command calls an iteration.
-        **parts: that this kind of run has of its own.
+    ``unit`` is what its command calls an iteration.
     """
     setup, config = start.setup, start.setup.config
     trainer = kind(

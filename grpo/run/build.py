@@ -28,19 +28,12 @@ from grpo.weights.adapters import require_peft
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rendered prompts of both splits and the widths of a batch.
-
-    Attributes:
-        train: prompts to learn from.
-        test: held-out prompts.
-        width: ``P``, tokens of the longest prompt of both splits.
-        max_model_len: prompt plus response, in tokens.
-    """
+    """Rendered prompts of both splits and the widths of a batch, in tokens."""
 
     train: list[Prompt]
     test: list[Prompt]
-    width: int
-    max_model_len: int
+    width: int  # of the longest prompt of both splits
+    max_model_len: int  # prompt plus response
 
 
 def quiet_libraries() -> None:
@@ -53,11 +46,17 @@ def quiet_libraries() -> None:
 
 def resolve_device(config: Config) -> torch.device:
     """``auto``: the GPU if there is one."""
+    if uses_cuda(config):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def uses_cuda(config: Config) -> bool:
+    """Whether the run is on GPUs; selects none of them yet."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but PyTorch sees no GPU; set device=cpu, or install a "
                           "CUDA build of PyTorch and check nvidia-smi")
-    use_cuda = config.device != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+    return config.device != "cpu" and torch.cuda.is_available()
 
 
 def resolve_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -260,12 +259,7 @@ def describe(
 
 
 def describe_length(config: Config, *, problems: int) -> str:
-    """The length of a run in all its units, with the keys that count in them.
-
-    Args:
-        config: of the run, for its number of problems.
-        problems: to train on.
-    """
+    """The length of a run in all its units, with the keys that count in them."""
     steps, warmup = config.optimizer_steps, config.optimizer.warmup_steps
     too_short = f" (all of them in the warm-up of {warmup})" if warmup >= steps else ""
     epochs = config.total_turns / config.env.repeats / problems

@@ -1,8 +1,5 @@
-"""From the configuration to the parts of an asynchronous run that a synchronous one has not.
-
-Ray, workers on their devices, and the way of the weights to them. The rest is
-:mod:`grpo.run.build`.
-"""
+"""From the configuration to the parts of an asynchronous run that a synchronous one has not: Ray,
+workers on their devices, and the way of the weights to them."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError
 from grpo.policies.fleet import FleetPolicy
 from grpo.policies.ray_engine import WorkerPool, require_ray
-from grpo.run.build import Prompts
+from grpo.run.build import Prompts, uses_cuda
 from grpo.run.build_engine import Setup
 from grpo.run.build_model import load_model, prepare_model
 from grpo.run.build_objective import build_learner, build_loss
@@ -50,11 +47,7 @@ _RAY_SETTINGS = {"enable_timeline": False}
 
 @dataclass(frozen=True)
 class AsyncActor(TrainingActor):
-    """The model that is trained and how, its policy and weights, and the workers behind them.
-
-    Attributes:
-        pool: of rollout workers.
-    """
+    """The model that is trained and how, its policy and weights, and the workers behind them."""
 
     weights: FleetSync
     pool: WorkerPool
@@ -63,17 +56,12 @@ class AsyncActor(TrainingActor):
 def open_ray(config: AsyncConfig, at_end: ExitStack) -> Places:
     """Plan who computes where, start Ray or connect to it, and select the trainer's GPU here.
 
-    Args:
-        config: the run's.
-        at_end: gets what gives all of it back.
+    ``at_end`` gets what gives all of it back.
     """
     require_ray()
     import ray
 
-    kind: Kind = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
-    if config.device == "cuda" and kind == "cpu":
-        raise ConfigError("device=cuda, but PyTorch sees no GPU; set device=cpu, or install a "
-                          "CUDA build of PyTorch and check nvidia-smi")
+    kind: Kind = "cuda" if uses_cuda(config) else "cpu"
     cluster = config.ray.address is not None
     available = None
     if cluster:
@@ -95,11 +83,7 @@ def open_ray(config: AsyncConfig, at_end: ExitStack) -> Places:
 
 
 def _start_ray(**options: Any) -> Callable[[], None]:
-    """Connect to Ray or start it; returns what ends that.
-
-    Raises:
-        ConfigError: if that cannot be done, with Ray's reason.
-    """
+    """Connect to Ray or start it; returns what ends that."""
     import ray
 
     if ray.is_initialized():  # by whoever embeds this run
@@ -114,16 +98,14 @@ def _start_ray(**options: Any) -> Callable[[], None]:
         raise
     except Exception as error:  # it raises bare ones, where a part of it was not up within 30 s
         ray.shutdown()
-        raise ConfigError(_no_ray(options.get("address"), " ".join(str(error).split()))) from error
+        address, reason = options.get("address"), " ".join(str(error).split())
+        raise ConfigError(
+            f"Ray could not be started: {reason}; something else may take the cores or the memory "
+            "that it needs; try again, or start it yourself (ray start --head) and set "
+            "ray.address=auto" if address in (None, "local") else
+            f"ray.address={address}: {reason}; check the address and that `ray status` answers "
+            "there") from error
     return ray.shutdown
-
-
-def _no_ray(address: str | None, reason: str) -> str:
-    if address in (None, "local"):
-        return (f"Ray could not be started: {reason}; something else may take the cores or the "
-                "memory that it needs; try again, or start it yourself (ray start --head) and set "
-                "ray.address=auto")
-    return f"ray.address={address}: {reason}; check the address and that `ray status` answers there"
 
 
 def build_actor(
@@ -136,9 +118,7 @@ def build_actor(
         setup: what trainer and workers agree on.
         prompts: of the task; workers are given those to train on.
         places: of the workers.
-        backend: ``vllm`` or ``transformers``.
-        at_end: gets what ends all that is started here.
-        checkpoint: that the run goes on from; the other ranks read their own part.
+        backend: see :func:`~grpo.run.build_team.build_training_actor`, as for the rest.
     """
     config: AsyncConfig = setup.config
     if backend == "transformers" and config.train.update_at == "in_flight":
@@ -183,18 +163,16 @@ def build_actor(
 def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, str]:
     """The lines of the start-up banner that differ from those of a synchronous run."""
     plan, size = places.plan, config.inference_model.tensor_parallel_size
-    when = "between two groups" if config.train.update_at == "group_border" else "in flight"
-    what = "adapters alone travel, " if config.train_model.lora.enabled else ""
-    if backend == "transformers":
-        way = f"{what}through Ray's object store, between two groups"
-    elif what:
-        way = f"{what}through Ray's object store, {when}"
-    else:
-        way = f"one {'NCCL' if plan.kind == 'cuda' else 'Gloo'} broadcast to all, {when}"
+    lora = config.train_model.lora.enabled
+    waits = backend == "transformers" or config.train.update_at == "group_border"
+    when = "between two groups" if waits else "in flight"
+    way = "adapters alone travel, " * lora + "through Ray's object store"
+    if backend == "vllm" and not lora:
+        way = f"one {'NCCL' if plan.kind == 'cuda' else 'Gloo'} broadcast to all"
     parallel = f", {size} devices each" if size > 1 else ""
     return {"engine": f"{backend}, {len(plan.engines)} workers on Ray{parallel}; rollouts at most "
                       f"{config.train.staleness} updates old",
-            "weights": f"{way}; a canary checks each worker after every update"}
+            "weights": f"{way}, {when}; a canary checks each worker after every update"}
 
 
 def build_reference_pool(

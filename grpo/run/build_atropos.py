@@ -111,12 +111,8 @@ def let_go(weights: PausedUpdates) -> None:
 def serve_policy(
     start: Start, actor: engine.Actor, at_end: ExitStack
 ) -> tuple[Bridge, BridgeDriver]:
-    """Serve the policy of this process at ``atropos.vllm_port`` until ``at_end``.
-
-    Returns:
-        The bridge, and what answers its calls. With vLLM they join as they come, and may use any
-        of its sampling options.
-    """
+    """Serve the policy of this process at ``atropos.vllm_port`` until ``at_end``; returns the
+    bridge, and what answers its calls."""
     setup, config, policy = start.setup, start.setup.config, actor.policy
     in_engine = start.backend == "vllm"
     bridge = Bridge(
@@ -146,8 +142,7 @@ def build_collector(
         run_dir: where a batch is written, if that is asked for.
         at_end: ends the stream of groups.
         checks: see :class:`~grpo.atropos.assemble.StreamSource`.
-        driver: of the bridge, if there is one.
-        records: of the bridge.
+        driver: of the bridge, if there is one; so are ``records``.
         version: of the weights.
     """
     setup, config, atropos = start.setup, start.setup.config, start.setup.config.atropos
@@ -157,7 +152,7 @@ def build_collector(
         checkpoint_dir=str(run_dir), num_steps=config.iterations,
         save_checkpoint_interval=config.train.checkpoint_frequency,
         starting_step=start.checkpoint.step if start.checkpoint else 0)
-    # Groups are the hub's until a checkpoint has what they taught: a run that is killed loses none.
+    # Groups are the hub's until a checkpoint has what they taught: a killed run loses none.
     stream = at_end.enter_context(BatchStream(
         api_client(config), registration, poll_seconds=0.05,
         hold=config.train.checkpoint_frequency > 0))

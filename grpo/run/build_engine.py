@@ -49,27 +49,16 @@ class Actor:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What trainer and engine agree on.
-
-    Attributes:
-        config: the run's.
-        path: folder or hub id of the weights that both start from.
-        tokenizer: of the model.
-        device: of the trainer, and of an engine that the run starts.
-        dtype: of the weights on both sides.
-        max_model_len: prompt plus response, in tokens.
-        folder: for the engine's log, and for adapters and checkpoints on their way to it.
-        adapter: folder of the adapter that a resumed run goes on with.
-    """
+    """What trainer and engine agree on."""
 
     config: Config
-    path: str
+    path: str  # folder or hub id of the weights that both start from
     tokenizer: Any
-    device: torch.device
-    dtype: torch.dtype
-    max_model_len: int
-    folder: Path
-    adapter: Path | None = None
+    device: torch.device  # of the trainer, and of an engine that the run starts
+    dtype: torch.dtype  # of the weights on both sides
+    max_model_len: int  # prompt plus response, in tokens
+    folder: Path  # for the engine's log, and for adapters and checkpoints on their way to it
+    adapter: Path | None = None  # folder of the one that a resumed run goes on with
 
     @property
     def rows(self) -> int:
@@ -103,16 +92,14 @@ class Setup:
 
 
 def build_actor(setup: Setup, *, backend: str, server: RunServer | None = None) -> Actor:
-    """Model, policy and the way of the weights between them.
+    """Model, policy and the way of the weights between them; ``policy.close()`` ends what is
+    started here.
 
     Args:
         setup: what both sides agree on.
         backend: ``vllm`` or ``transformers``.
         server: to start where the run starts one; None: one with :func:`server_options` on a free
             port.
-
-    Returns:
-        The actor; ``policy.close()`` ends what was started here.
     """
     if backend == "transformers":
         return _one_module(setup)
@@ -125,9 +112,6 @@ def build_actor(setup: Setup, *, backend: str, server: RunServer | None = None) 
     return actor
 
 
-# -- the arrangements ------------------------------------------------------------------------------
-
-
 def _one_module(setup: Setup) -> Actor:
     model = load_model(setup.path, setup.config, device=setup.device, dtype=setup.dtype)
     prepare_model(model, setup.config, adapter=setup.adapter)
@@ -138,17 +122,20 @@ def _one_module(setup: Setup) -> Actor:
     return Actor(model, policy, weights)
 
 
-def start_engine_of(setup: Setup) -> LLM:
-    """vLLM, scheduled by this process; its model is here or in a process of its own."""
+def start_engine_of(setup: Setup, **own: Any) -> LLM:
+    """vLLM, scheduled by this process; its model is here or in a process of its own. Options of
+    :func:`~grpo.policies.inprocess.start_engine` given here win over those of the setup."""
     config, inference = setup.config, setup.config.inference_model
     lora = config.train_model.lora
+    options = {
+        "max_num_seqs": setup.rows, "seed": config.train.seed,
+        "separate_process": inference.engine == "process", **own}
     return start_engine(
         setup.path, device=setup.device, dtype=setup.dtype, max_model_len=setup.max_model_len,
-        max_num_seqs=setup.rows, seed=config.train.seed, enforce_eager=inference.enforce_eager,
+        enforce_eager=inference.enforce_eager, fp32_head=setup.fp32_head,
         gpu_memory_utilization=inference.gpu_memory_utilization,
         kv_cache_memory_bytes=inference.kv_cache_memory_bytes,
-        separate_process=inference.engine == "process", fp32_head=setup.fp32_head,
-        max_lora_rank=lora.r if lora.enabled else None)
+        max_lora_rank=lora.r if lora.enabled else None, **options)
 
 
 def _with_engine(setup: Setup, on_failure: ExitStack) -> Actor:
@@ -197,9 +184,6 @@ def _connected(
     prepare_model(model, config, adapter=setup.adapter)
     return model, make_weight_sync(config, model, engine, shared=shared, folder=setup.folder,
                                    tokenizer=setup.tokenizer, path=setup.path, server=server)
-
-
-# -- servers ---------------------------------------------------------------------------------------
 
 
 def server_options(setup: Setup) -> dict[str, Any]:
@@ -264,16 +248,9 @@ class RunServer:
         self._process.close()
 
     def check(self) -> None:
-        """Raise if it has ended by itself.
-
-        Raises:
-            RuntimeError: with the last lines of its log.
-        """
+        """Raise :class:`RuntimeError` with the last lines of its log if it has ended by itself."""
         if self._running is not None:
             self._running.check()
-
-
-# -- in words --------------------------------------------------------------------------------------
 
 
 def describe_engine(config: Config, *, device: torch.device, backend: str) -> dict[str, str]:

@@ -1,13 +1,12 @@
-"""From the configuration to a trainer on one device or on several of this machine.
+"""From the configuration to a trainer on one device, or on several of this machine.
 
-On several each device has a process, a rank: this one leads and holds the engine, which is on the
-first device; the others are started here and follow. They shard the model by FSDP2. See
-``docs/weights.md``.
+On several, each device has a process, a rank: this one leads and holds the engine, which is on the
+first device; the others follow. They shard the model by FSDP2. See ``docs/weights.md``.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -32,15 +31,10 @@ from grpo.weights.transfer import TransferBackend
 
 @dataclass(frozen=True)
 class TrainingActor(Actor):
-    """The model that is trained and how, its policy and weights.
-
-    Attributes:
-        learner: of one process, or one that leads several ranks.
-        scorer: what the canary scores tokens with.
-    """
+    """The model that is trained and how, its policy and weights."""
 
     learner: Learner | LedLearner
-    scorer: TokenScorer | LedScorer
+    scorer: TokenScorer | LedScorer  # what the canary scores tokens with
 
 
 def choose_devices(config: Config, *, backend: str) -> tuple[int, ...]:
@@ -106,12 +100,11 @@ def build_training_actor(
 def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
                 checkpoint: Checkpoint | None) -> TrainingActor:
     config = setup.config
-    others = at_end.enter_context(
-        start_others(setup, devices, checkpoint,
-                     transfer=None if config.train_model.lora.enabled else "ipc"))
-    # Those load the model meanwhile.
+    transfer = None if config.train_model.lora.enabled else "ipc"
+    # They load the model while the engine starts.
+    others = at_end.enter_context(start_others(setup, devices, checkpoint, transfer=transfer))
     # Before torch.distributed is joined: vLLM's processes must not inherit the state of ours.
-    with _seeing(devices[:1]):
+    with variables_for_children(_variables(devices[:1])):
         llm = start_engine_of(setup)
     at_end.callback(stop_engine, llm)
     # On its way to being sharded a model needs none of the GPU's own memory.
@@ -137,7 +130,7 @@ def start_others(
         setup: what trainer and engine agree on.
         devices: GPUs of all ranks, this one's first; none on a CPU.
         checkpoint: that the run goes on from.
-        transfer: the backend of a transfer in which all ranks take part, or None.
+        transfer: see :func:`grpo.run.rank_worker.follow`.
     """
     config = setup.config
     count = config.train_model.ranks
@@ -153,10 +146,5 @@ def start_others(
 
 
 def _variables(devices: tuple[int, ...]) -> dict[str, str]:
-    """What shows a child process some GPUs only; nothing on a CPU."""
+    """That show a child process some GPUs only; none on a CPU."""
     return {"CUDA_VISIBLE_DEVICES": visible(devices)} if devices else {}
-
-
-def _seeing(devices: tuple[int, ...]) -> AbstractContextManager[None]:
-    """Processes that are started meanwhile see these GPUs only."""
-    return variables_for_children(_variables(devices))

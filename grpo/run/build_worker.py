@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,14 +12,15 @@ from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import load_config
 from grpo.envs.prompts import Prompt
 from grpo.envs.verifiable import VerifiableEnv
-from grpo.policies.base import Policy, Sampling
+from grpo.policies.base import Policy
 from grpo.policies.driver import TransformersSampler, VLLMSampler
 from grpo.policies.handle import InProcessEngine
 from grpo.policies.scoring import ReferenceScorer
 from grpo.policies.transformers import TransformersPolicy
 from grpo.policies.vllm import VLLMPolicy
 from grpo.run.build import build_task, load_tokenizer, quiet_libraries, reward_function
-from grpo.run.build_model import eos_token_ids, load_model
+from grpo.run.build_engine import Setup, start_engine_of
+from grpo.run.build_model import load_model
 from grpo.run.build_objective import scoring_budget
 from grpo.weights.adapters import make_lora
 from grpo.weights.lora_slot import lora_request
@@ -31,22 +33,19 @@ def build_worker(setup: WorkerSetup, number: int, prompts: list[Prompt]) -> Work
     """What the rollout worker of a number works with."""
     quiet_libraries()
     config = load_config(setup.config, AsyncConfig)
-    tokenizer = load_tokenizer(setup.path)
-    sampling = Sampling(max_tokens=config.max_tokens, seed=config.train.seed,
-                        temperature=config.inference_model.temperature)
-    options = {"pad_token_id": tokenizer.pad_token_id,
-               "eos_token_ids": eos_token_ids(setup.path, tokenizer),
-               "ignore_eos": config.inference_model.ignore_eos}
-    policy, engine, sampler = _start_engine(setup, config, sampling, options, number)
+    shared = Setup(config=config, path=setup.path, tokenizer=load_tokenizer(setup.path),
+                   device=torch.device(setup.device), dtype=getattr(torch, setup.dtype),
+                   max_model_len=setup.max_model_len, folder=Path())
+    policy, engine, sampler = _start_engine(setup, shared, number)
     # The engine's thread draws random numbers, too, so nobody can tell who has drawn.
     score = reward_function(config, build_task(config), try_first=False)
     workers = config.env.reward_workers  # a group waits in its thread while its calls run there
     threads = 1 if workers == 1 else _SCORING_THREADS + workers // config.env.repeats
     environments = [
-        VerifiableEnv(prompts, score, tokenizer, num_prompts=1, group_size=config.env.repeats,
-                      max_prompt_tokens=setup.prompt_width,
-                      max_response_tokens=sampling.max_tokens,
-                      eos_token_ids=options["eos_token_ids"], seed=config.train.seed)
+        VerifiableEnv(prompts, score, shared.tokenizer, num_prompts=1,
+                      group_size=config.env.repeats, max_prompt_tokens=setup.prompt_width,
+                      max_response_tokens=config.max_tokens,
+                      eos_token_ids=policy.eos_token_ids, seed=config.train.seed)
         for _ in range(threads + 1)]
     return WorkerParts(policy, engine, sampler, environments,
                        groups_a_call=config.env.num_envs, group_rows=config.env.repeats)
@@ -55,14 +54,7 @@ def build_worker(setup: WorkerSetup, number: int, prompts: list[Prompt]) -> Work
 def build_reference(
     config: dict[str, Any], path: str, device: str, dtype: str
 ) -> ReferenceScorer:
-    """The frozen reference.
-
-    Args:
-        config: a :class:`grpo.config.asynchronous.AsyncConfig` as plain values.
-        path: folder or hub id of the reference.
-        device: ``cuda`` or ``cpu``.
-        dtype: of the weights, without ``torch.``.
-    """
+    """The frozen reference of an :class:`~grpo.config.asynchronous.AsyncConfig` in plain values."""
     quiet_libraries()
     checked = load_config(config, AsyncConfig)
     model = load_model(path, checked, device=torch.device(device), dtype=getattr(torch, dtype))
@@ -71,34 +63,27 @@ def build_reference(
                            fp32_head=checked.train_model.fp32_head)
 
 
-def _start_engine(setup: WorkerSetup, config: Any, sampling: Sampling, options: dict[str, Any],
-                  number: int) -> tuple[Policy, InProcessEngine | None, Any]:
+def _start_engine(
+    setup: WorkerSetup, shared: Setup, number: int
+) -> tuple[Policy, InProcessEngine | None, Any]:
     """Policy, handle of its engine, and what its driver drives."""
-    device, dtype = torch.device(setup.device), getattr(torch, setup.dtype)
-    inference, lora = config.inference_model, config.train_model.lora
+    config, lora = shared.config, shared.config.train_model.lora
     if setup.backend == "transformers":
-        model = load_model(setup.path, config, device=device, dtype=dtype)
+        model = load_model(setup.path, config, device=shared.device, dtype=shared.dtype)
         if lora.enabled:
             make_lora(model, **lora.options())
         model.eval()
-        policy = TransformersPolicy(model.requires_grad_(False), sampling,
-                                    max_model_len=setup.max_model_len, **options)
+        policy = TransformersPolicy(model.requires_grad_(False), shared.sampling,
+                                    max_model_len=setup.max_model_len, **shared.policy_options())
         return policy, None, TransformersSampler(policy)
-    from grpo.policies.inprocess import start_engine
     from grpo.policies.lifecycle import end_compile_workers
 
     parallel = {} if setup.tensor_parallel_size == 1 else {
         "separate_process": True, "tensor_parallel_size": setup.tensor_parallel_size}
-    llm = start_engine(
-        setup.path, device=device, dtype=dtype, max_model_len=setup.max_model_len,
-        max_num_seqs=setup.rows, seed=config.train.seed + number,
-        enforce_eager=inference.enforce_eager,
-        gpu_memory_utilization=inference.gpu_memory_utilization,
-        kv_cache_memory_bytes=inference.kv_cache_memory_bytes, alone=True,
-        max_lora_rank=lora.r if lora.enabled else None,
-        fp32_head=config.train_model.fp32_head and dtype != torch.float32, **parallel)
+    llm = start_engine_of(shared, max_num_seqs=setup.rows, seed=config.train.seed + number,
+                          alone=True, **parallel)
     end_compile_workers()
-    policy = VLLMPolicy(llm, sampling, lora_request=lora_request() if lora.enabled else None,
-                        **options)
+    policy = VLLMPolicy(llm, shared.sampling, **shared.policy_options(),
+                        lora_request=lora_request() if lora.enabled else None)
     # Seeds make a run repeatable where its arithmetic is; on a GPU they only cost time.
     return policy, InProcessEngine(llm), VLLMSampler(policy, seeded=setup.device == "cpu")

@@ -1,11 +1,4 @@
-"""The devices of a run: how much memory they have, and what the run will need of it.
-
-    ledger = run_ledger(config, model_path, device, dtype, backend, max_model_len=...)
-    print("\n".join(ledger.table(available(config, device))))
-    check_fits(ledger, available(config, device))  # grpo.run.ledger
-
-Where trainer, engines and reference have devices of their own: :func:`role_ledgers`.
-"""
+"""The devices of a run: how much memory they have, and what the run will need of it."""
 
 from __future__ import annotations
 
@@ -44,14 +37,17 @@ def run_ledger(
 ) -> Ledger:
     """The ledger of a run, before its model and engine are started.
 
+        ledger = run_ledger(config, model_path, device, dtype, backend, max_model_len=...)
+        check_fits(ledger, available(config, device))  # grpo.run.ledger
+
     Args:
         config: the run's.
         model_path: folder or hub id of the model; only its ``config.json`` is read.
         device: that trains, and generates unless the engine is one that runs already.
         dtype: of the weights.
         backend: ``"vllm"`` or ``"transformers"``.
-        max_model_len: prompt plus response in tokens, once the prompts are known; None: the
-            configuration's, or else the model's context, which is often far too much.
+        max_model_len: prompt plus response in tokens; None: the configuration's, or else the
+            model's context, which is often far too much.
         trained_tokens: of the longest row that is trained, where rows are cut; None: what the
             engine may make.
         engine_apart: the engine has another device, see :func:`server_ledger`.
@@ -78,23 +74,8 @@ def role_ledgers(
     config: AsyncConfig, places: DevicePlan, model_path: str, device: torch.device,
     dtype: torch.dtype, backend: str, *, max_model_len: int | None = None,
 ) -> dict[str, Ledger]:
-    """The ledgers of a device that trains, one that generates and one that holds the reference.
-
-    Args:
-        config: of an asynchronous run.
-        places: who computes where.
-        model_path: see :func:`run_ledger`, as for the others.
-        device: of the trainer; the others are taken to be like it.
-        dtype: of the weights.
-        backend: ``"vllm"`` or ``"transformers"``.
-        max_model_len: prompt plus response in tokens.
-
-    Returns:
-        By role: ``train``, ``engine`` and, where it has a device of its own, ``reference``.
-
-    Raises:
-        ValueError: see :func:`run_ledger`.
-    """
+    """The ledgers of one device of each role: ``train``, ``engine`` and, where it has a device of
+    its own, ``reference``. All devices are taken to be alike; see :func:`run_ledger`."""
     shared = (config, model_path, device, dtype, backend, max_model_len)
     trainer = _memory_plan(*shared, sharing="apart")
     engine = _memory_plan(*shared, sharing="two_copies", alone=True)
@@ -122,7 +103,7 @@ def check_roles_fit(
         advised: what could be changed for a role.
 
     Raises:
-        DoesNotFitError: naming the role, its greatest rows and what would help by how much.
+        DoesNotFitError: see :func:`grpo.run.ledger.check_fits`.
     """
     if places.kind == "cuda":
         for role, ledger in ledgers.items():
@@ -147,12 +128,14 @@ def _memory_plan(
         row = -(-row // GPU_WIDTH_MULTIPLE) * GPU_WIDTH_MULTIPLE
     in_engine = backend == "vllm"
     rows = config.turns_per_batch if alone else config.env.num_envs * config.env.repeats
+    slots = {} if lora is None or not in_engine else {
+        "lora_slots": LORA_SLOTS[config.inference_model.engine],
+        "lora_slot_rank": engine_lora_rank(lora.rank)}
     plan = MemoryPlan(
         shape=shape, dtype=dtype, device=device.type, row_tokens=row,
         # On a CPU the ranks share one memory, and have all of the model in it together.
         ranks=config.train_model.ranks if device.type == "cuda" else 1,
-        tokens=_micro_batch_tokens(config, row), sharing=sharing,
-        in_engine=in_engine,
+        tokens=_micro_batch_tokens(config, row), sharing=sharing, in_engine=in_engine,
         cuda_graphs=not config.inference_model.enforce_eager, generated_rows=rows,
         prompt_tokens=max(1, generated - config.max_tokens),
         frozen=tuple(_frozen(config, shape, lora)),
@@ -164,7 +147,7 @@ def _memory_plan(
         fp32_head=config.train_model.fp32_head, lora=lora,
         optimizer=config.optimizer.name,
         trained_layers=config.train_model.layer_indices and tuple(config.train_model.layer_indices),
-        **_slots(config, lora, in_engine))
+        **slots)
     return _with_kv_cache(plan, config, model_path, device, tokens=generated, alone=alone)
 
 
@@ -184,13 +167,6 @@ def _lora(config: Config) -> LoRA | None:
         return None
     return LoRA(rank=lora.r, targets=lora.target_modules and tuple(lora.target_modules),
                 layers=lora.layer_indices and tuple(lora.layer_indices))
-
-
-def _slots(config: Config, lora: LoRA | None, in_engine: bool) -> dict[str, int]:
-    if lora is None or not in_engine:
-        return {}
-    return {"lora_slots": LORA_SLOTS[config.inference_model.engine],
-            "lora_slot_rank": engine_lora_rank(lora.rank)}
 
 
 def _longest_row(config: Config, shape: ModelShape) -> int:
@@ -252,9 +228,6 @@ def _with_kv_cache(
         devices=getattr(inference, "tensor_parallel_size", 1), alone=alone))
 
 
-# -- the device -----------------------------------------------------------------------------------
-
-
 def capacity(device: torch.device) -> int:
     """Bytes of memory of a device: all of a GPU's, or the RAM this process may use.
 
@@ -269,22 +242,15 @@ def capacity(device: torch.device) -> int:
 
 
 def available(config: Config, device: torch.device) -> int:
-    """Bytes of a device's memory that a run may take, of which its ledger is.
-
-    All of it, unless the run uses an engine that runs already: on a GPU that may have taken its
-    part, which is in no ledger.
-    """
+    """Bytes of a device that a run may take: all, but on a GPU what an engine that runs already has
+    left, whose part is in no ledger."""
     if config.inference_model.url is None or device.type != "cuda":
         return capacity(device)
     return torch.cuda.mem_get_info(device)[0]
 
 
 def cgroup_limits(root: Path = Path("/")) -> list[int]:
-    """Memory limits of the control groups this process is in, as a container sets them.
-
-    Args:
-        root: where ``proc`` and ``sys`` are found.
-    """
+    """Memory limits of the control groups this process is in, as a container sets them."""
     membership = root / "proc/self/cgroup"
     if not os.access(membership, os.R_OK):
         return []

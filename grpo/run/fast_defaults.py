@@ -3,8 +3,7 @@
 Compiled layers take about a quarter less time than eager ones, once they are compiled; packed rows
 compute a group's prompt once, and no padding; larger micro-batches keep the GPU busier, as long as
 their activations fit. All depend on the model, the device and the length of the run, so ``null``
-stands for what :func:`choose` finds best. It says what it chose and why; each key can be set by
-hand.
+stands for what :func:`choose` finds best.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ def choose(
     config: AnyConfig, shape: ModelShape, ledger_of: Callable[[AnyConfig], Ledger], *,
     device: torch.device, dtype: torch.dtype, backend: str, row_tokens: int, room: int,
 ) -> tuple[AnyConfig, list[str]]:
-    """Fill in ``train_model.compile``, ``train.packing`` and the budget where they are null.
-
-    The budget is ``train.max_tokens_per_micro_batch``.
+    """Fill in ``train_model.compile``, ``train.packing`` and ``train.max_tokens_per_micro_batch``
+    where they are null.
 
     Args:
         config: the run's.
@@ -55,7 +53,7 @@ def choose(
         room: bytes of the device that the run may take.
 
     Returns:
-        The configuration with these keys set, and a line for each key that was chosen here.
+        The configuration with these keys set, and why for each that was chosen on a GPU, in a line.
     """
     said, train = [], config.train
 

@@ -21,24 +21,14 @@ class DoesNotFitError(ValueError):
     """A run that needs more memory than its device has."""
 
 
-# -- the ledger -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Row:
-    """One line of the ledger.
-
-    Attributes:
-        name: what takes the memory.
-        bytes: on one device.
-        note: where the number comes from.
-        phases: when it is taken; rows of different phases do not add up.
-    """
+    """One line of the ledger: what takes memory of one device."""
 
     name: str
     bytes: int
-    note: str
-    phases: tuple[Phase, ...] = PHASES
+    note: str  # where the number comes from
+    phases: tuple[Phase, ...] = PHASES  # when it is taken
 
 
 @dataclass(frozen=True)
@@ -52,9 +42,6 @@ class Saving:
 @dataclass(frozen=True)
 class Ledger:
     """What a run needs of one device.
-
-    Attributes:
-        rows: who takes how much, when.
 
     Examples:
         >>> ledger = Ledger((Row("weights", 3 * GIB, "1.5 B parameters"),

@@ -73,16 +73,10 @@ def transient_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class HeadBytes:
-    """What log-probs and their gradients take.
+    """What log-probs and their gradients take."""
 
-    Attributes:
-        work: tiles and sums, until the head is done.
-        gradients: gradients of output matrix and hidden states, until the backward pass has
-            reached the embedding.
-    """
-
-    work: int
-    gradients: int
+    work: int  # tiles and sums, until the head is done
+    gradients: int  # of output matrix and hidden states, until all of the backward pass is done
 
 
 def head_bytes(

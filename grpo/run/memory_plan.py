@@ -1,8 +1,7 @@
 """What a run holds in a device's memory, row by row.
 
 Weights, masters, moments, gradients and KV cache are exact, activations a formula
-(:func:`grpo.run.memory.layer_bytes`), and what CUDA and the engine take for
-themselves is an allowance.
+(:func:`grpo.run.memory.layer_bytes`), and what CUDA and Python take for themselves an allowance.
 """
 
 from __future__ import annotations
@@ -18,6 +17,9 @@ from grpo.policies.model_shape import LoRA, ModelShape
 from grpo.run.ledger import GIB, PHASES, Ledger, Row, human
 from grpo.run.memory import DeviceType, Head, head_bytes, layer_bytes, outer_bytes, transient_bytes
 
+#: Whether engine and trainer read the same weights, or each has its own on this device; ``apart``:
+#: the engine is on another device, or was here before this run; ``lent``: it was here, and the
+#: trainer reads its weights.
 Sharing = Literal["one_copy", "two_copies", "apart", "lent"]
 
 #: Allowances: a CUDA context with its libraries, captured CUDA graphs, a Python process on a CPU.
@@ -30,63 +32,33 @@ ENGINE_TOKENS = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Everything the ledger depends on.
+    """Everything the ledger depends on."""
 
-    Attributes:
-        shape: of the model that is trained.
-        dtype: of its weights; masters and moments of half-precision weights are float32.
-        ranks: devices that share the trainer's weights; the ledger is of the first, the engine's.
-        device: ``"cuda"`` or ``"cpu"``.
-        tokens: of a micro-batch, padding included.
-        row_tokens: of the longest row.
-        sharing: ``"one_copy"``: engine and trainer read the same weights; ``"two_copies"``: each
-            has its own on this device; ``"apart"``: the engine is on another device, or was here
-            before this run; ``"lent"``: it was here, and the trainer reads its weights.
-        in_engine: vLLM generates, and holds its KV cache all the time; otherwise the trainer's
-            model does, and the cache is gone when training starts.
-        cuda_graphs: the engine captures them.
-        kv_cache_bytes: of the engine, or of all rows of a batch.
-        generated_rows: rows that are generated at a time.
-        prompt_tokens: of the longest prompt.
-        frozen: ``(name, parameters)`` of models that only score: reference and teacher.
-        gradient_checkpointing: keep layer inputs only and compute the rest a second time.
-        compiled: the decoder layers are compiled.
-        eager_attention: attention keeps its ``[T, T]`` weights.
-        head: see :func:`grpo.run.memory.head_bytes`.
-        head_chunk_size: tokens a chunk; None: by device.
-        fp32_head: logits in float32, whatever the weights are.
-        lora: train adapters, of the weights' dtype, instead of the weights.
-        lora_slots: what the engine keeps adapters in: so many times those of all linear layers,
-            at ``lora_slot_rank``.
-        lora_slot_rank: see there.
-        optimizer: see :mod:`grpo.training.optimizers`.
-        trained_layers: decoder layers that are trained, all else being frozen; None: everything.
-    """
-
-    shape: ModelShape
-    dtype: torch.dtype
+    shape: ModelShape  # of the model that is trained
+    dtype: torch.dtype  # of its weights; masters and moments are float32 at least
     device: DeviceType
-    tokens: int
-    row_tokens: int
-    ranks: int = 1
+    tokens: int  # of a micro-batch, padding included
+    row_tokens: int  # of the longest row
+    ranks: int = 1  # that share the trainer's weights; the ledger is the first one's
     sharing: Sharing = "one_copy"
+    # vLLM holds its KV cache all the time; the trainer's model frees it when training starts.
     in_engine: bool = True
     cuda_graphs: bool = True
-    kv_cache_bytes: int = 0
-    generated_rows: int = 0
-    prompt_tokens: int = 0
-    frozen: tuple[tuple[str, int], ...] = ()
+    kv_cache_bytes: int = 0  # of the engine, or of all rows of a batch
+    generated_rows: int = 0  # at a time
+    prompt_tokens: int = 0  # of the longest prompt
+    frozen: tuple[tuple[str, int], ...] = ()  # names and parameters of reference and teacher
     gradient_checkpointing: bool = False
     compiled: bool = False
-    eager_attention: bool = False
+    eager_attention: bool = False  # which keeps its [T, T] weights
     head: Head = "fused"
-    head_chunk_size: int | None = None
+    head_chunk_size: int | None = None  # tokens; None: by device
     fp32_head: bool = False
     lora: LoRA | None = None
-    lora_slots: int = 0
+    lora_slots: int = 0  # of the engine, each for adapters of all linear layers
     lora_slot_rank: int = 16
     optimizer: OptimizerName = "adamw"
-    trained_layers: tuple[int, ...] | None = None
+    trained_layers: tuple[int, ...] | None = None  # None: everything
 
     @property
     def engine_counts(self) -> bool:
@@ -109,20 +81,7 @@ def memory_ledger(plan: MemoryPlan) -> Ledger:
 
 
 def engine_ledger(plan: MemoryPlan, *, devices: int = 1) -> Ledger:
-    """Of one of the devices of an engine that has them to itself.
-
-    Args:
-        plan: of the model and what is generated; ``kv_cache_bytes`` of one device.
-        devices: that share each layer.
-
-    Examples:
-        >>> from transformers import Qwen2Config
-        >>> ledger = engine_ledger(MemoryPlan(
-        ...     shape=ModelShape.of(Qwen2Config(num_hidden_layers=2)), dtype=torch.bfloat16,
-        ...     device="cuda", tokens=8192, row_tokens=1024, kv_cache_bytes=2 * GIB))
-        >>> [row.name for row in ledger.rows]
-        ['weights', 'KV cache', 'generation', 'reserve']
-    """
+    """Of one of the ``devices`` that share each layer of an engine and do nothing else."""
     b, share = plan.dtype.itemsize, "" if devices == 1 else f"1/{devices} of "
     weights = Row("weights", plan.shape.parameters * b // devices,
                   f"{share}{_millions(plan.shape.parameters)} x {b} bytes")
@@ -268,12 +227,7 @@ def _generation_rows(plan: MemoryPlan) -> Iterator[Row]:
 
 
 def _reserve(plan: MemoryPlan, *, working: int, graphs: bool) -> Row:
-    """What CUDA and Python take for themselves: an allowance.
-
-    Args:
-        plan: of the device.
-        working: bytes that an allocator hands out and takes back, of which it loses some in gaps.
-        graphs: an engine is on the device, which may capture CUDA graphs.
+    """What CUDA and Python take for themselves, and what is lost in gaps between ``working`` bytes.
     """
     if plan.device == "cpu":
         return Row("reserve", PROCESS_BYTES, "allowance: Python and its libraries")

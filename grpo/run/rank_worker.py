@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,15 @@ from grpo.training.team import obey
 from grpo.weights.transfer import TransferBackend, WeightTransfer
 
 
-class TrainerRank:
-    """Hold a part of the model and follow the leader.
+def follow(
+    ready: Path, config: dict[str, Any], path: str, dtype: str, *,
+    transfer: TransferBackend | None, join: dict[str, Any], checkpoint: tuple[str, int] | None,
+    asynchronous: bool,
+) -> None:
+    """Hold a part of the model, meet the other ranks, and follow the leader to the end.
 
     Args:
+        ready: a file that is made when there is nothing left to do but to meet.
         config: the run's, as plain values.
         path: folder or hub id of the weights that the run starts from.
         dtype: of the weights, without ``torch.``.
@@ -38,41 +42,27 @@ class TrainerRank:
         checkpoint: folder and step of the one that the run goes on from.
         asynchronous: whether the configuration is that of ``grpo-async.py``.
     """
-
-    def __init__(self, config: dict[str, Any], path: str, dtype: str, *,
-                 transfer: TransferBackend | None, join: dict[str, Any],
-                 checkpoint: tuple[str, int] | None, asynchronous: bool) -> None:
-        self.config, self.path, self.dtype = config, path, getattr(torch, dtype)
-        self.transfer, self.join, self.asynchronous = transfer, join, asynchronous
-        self.checkpoint = checkpoint and Checkpoint(Path(checkpoint[0]), checkpoint[1])
-
-    def run(self, ready: Callable[[], object] = lambda: None) -> None:
-        """Meet the others, then follow the leader to the end.
-
-        Args:
-            ready: called when there is nothing left to do but to meet.
-        """
-        quiet_libraries()
-        config = load_config(self.config, AsyncConfig if self.asynchronous else Config)
-        model = load_model(self.path, config, device=torch.device("cpu"), dtype=self.dtype)
-        resumed = self.checkpoint if config.train_model.lora.enabled else None
-        prepare_model(model, config, adapter=resumed and resumed.adapter_folder)
-        loss = build_loss(config, model, load_tokenizer(self.path))
-        ready()
-        ranks = Ranks.join(**self.join)
-        learner = build_learner(config, loss, ranks)
-        if self.checkpoint is not None:
-            learner.optimizer.load_state_dict(self.checkpoint.state()["optimizer"])
-        weights = self.transfer and WeightTransfer(model, None, backend=self.transfer)
-        obey(learner, weights)
-        ranks.leave()
+    quiet_libraries()
+    checked = load_config(config, AsyncConfig if asynchronous else Config)
+    model = load_model(path, checked, device=torch.device("cpu"), dtype=getattr(torch, dtype))
+    resumed = checkpoint and Checkpoint(Path(checkpoint[0]), checkpoint[1])
+    adapter = resumed.adapter_folder if resumed and checked.train_model.lora.enabled else None
+    prepare_model(model, checked, adapter=adapter)
+    loss = build_loss(checked, model, load_tokenizer(path))
+    ready.touch()
+    ranks = Ranks.join(**join)
+    learner = build_learner(checked, loss, ranks)
+    if resumed:
+        learner.optimizer.load_state_dict(resumed.state()["optimizer"])
+    obey(learner, transfer and WeightTransfer(model, None, backend=transfer))
+    ranks.leave()
 
 
 def main() -> None:
     """Be the rank that the command line describes."""
     logging.basicConfig(level=logging.WARNING)
     ready, order = sys.argv[1:]
-    TrainerRank(**json.loads(order)).run(Path(ready).touch)
+    follow(Path(ready), **json.loads(order))
 
 
 if __name__ == "__main__":

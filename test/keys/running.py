@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,6 @@ import pytest
 
 from grpo.atropos.schemas import ScoredGroup
 from grpo.config.schema import load_config
-from grpo.policies import inprocess
 from grpo.report import loggers
 from grpo.run import (
     assemble,
@@ -181,18 +180,9 @@ def _noting(seen: Observation, where: str, function: Any) -> Any:
 
 def _engine(seen: Observation, setup: Any) -> Any:
     """What vLLM would be started with; Transformers generates."""
-    _note_engine(seen, setup)
+    _note_engine(seen, build_engine.start_engine_of, setup)
     seen.note("weights", setup.config.weight_sync)
     return build_engine._one_module(setup)
-
-
-def _note_engine(seen: Observation, setup: Any) -> None:
-    start = build_engine.start_engine
-    build_engine.start_engine = lambda path, **options: seen.note("engine", options)
-    try:
-        build_engine.start_engine_of(setup)
-    finally:
-        build_engine.start_engine = start
 
 
 def _server(seen: Observation, setup: Any, server: Any) -> Any:
@@ -251,19 +241,20 @@ class _Started(Exception):
     """An engine would have been started."""
 
 
+def _note_engine(seen: Observation, start: Any, *given: Any) -> None:
+    def noting(path, **options):
+        seen.note("engine", options)
+        raise _Started
+
+    with pytest.MonkeyPatch.context() as patch, suppress(_Started):
+        patch.setattr(build_engine, "start_engine", noting)
+        start(*given)
+
+
 def _worker_engine(seen: Observation, start: Any) -> Any:
     def start_engine(setup, *rest):
         if setup.backend == "vllm":
-            def noting(path, **options):
-                seen.note("engine", options)
-                raise _Started
-            real, inprocess.start_engine = inprocess.start_engine, noting
-            try:
-                start(setup, *rest)
-            except _Started:
-                pass
-            finally:
-                inprocess.start_engine = real
+            _note_engine(seen, start, setup, *rest)
         return start(dataclasses.replace(setup, backend="transformers"), *rest)
     return start_engine
 
