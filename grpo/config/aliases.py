@@ -26,16 +26,10 @@ _KL_COEF = ("policy", "kl_coef")
 
 
 def accept_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the values of earlier names to the keys of today and print each move.
+    """A copy in which the values of earlier names are at the keys of today; prints each move.
 
     A ``kl_controller`` that is only given by earlier names is of the kind they belonged to,
     ``horizon``. A null is no value.
-
-    Args:
-        values: sections of a configuration, unchecked; left as they are.
-
-    Returns:
-        The same without earlier names.
 
     Raises:
         ValueError: if a setting is given by two names with two values.

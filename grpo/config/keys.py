@@ -22,7 +22,7 @@ def unknown_key(
         path: ``section.key`` as given.
         value: as given.
         known: keys of the section.
-        elsewhere: paths of all keys; one of the same name in another section is proposed.
+        elsewhere: paths of all keys, of which one of the same name may be proposed.
 
     Examples:
         >>> unknown_key("env.repeat", 8, ["num_envs", "repeats"])

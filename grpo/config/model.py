@@ -152,18 +152,11 @@ class InferenceModelConfig(Section):
     @property
     def on_this_host(self) -> bool:
         """Whether the engine can share memory with the trainer."""
-        if self.url is None:
-            return True
-        return is_loopback(urlsplit(self.url).hostname or "")
+        return self.url is None or is_loopback(urlsplit(self.url).hostname or "")
 
 
 def resolve_sync(inference: InferenceModelConfig, lora: LoRAConfig, *, ranks: int = 1) -> Sync:
-    """How weights reach a vLLM engine.
-
-    Args:
-        inference: what generates.
-        lora: what is trained.
-        ranks: processes that train.
+    """How weights reach a vLLM engine from so many ``ranks`` that train.
 
     Raises:
         ValueError: for a ``weight_sync`` that the other keys rule out, with what to change.

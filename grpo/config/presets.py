@@ -1,7 +1,7 @@
 """Named settings of published objectives: ``preset=NAME`` on the command line.
 
 A preset is a file ``config/preset/NAME.yaml`` with the keys it sets; keys given on the command line
-win over it. :func:`describe_preset` says what it set and what was changed.
+win over it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 def describe_preset(name: str, values: DictConfig, *, config_folder: Path) -> str:
     """One line: the keys a preset sets, with the value in use where another was given.
 
-    Args:
-        name: of the preset.
-        values: the composed configuration.
-        config_folder: that has ``preset/NAME.yaml``.
-
     Examples:
         >>> folder = Path("config")
         >>> values = OmegaConf.load(folder / "preset" / "rloo.yaml")
@@ -31,7 +26,7 @@ train.advantage_estimator=rloo
     """
     preset = OmegaConf.to_container(OmegaConf.load(config_folder / "preset" / f"{name}.yaml"))
     parts = []
-    for key, value in _leaves(preset):
+    for key, value in leaves(preset):
         used = OmegaConf.select(values, key)
         used = OmegaConf.to_container(used) if OmegaConf.is_config(used) else used
         changed = "" if used == value else f" (not {value})"
@@ -39,9 +34,10 @@ train.advantage_estimator=rloo
     return f"{name}: {', '.join(parts) or 'sets nothing'}"
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values by their dotted path."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

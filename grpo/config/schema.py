@@ -227,8 +227,7 @@ class Config(Section):
     @property
     def shares_weights(self) -> bool:
         """Whether trainer and vLLM engine read one copy of the weights, adapters aside."""
-        ways = ("single_copy", "lora")
-        return (self.weight_sync in ways and self.inference_model.on_this_host
+        return (self.weight_sync in ("single_copy", "lora") and self.inference_model.on_this_host
                 and self.train_model.ranks == 1)  # else each has a slice
 
     @property
@@ -237,10 +236,8 @@ class Config(Section):
         return self.model.name == "embedded" and self.env.dataset != "arithmetic"
 
     def for_problems(self: AnyConfig, count: int) -> AnyConfig:
-        """The same run with ``train.data_epochs`` as ``train.max_steps``.
-
-        Args:
-            count: training problems.
+        """The same run with ``train.data_epochs``, passes over ``count`` problems, as
+        ``train.max_steps``.
 
         Examples:
             >>> Config(train={"data_epochs": 2}).for_problems(7473).iterations  # 32 a batch
@@ -311,11 +308,7 @@ class Config(Section):
 def load_config(
     values: DictConfig | dict[str, Any], schema: type[AnyConfig] = Config
 ) -> AnyConfig:
-    """Check a configuration.
-
-    Args:
-        values: from Hydra, or a plain dictionary.
-        schema: what they are checked against.
+    """Check a configuration, from Hydra or a plain dictionary.
 
     Raises:
         ConfigError: naming every key that is unknown, ill-typed, out of range or not read.

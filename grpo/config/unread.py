@@ -1,9 +1,8 @@
 """Keys that some runs do not read, and the refusal of those that are set all the same.
 
-A key that is set and read by nothing would be a run other than the one that was asked for. When it
-is read stands at the key, as metadata of its type, or at its section, as ``only``; what a script
-reads none of stands at the script's configuration, as ``unread``. What is known only once a run
-starts is here. A default is never refused: it was not asked for.
+When a key is read stands at the key, as metadata of its type, or at its section, as ``only``; what
+a script reads none of, at the script's configuration, as ``unread``; what is known only once a run
+starts, here. A default is never refused: it was not asked for.
 """
 
 from __future__ import annotations
@@ -22,18 +21,13 @@ from grpo.config.keys import ConfigError
 
 @dataclass(frozen=True)
 class Unread:
-    """The runs that do not read a key.
+    """The runs that do not read a key."""
 
-    Attributes:
-        where: whether a configuration is that of such a run.
-        why: goes on after ``KEY=VALUE is not read`` and before ``remove it``, so that it may name
-            another way out; ``{section.key}`` stands for a value.
-        keys: ``section.key`` or ``section.*``, several parted by spaces, where this does not
-            stand at the key itself.
-    """
-
-    where: Callable[[Any], bool]
+    where: Callable[[Any], bool]  # whether a configuration is that of such a run
+    #: Goes on after "KEY=VALUE is not read" and before "remove it", so that it may name another way
+    #: out; ``{section.key}`` stands for a value.
     why: str
+    #: ``section.key`` or ``section.*``, several parted by spaces, if this is not at the key itself.
     keys: str = ""
 
 
@@ -81,11 +75,7 @@ TRANSFORMERS = (
 
 
 def refuse_unread(config: BaseModel, table: tuple[Unread, ...]) -> None:
-    """Refuse the first key that is set and would not be read.
-
-    Args:
-        config: of a run.
-        table: what is not read besides what keys and sections say themselves.
+    """Refuse the first key that is set and not read by the ``table``, its section or itself.
 
     Raises:
         ConfigError: naming the key, its value, why it is not read, and the fix.

@@ -31,13 +31,7 @@ from grpo.run.build_model import load_model
 from grpo.run.build_team import TrainingActor
 from grpo.run.device_memory import available, capacity, check_roles_fit, role_ledgers, run_ledger
 from grpo.run.ledger import Ledger, Saving, check_fits
-from grpo.run.memory_advice import (
-    leaner_training,
-    less_held,
-    more_devices,
-    savings,
-    smaller_cache,
-)
+from grpo.run.memory_advice import leaner_training, less_held, more_devices, savings, smaller_cache
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.evaluation import Evaluator
 from grpo.training.trainer import Trainer

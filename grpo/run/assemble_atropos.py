@@ -49,7 +49,6 @@ def assemble_atropos(
         on_serving: called once, as soon as the environments' questions can be answered.
 
     Raises:
-        ValueError: for a configuration that cannot work, naming key and fix.
         EngineStartError: with the end of its log, if the engine does not come up.
     """
     build.quiet_libraries()

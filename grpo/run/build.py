@@ -21,7 +21,7 @@ from grpo.policies.client import EngineClient
 from grpo.policies.inprocess import vllm_available
 from grpo.run.build_engine import Actor, describe_engine
 from grpo.run.build_objective import describe_loss
-from grpo.run.model_source import find_model, read_tokenizer
+from grpo.run.model_source import find_model, first_line
 from grpo.training.checkpoint import Checkpoint
 from grpo.weights.adapters import require_peft
 
@@ -142,12 +142,22 @@ def start_of(config: Config, task: Task, checkpoint: Checkpoint | None) -> tuple
 
 
 def load_tokenizer(path: str) -> Any:
-    """The model's tokenizer, with a padding token.
+    """The tokenizer of a model, with a padding token.
 
     Raises:
-        ConfigError: if the model has none, or it has neither a padding nor an end token.
+        ConfigError: if it has none that can be read, or one with neither padding nor end token.
     """
-    tokenizer = read_tokenizer(path)
+    from transformers import AutoTokenizer
+
+    missing = (f"the model {path} has no tokenizer that can be read%s; save one beside it "
+               "(tokenizer.save_pretrained), or give another model.name")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(missing % f" ({first_line(error)})") from error
+    # Where there are no files, Transformers makes one of the model's class that knows no words.
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        raise ConfigError(missing % "")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
@@ -156,19 +166,25 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-def build_prompts(config: Config, task: Task, tokenizer: Any, model_path: str) -> Prompts:
-    """Render both splits; prompts that leave no room for a response are skipped and counted."""
+def context_of(config: Config, model_path: str) -> int | None:
+    """Tokens of the model's context, if it says; refuses rows that are longer."""
     from transformers import AutoConfig
 
-    inference = config.inference_model
     context = getattr(AutoConfig.from_pretrained(model_path), "max_position_embeddings", None)
+    length = config.inference_model.max_model_len
+    if context is not None and length is not None and length > context:
+        raise ConfigError(f"inference_model.max_model_len={length} is more than the model's "
+                          f"context of {context} tokens")
+    return context
+
+
+def build_prompts(config: Config, task: Task, tokenizer: Any, model_path: str) -> Prompts:
+    """Render both splits; prompts that leave no room for a response are skipped and counted."""
+    inference, context = config.inference_model, context_of(config, model_path)
     limit = inference.max_model_len or context
     if limit is None:
         raise ConfigError("the model does not say how long its context is; set "
                           "inference_model.max_model_len")
-    if context is not None and limit > context:
-        raise ConfigError(f"inference_model.max_model_len={limit} is more than the model's "
-                          f"context of {context} tokens")
     if config.max_tokens >= limit:
         raise ConfigError(f"inference_model.max_tokens={config.max_tokens} leaves no room for a "
                           f"prompt in a context of {limit} tokens")

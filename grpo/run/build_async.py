@@ -114,11 +114,8 @@ def build_actor(
 ) -> AsyncActor:
     """Start the workers and the trainer's other ranks, load the model, connect them.
 
-    Args:
-        setup: what trainer and workers agree on.
-        prompts: of the task; workers are given those to train on.
-        places: of the workers.
-        backend: see :func:`~grpo.run.build_team.build_training_actor`, as for the rest.
+    Workers are given the prompts to train on; for the other arguments see
+    :func:`grpo.run.build_team.build_training_actor`.
     """
     config: AsyncConfig = setup.config
     if backend == "transformers" and config.train.update_at == "in_flight":

@@ -73,10 +73,8 @@ class Setup:
 
     @property
     def seeds_rows(self) -> bool:
-        """Whether each row of an engine in another process needs a seed, as it draws there.
-
-        On a GPU a run does not repeat to the bit anyway, and seeds cost time.
-        """
+        """Whether each row needs a seed, because another process draws it. On a GPU a run does not
+        repeat to the bit anyway, and seeds cost time."""
         return self.config.inference_model.engine != "in_process" and self.device.type == "cpu"
 
     @property
@@ -214,12 +212,6 @@ class RunServer:
         port: 0 takes a free one.
         token: wanted from clients; None: one that only this process knows, "": none.
         env: further environment variables of the server.
-
-    Examples:
-        >>> server = RunServer({"max_model_len": 64}, log_path="run/server.log")
-        >>> server.start("path/to/model").alive()                          # doctest: +SKIP
-        True
-        >>> server.stop()
     """
 
     def __init__(self, options: dict[str, Any], *, log_path: str | Path, port: int = 0,
@@ -230,11 +222,8 @@ class RunServer:
         self._process = ExitStack()
 
     def start(self, path: str | Path) -> EngineClient:
-        """Start from a folder or hub id; returns when the server answers.
-
-        Raises:
-            EngineStartError: with the end of the log, if it ends or takes too long.
-        """
+        """Start from a folder or hub id; returns when the server answers, or raises
+        :class:`EngineStartError` with the end of the log."""
         process = self._running = self._process.enter_context(EngineProcess(
             server_command(str(path), private=True, **self.options), port=self.port,
             token=self.token, log_path=self.log_path, start_timeout=START_TIMEOUT,

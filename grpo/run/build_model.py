@@ -41,15 +41,10 @@ def load_model(path: str, config: Config, *, device: torch.device, dtype: torch.
 
 def prepare_model(model: nn.Module, config: Config, *, adapter: Path | None = None) -> None:
     """Training mode, gradient checkpointing, compiled layers and adapters, as configured; threads
-    as suit the model's width.
+    as suit the model's width. ``adapter`` is the folder of adapters to go on with.
 
     The process's random numbers start here from ``train.seed``: what new adapters and dropout draw
     must not depend on what was drawn to make or find the model.
-
-    Args:
-        model: changed in place.
-        config: the run's.
-        adapter: folder with the adapters' values; None: new ones, which change nothing yet.
     """
     from transformers import set_seed
 

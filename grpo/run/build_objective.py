@@ -1,5 +1,5 @@
 """From the configuration to what is optimised: advantages, loss, learner, reference, teacher and
-controllers. The other parts of a run are in :mod:`grpo.run.build`."""
+controllers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from grpo.config.schema import Config, ConfigError
 from grpo.objectives import GroupAdvantage, GRPOLoss
 from grpo.policies.scoring import ProximalScorer, ReferenceScorer, TeacherScorer
 from grpo.training.adaptation import Adaptation
-from grpo.training.learner import (
-    DEFAULT_TOKENS_PER_MICRO_BATCH,
-    GPU_WIDTH_MULTIPLE,
-    Learner,
-)
+from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH, GPU_WIDTH_MULTIPLE, Learner
 from grpo.training.optim import MasterAdamW
 from grpo.training.parallel import ParallelLearner, ShardedAdamW, shard_model
 from grpo.training.ranks import Ranks
@@ -63,18 +59,12 @@ def build_loss(config: Config, model: nn.Module, tokenizer: Any) -> GRPOLoss:
         head_chunk_size=config.train_model.head_chunk_size,
         packing=bool(train.packing),  # null where nobody has chosen
         fp32_head=config.train_model.fp32_head,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+        pad_token_id=tokenizer.pad_token_id)
 
 
 def build_learner(config: Config, loss: GRPOLoss, ranks: Ranks | None = None) -> Learner:
-    """Optimizer and micro-batching of ``optimizer.*`` and ``train.*``.
-
-    Args:
-        config: the run's.
-        loss: whose model is trained.
-        ranks: over which the model is sharded here; None: one process trains.
-    """
+    """Optimizer and micro-batching of ``optimizer.*`` and ``train.*``; shards the model over the
+    ``ranks``, if there are several."""
     train, options = config.train, config.optimizer.model_dump()
     options["final_lr_fraction"] = options["final_lr_fraction"] or 0.0
     options["total_steps"] = config.optimizer_steps
@@ -108,7 +98,7 @@ def build_reference(
         config: the run's.
         model: what is trained; with adapters it is its own reference, without them.
         start_model: folder or hub id of the model the run started from.
-        load: see :data:`LoadModel`.
+        load: makes another model of such a name.
         learner: of the model, if it may be one that leads several ranks.
     """
     if not config.needs_reference:
@@ -143,21 +133,18 @@ def build_adaptations(
     config: Config, loss: GRPOLoss, advantage: TensorDictModuleBase
 ) -> list[Adaptation]:
     """The controllers of the run, ready to start."""
-    out = []
-    kl = config.kl_controller.controller(config.train.kl_to_ref_coeff)
-    if kl is not None:
-        target, name = (advantage, "kl_in_reward_coeff") if config.train.kl_in_reward else (
-            loss.terms, "kl_to_ref_coeff")
-        out.append(Adaptation("kl_to_ref_coeff", kl, "policy/kl_to_ref",
-                              lambda value: setattr(target, name, value)))
-    entropy = config.entropy_controller.controller(config.train.entropy_coeff)
-    if entropy is not None:
-        out.append(Adaptation("entropy_coeff", entropy, "policy/entropy",
-                              lambda value: setattr(loss.terms, "entropy_coeff", value)))
-    tau = config.maxent.controller(group_size=config.env.repeats)
-    if tau is not None:
-        out.append(Adaptation("tau", tau, "advantage/weight_entropy",
-                              lambda value: setattr(advantage, "tau", value)))
+    train = config.train
+    of_kl = (advantage, "kl_in_reward_coeff") if train.kl_in_reward else (
+        loss.terms, "kl_to_ref_coeff")
+    followed = (
+        ("kl_to_ref_coeff", config.kl_controller.controller(train.kl_to_ref_coeff),
+         "policy/kl_to_ref", of_kl),
+        ("entropy_coeff", config.entropy_controller.controller(train.entropy_coeff),
+         "policy/entropy", (loss.terms, "entropy_coeff")),
+        ("tau", config.maxent.controller(group_size=config.env.repeats),
+         "advantage/weight_entropy", (advantage, "tau")))
+    out = [Adaptation(name, controller, metric, partial(setattr, *target))
+           for name, controller, metric, target in followed if controller is not None]
     for adaptation in out:
         adaptation.start()
     return out

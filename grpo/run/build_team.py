@@ -124,14 +124,8 @@ def start_others(
     setup: Setup, devices: tuple[int, ...], checkpoint: Checkpoint | None, *,
     transfer: TransferBackend | None,
 ) -> LocalRanks:
-    """The ranks beside this one; they start when the result is entered.
-
-    Args:
-        setup: what trainer and engine agree on.
-        devices: GPUs of all ranks, this one's first; none on a CPU.
-        checkpoint: that the run goes on from.
-        transfer: see :func:`grpo.run.rank_worker.follow`.
-    """
+    """The ranks beside this one, which start when the result is entered; ``devices`` are the GPUs
+    of all, this one's first. For the rest see :func:`grpo.run.rank_worker.follow`."""
     config = setup.config
     count = config.train_model.ranks
     order = {"config": config.model_dump(mode="json"), "path": setup.path,

@@ -81,10 +81,9 @@ def role_ledgers(
     engine = _memory_plan(*shared, sharing="two_copies", alone=True)
     ledgers = {}
     if places.reference:
-        reference = next(size for name, size in trainer.frozen if name == "reference")
-        trainer = replace(trainer, frozen=tuple(
-            model for model in trainer.frozen if model[0] != "reference"))
-        ledgers["reference"] = reference_ledger(trainer, reference)
+        frozen = dict(trainer.frozen)
+        ledgers["reference"] = reference_ledger(trainer, frozen.pop("reference"))
+        trainer = replace(trainer, frozen=tuple(frozen.items()))
     return {"train": memory_ledger(trainer),
             "engine": engine_ledger(engine, devices=config.inference_model.tensor_parallel_size),
             **ledgers}
@@ -94,17 +93,8 @@ def check_roles_fit(
     ledgers: dict[str, Ledger], places: DevicePlan, capacity: int,
     advised: Callable[[str], Sequence[Saving]] = lambda role: (),
 ) -> None:
-    """Refuse a run of which a role does not fit on its device, or on a CPU all do not together.
-
-    Args:
-        ledgers: from :func:`role_ledgers`.
-        places: who computes where.
-        capacity: bytes of a device.
-        advised: what could be changed for a role.
-
-    Raises:
-        DoesNotFitError: see :func:`grpo.run.ledger.check_fits`.
-    """
+    """Refuse a run of which a role does not fit on its device, or on a CPU all do not together;
+    see :func:`grpo.run.ledger.check_fits`."""
     if places.kind == "cuda":
         for role, ledger in ledgers.items():
             check_fits(ledger, capacity, who=f"{role}: a device of it",

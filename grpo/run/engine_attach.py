@@ -14,6 +14,7 @@ from grpo.config.atropos import AtroposConfig
 from grpo.config.schema import ConfigError
 from grpo.policies.client import EngineCallError, EngineClient, EngineUnreachableError
 from grpo.policies.inprocess import engine_lora_rank
+from grpo.run.placement import gpu_names, visible
 from grpo.system.lifeline import TOKEN_VARIABLE, bind
 from grpo.weights.handover_file import Handover, HandoverError
 
@@ -66,15 +67,11 @@ def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str
     """Address of the engine server that runs already; None if the run must start its own.
 
     Without ``atropos.bridge_config`` that is whatever engine answers at the port. With it, the run
-    waits for the engine whose file this is.
-
-    Args:
-        config: the run's.
-        timeout: seconds to wait for an engine that is named.
+    waits ``timeout`` seconds for the engine whose file this is.
 
     Raises:
         ConfigError: if something else listens at the port.
-        TimeoutError: if it does not come.
+        TimeoutError: if the engine that is named does not come.
         HandoverError: if the file is missing, malformed, stale, or of another engine.
     """
     url = f"http://127.0.0.1:{config.atropos.vllm_port}"
@@ -110,16 +107,8 @@ def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str
 
 
 def check_device(info: dict[str, Any], device: torch.device, *, url: str | None) -> None:
-    """Refuse a server on another kind of device than the trainer's.
-
-    Args:
-        info: of the server.
-        device: the trainer's.
-        url: of a server that runs already; None: it is the run's own.
-
-    Raises:
-        ConfigError: naming both devices and how to bring them together.
-    """
+    """Refuse a server on another kind of device than the trainer's; without ``url`` it is the run's
+    own."""
     theirs, ours = info["device"], device.type
     if theirs == ours:
         return
@@ -211,9 +200,10 @@ def engine_gpu(config: AtroposConfig, device: torch.device) -> int | None:
         return None
     trainers = trainer_gpu(device)
     gpu = trainers if gpu is None else gpu
-    if gpu >= len(_visible_gpus()):
-        raise ConfigError(f"atropos.vllm_gpu={gpu} is not there: this process sees "
-                          f"{len(_visible_gpus())} GPUs, numbered from 0")
+    there = len(gpu_names() or range(torch.cuda.device_count()))
+    if gpu >= there:
+        raise ConfigError(f"atropos.vllm_gpu={gpu} is not there: this process sees {there} GPUs, "
+                          "numbered from 0")
     if gpu != trainers and config.shares_weights:
         others = "restart" if config.train_model.lora.enabled else "restart or reload"
         raise ConfigError(f"atropos.vllm_gpu={gpu} is not the trainer's GPU {trainers}, but one "
@@ -226,10 +216,4 @@ def engine_environment(config: AtroposConfig, device: torch.device) -> dict[str,
     """Variables that put an engine server on its GPU; see :func:`engine_gpu`."""
     verbose = {"VLLM_LOGGING_LEVEL": "INFO"} if config.atropos.debug_loading else {}
     gpu = engine_gpu(config, device)
-    return verbose if gpu is None else {"CUDA_VISIBLE_DEVICES": _visible_gpus()[gpu], **verbose}
-
-
-def _visible_gpus() -> list[str]:
-    """Their names for a child, in the order in which this process counts them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    return verbose if gpu is None else {"CUDA_VISIBLE_DEVICES": visible((gpu,)), **verbose}

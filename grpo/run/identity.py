@@ -73,9 +73,7 @@ def result_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def with_defaults(old: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """An earlier configuration, with the keys that have come since at their defaults.
-
-    Sections that belong to another script stay absent.
+    """An earlier configuration, with the keys of its script that have come since at their defaults.
 
     Examples:
         >>> with_defaults({"train": {"seed": 1}}, {"train": {"seed": 0, "new": 2}, "ray": {}})

@@ -29,13 +29,7 @@ ONE_COPY = "one copy of the weights for trainer and engine"
 def savings(
     config: AnyConfig, ledger_of: Callable[[AnyConfig], Ledger], changes: Iterable[Change]
 ) -> list[Saving]:
-    """Those changes that are allowed and help, the one that helps most first.
-
-    Args:
-        config: that does not fit.
-        ledger_of: what a device needs under a configuration.
-        changes: to try.
-    """
+    """Those changes that are allowed and help, the one that helps most first."""
     before, found = ledger_of(config).total, []
     for text, keys in changes:
         try:
@@ -72,18 +66,17 @@ def _smaller_micro_batches(
         budget = config.train.max_tokens_per_micro_batch or DEFAULT_TOKENS_PER_MICRO_BATCH
         while budget > 1:  # a batch may be smaller than the budget
             budget //= 2
-            text, keys = _keys("train", max_tokens_per_micro_batch=budget)
-            if ledger_of(config.changed(**keys)).total < before:
-                yield text, keys
+            change = _keys("train", max_tokens_per_micro_batch=budget)
+            if ledger_of(config.changed(**change[1])).total < before:
+                yield change
                 return
     elif not isinstance(config, AtroposConfig):
         yield _keys("train", gradient_accumulation_steps=2 * pieces)
     elif (rows := config.atropos.batch_size) > 1:  # there the pieces make the batch
         fewer = max(count for count in range(1, rows // 2 + 1) if rows % count == 0)
-        (text, keys), (more, pieces_keys) = (
-            _keys("atropos", batch_size=fewer),
-            _keys("train", gradient_accumulation_steps=pieces * rows // fewer))
-        yield f"{text} {more}", keys | pieces_keys
+        smaller, keys = _keys("atropos", batch_size=fewer)
+        more, others = _keys("train", gradient_accumulation_steps=pieces * rows // fewer)
+        yield f"{smaller} {more}", keys | others
 
 
 def less_held(config: Config) -> Iterator[Change]:
@@ -101,15 +94,8 @@ def less_held(config: Config) -> Iterator[Change]:
 def smaller_cache(
     config: Config, ledger: Ledger, *, room: int, row_bytes: int, backend: str
 ) -> Iterator[Change]:
-    """Half an engine's KV cache, by the key that sizes it.
-
-    Args:
-        config: of the run.
-        ledger: with the cache.
-        room: bytes of the engine's device.
-        row_bytes: of the longest row, which the engine must be able to hold.
-        backend: of generation.
-    """
+    """Half an engine's KV cache, by the key that sizes it; at least ``row_bytes`` for the longest
+    row. The engine's device has ``room`` bytes."""
     cache = sum(row.bytes for row in ledger.rows if row.name == "KV cache")
     half = cache // 2**21 * 2**20  # in whole MiB
     if backend != "vllm" or half < row_bytes:

@@ -30,7 +30,7 @@ def check_memory(start: Start) -> None:
     """Show the ledgers of the run's devices, and refuse a run that does not fit.
 
     Raises:
-        DoesNotFitError: naming the greatest rows and what would help by how much.
+        DoesNotFitError: see :func:`grpo.run.ledger.check_fits`.
         ConfigError: for a GPU of the engine that cannot be used.
     """
     config = start.setup.config

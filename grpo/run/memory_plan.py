@@ -93,10 +93,10 @@ def engine_ledger(plan: MemoryPlan, *, devices: int = 1) -> Ledger:
 def reference_ledger(plan: MemoryPlan, parameters: int) -> Ledger:
     """Of a device on which a model of so many ``parameters`` scores and nothing else runs."""
     size = parameters * plan.dtype.itemsize
-    work = [row for row in _training_rows(plan) if row.name == "head"]
-    return Ledger((Row("reference", size, f"{_millions(parameters)} x {plan.dtype.itemsize} "
-                       "bytes"), *work,
-                   _reserve(plan, working=sum(row.bytes for row in work), graphs=False)))
+    note = f"{_millions(parameters)} x {plan.dtype.itemsize} bytes"
+    [head] = [row for row in _training_rows(plan) if row.name == "head"]
+    return Ledger((Row("reference", size, note), head,
+                   _reserve(plan, working=head.bytes, graphs=False)))
 
 
 def engine_bytes(plan: MemoryPlan) -> int:

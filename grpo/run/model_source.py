@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from grpo.config.keys import ConfigError
@@ -23,16 +22,8 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 def find_model(name: str, *, key: str) -> str:
     """The folder or hub id that a key names, of which at least the configuration can be read.
 
-    Args:
-        name: the key's value.
-        key: for messages.
-
-    Returns:
-        The folder, or the hub id as it is.
-
     Raises:
-        ConfigError: naming key, value and fix: if there is neither such a folder nor such a model
-            on the hub, if the hub is not there either, and for files that are missing or damaged.
+        ConfigError: see :func:`look_for`; and for files that are missing or damaged.
     """
     look_for(name, key=key)
     path = Path(name).expanduser()
@@ -52,12 +43,9 @@ def find_model(name: str, *, key: str) -> str:
 def look_for(name: str, *, key: str) -> None:
     """Refuse the name of a model that is not there; needs neither PyTorch nor Transformers.
 
-    Args:
-        name: a folder or hub id.
-        key: for messages.
-
     Raises:
-        ConfigError: if it is in no folder, not in the cache, and not on the hub.
+        ConfigError: naming key, value and fix, if it is neither a folder, nor in the cache, nor on
+            the hub, or the hub cannot be asked.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -70,26 +58,6 @@ def look_for(name: str, *, key: str) -> None:
 def first_line(error: Exception) -> str:
     """What an error of a library says first, without the advice that follows."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-def read_tokenizer(path: str) -> Any:
-    """The tokenizer of a model.
-
-    Raises:
-        ConfigError: if it has none, or one that cannot be read.
-    """
-    from transformers import AutoTokenizer
-
-    missing = (f"the model {path} has no tokenizer that can be read%s; save one beside it "
-               "(tokenizer.save_pretrained), or give another model.name")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(missing % f" ({first_line(error)})") from error
-    # Where there are no files, Transformers makes one of the model's class that knows no words.
-    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
-        raise ConfigError(missing % "")
-    return tokenizer
 
 
 def _what(key: str) -> str:

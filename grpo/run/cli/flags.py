@@ -30,28 +30,16 @@ _SERVED: tuple[Mode, ...] = ("shared_vllm", "lora_only", "lora_restart", "none")
 
 @dataclass(frozen=True)
 class Flag:
-    """One option of the command line.
+    """One option of the command line."""
 
-    Attributes:
-        names: as typed, the first one preferred.
-        key: ``section.key`` of the configuration.
-        help: for ``--help``; its default is named there.
-        type: from text to value; None for a switch.
-        default: where the configuration's own is another.
-        modes: that read it; empty: all.
-        needs: another flag without which it is not read.
-        several: takes several values.
-        choices: allowed values.
-    """
-
-    names: tuple[str, ...]
-    key: str
+    names: tuple[str, ...]  # as typed, the first one preferred
+    key: str  # section.key of the configuration
     help: str
-    type: Any = str
-    default: Any = None
-    modes: tuple[Mode, ...] = ()
-    needs: str | None = None
-    several: bool = False
+    type: Any = str  # from text to value; None for a switch
+    default: Any = None  # where the configuration's own is another
+    modes: tuple[Mode, ...] = ()  # that read it; empty: all
+    needs: str | None = None  # another flag without which it is not read
+    several: bool = False  # takes several values
     choices: tuple[str, ...] | None = None
 
     @property
@@ -251,7 +239,7 @@ def to_config(args: argparse.Namespace) -> AtroposConfig:
         if flag.dest in given and (why := flag.unread(args, mode)):
             raise ConfigError(f"{flag.names[0]} {why}")
     try:
-        overrides = OmegaConf.from_dotlist(list(args.overrides))
+        overrides = OmegaConf.from_dotlist(args.overrides)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{' '.join(args.overrides)}: {error}; write section.key=value") from None
     _check_overrides(args, given)
@@ -276,10 +264,7 @@ def _check_overrides(args: argparse.Namespace, given: dict[str, Any]) -> None:
     """Refuse keys that do not exist, and those that a flag sets to another value."""
     if not args.overrides:
         return
-    from grpo.run.cli.names import (  # Hydra, which help has no need of
-        atropos_key_errors,
-        plain,
-    )
+    from grpo.run.cli.names import atropos_key_errors, plain  # Hydra, which help does without
 
     if errors := atropos_key_errors(args.overrides):
         raise ConfigError(errors_text(errors))
@@ -331,7 +316,7 @@ def _default(flag: Flag, args: argparse.Namespace, mode: Mode, overrides: DictCo
 def _settle(
     values: dict[str, Any], args: argparse.Namespace, mode: Mode, given: dict[str, Any]
 ) -> None:
-    """What takes more than one key."""
+    """What stands for more than one key."""
     values["device"] = values["device"].partition(":")[0]
     if args.use_wandb:
         _put(values, "logging.backends", ["wandb"])

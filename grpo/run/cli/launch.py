@@ -38,8 +38,7 @@ def parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="atropos-grpo-run", description=__doc__.split("\n\n")[0],
         epilog="Guide: examples/atropos/README.md")
-    group = parser.add_argument_group("what is started")
-    add = group.add_argument
+    add = parser.add_argument_group("what is started").add_argument
     add("--env", action="append", type=Path, metavar="SCRIPT",
         help="an environment's Python file; may be given several times")
     add("--env-python", type=Path,
@@ -104,9 +103,8 @@ def start_hub(
         ConfigError: for another run's hub, and an address of another machine where nothing answers.
         EngineStartError: with the end of its log, if the hub does not come up.
     """
-    url = config.atropos.url
+    url, token = config.atropos.url, os.environ.get(TOKEN_VARIABLE) or None
     host, port = split_url(url)
-    token = os.environ.get(TOKEN_VARIABLE) or None
     client = AtroposClient(url, token=token, timeout=5.0)
     if client.alive():
         if client.status().get("hub", {}).get("private"):
@@ -137,12 +135,8 @@ def start_hub(
 
 
 def environment_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags of ``--env-flag``, and a look at the other options of environments.
-
-    Raises:
-        ConfigError: for a flag that is not ``name=value``, one that no environment would read, and
-            an environment that is not there.
-    """
+    """The flags of ``--env-flag``; options that no environment would read are refused, and an
+    environment that is not there."""
     flags = {}
     for text in args.env_flag:
         name, equals, value = text.partition("=")

@@ -6,7 +6,7 @@ schema is light.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 import grpo
 from grpo.config.aliases import ALIASES
 from grpo.config.keys import unknown_key
+from grpo.config.presets import leaves
 
 
 def key_error(path: str, value: object, known: DictConfig, *, adds: bool) -> str | None:
@@ -24,7 +25,7 @@ def key_error(path: str, value: object, known: DictConfig, *, adds: bool) -> str
         path: ``section.key`` as given.
         value: as given, for the message.
         known: a configuration with every key.
-        adds: keys may be added where any are possible, such as options of an objective.
+        adds: keys may be added where any are possible, such as options of a task.
 
     Examples:
         >>> known = OmegaConf.create({"train": {"seed": 0}, "env": {"task": {"seed": 0}}})
@@ -48,15 +49,7 @@ def key_error(path: str, value: object, known: DictConfig, *, adds: bool) -> str
     if parents in ([], ["train"]) and name in ALIASES:
         return None if adds else (
             f"{path}: is now called {'.'.join(ALIASES[name])}; write that (given {value})")
-    return unknown_key(path, value, section, elsewhere=_paths(known))
-
-
-def _paths(section: DictConfig, prefix: str = "") -> Iterator[str]:
-    for name, value in section.items_ex(resolve=False):
-        if OmegaConf.is_dict(value):
-            yield from _paths(value, f"{prefix}{name}.")
-        else:
-            yield prefix + str(name)
+    return unknown_key(path, value, section, elsewhere=dict(leaves(OmegaConf.to_container(known))))
 
 
 def atropos_key_errors(overrides: Sequence[str]) -> list[str]:

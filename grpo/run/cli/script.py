@@ -1,8 +1,8 @@
 """The command line of a Hydra script, looked at before PyTorch is imported.
 
 Importing PyTorch and vLLM takes some ten seconds, which nobody should wait for help or to learn of
-a misspelt key. What is checked here are names: keys against the recipes in ``config/``, which have
-every key of the schema, and the options of a task. Values are the schema's, later.
+a misspelt key. What is checked here are names: keys against the recipes in ``config/``, and the
+options of a task. Values are the schema's, later.
 """
 
 from __future__ import annotations
@@ -40,9 +40,6 @@ def look_ahead(folder: Path, config_name: str) -> None:
     Args:
         folder: the recipes.
         config_name: the recipe that runs where none is named.
-
-    Raises:
-        SystemExit: with a message, or after what was asked for is printed.
     """
     parser = get_args_parser()
     parser.error = partial(end_with, parser)
@@ -77,8 +74,7 @@ def _check_names(folder: Path, config_name: str, overrides: list[str]) -> None:
 
 def _check_model(overrides: list[str]) -> None:
     """Refuse a model that is not there; which files it has is looked at later."""
-    given = {key: value.strip("'\"") for key, _, value in (
-        text.partition("=") for text in overrides)}
+    given = _given(overrides)
     name = given.get("model.name", "embedded")
     if name == "embedded" or "," in name or "resume" in given:
         return
@@ -90,14 +86,18 @@ def _check_model(overrides: list[str]) -> None:
 
 def _check_run_folder(overrides: list[str], key: str) -> None:
     """Refuse a folder of runs that cannot be written to, which Hydra would make later."""
-    given = [text.partition("=")[2] for text in overrides if text.partition("=")[0] == key]
     default = "multirun/" if "sweep" in key else "outputs/"
-    before, filled_in, _ = (given or [default])[-1].strip("'\"").partition("${")
+    before, filled_in, _ = _given(overrides).get(key, default).partition("${")
     whole = not filled_in or before.endswith("/")
     folder = Path(before) if whole else Path(before).parent
     if problem := why_not_writable(folder):
         sys.exit(f"error: {key}={folder}: runs cannot be written there ({problem}); give another "
                  f"folder, such as {key}=/tmp/run")
+
+
+def _given(overrides: list[str]) -> dict[str, str]:
+    return {key: value.strip("'\"") for key, _, value in (
+        text.partition("=") for text in overrides)}
 
 
 def _name_errors(folder: Path, config_name: str, overrides: list[str]) -> Iterator[str]:
@@ -111,7 +111,7 @@ def _name_errors(folder: Path, config_name: str, overrides: list[str]) -> Iterat
     with hydra.initialize_config_dir(str(folder), version_base=None):
         known = hydra.compose(config_name, overrides=[_first(override) for override in groups])
         errors = [error for override in parsed if override not in groups
-                  for error in _key_errors(override, known)]
+                  if (error := _key_error(override, known))]
         yield from errors
         if errors:
             return
@@ -131,13 +131,12 @@ def _first(override: Override) -> str:
     return f"{override.get_key_element()}={next(override.sweep_string_iterator())}"
 
 
-def _key_errors(override: Override, known: DictConfig) -> Iterator[str]:
+def _key_error(override: Override, known: DictConfig) -> str | None:
     if override.is_hydra_override() or override.is_delete():
-        return
+        return None
     value = plain(override.input_line.partition("=")[2])
     adds = override.is_add() or override.is_force_add()
-    if error := key_error(override.key_or_group, value, known, adds=adds):
-        yield error
+    return key_error(override.key_or_group, value, known, adds=adds)
 
 
 def _task_errors(config: DictConfig, folder: Path) -> Iterator[str]:
