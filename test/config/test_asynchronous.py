@@ -46,6 +46,10 @@ def test_the_defaults_of_yaml_and_schema_are_the_same():
             assert getattr(getattr(defaults, name), key) == value, f"{name}.{key}"
 
 
+class Stop(BaseException):
+    """What was to be seen has been seen."""
+
+
 class Pool:
     """As much of a pool as a collector is built around."""
 
@@ -138,9 +142,6 @@ def test_the_banner_of_transformers_workers_says_what_travels():
     ("max_restarts", 7, lambda pool: pool.max_restarts),
     ("start_timeout", 8.0, lambda pool: pool.start_timeout)])
 def test_keys_of_ray_are_read(key, value, read, monkeypatch):
-    class Stop(BaseException):
-        pass
-
     class Built(build_async.WorkerPool):
         def start(self):
             assert read(self) == value
@@ -159,9 +160,6 @@ def test_keys_of_ray_are_read(key, value, read, monkeypatch):
                                                         "10.0.0.1:6379")])
 def test_without_an_address_ray_is_the_runs_own(ray, wanted, monkeypatch):
     """Whatever cluster the environment names."""
-    class Stop(BaseException):
-        pass
-
     def init(**options):
         assert options["address"] == wanted
         raise Stop
@@ -177,9 +175,6 @@ def test_without_an_address_ray_is_the_runs_own(ray, wanted, monkeypatch):
                                          ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-1.5B")])
 def test_workers_get_whole_paths_because_they_run_in_another_folder(model, sent, tmp_path,
                                                                     monkeypatch):
-    class Stop(BaseException):
-        pass
-
     class Reference:
         """As much of a pool as starts one worker, whose arguments it has a look at."""
 

@@ -11,7 +11,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 
 from grpo import data
-from grpo.config.presets import describe_preset
+from grpo.config.presets import describe_preset, leaves
 from grpo.config.schema import load_config
 from grpo.objectives import GroupAdvantage, total_loss
 from grpo.objectives.maxent import MaxEntWeights
@@ -25,17 +25,8 @@ NAMES = sorted(path.stem for path in (FOLDER / "preset").glob("*.yaml"))
 composed = functools.cache(configs.composed)
 
 
-def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by their dotted path; an empty section has none."""
-    out = {}
-    for key, value in tree.items():
-        below = leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else None
-        out |= {f"{prefix}{key}": value} if below is None else below
-    return out
-
-
 def plain(values: DictConfig) -> dict[str, Any]:
-    return leaves(OmegaConf.to_container(values))
+    return dict(leaves(OmegaConf.to_container(values)))
 
 
 def own_keys(name: str) -> dict[str, Any]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from pydantic import BaseModel
 
 from grpo.config.schema import Config, ConfigError, load_config
 from grpo.envs.tasks.base import Problem
 from grpo.run import build, build_engine, build_model, build_objective
 from grpo.weights.adapters import AdapterDisabledReference, adapters
 
+from ..keys.watching import keys_of
 from .configs import MAXENT, SECTIONS, small
 
 CPU = torch.device("cpu")
@@ -57,9 +56,6 @@ class Built:
     def learner(self, config: Config):
         return build_objective.build_learner(config, self.loss(config))
 
-    def advantage(self, config: Config):
-        return build_objective.build_advantage(config)
-
     def teacher(self, config: Config):
         student = build_model.load_model(self.folder, config, device=CPU, dtype=torch.float32)
         return build_objective.build_teacher(config, student, lambda path: self.load(path, config))
@@ -73,7 +69,7 @@ class Built:
     def controller(self, config: Config):
         """That of the only coefficient that follows a measurement; None without one."""
         adaptations = build_objective.build_adaptations(config, self.loss(config),
-                                                        self.advantage(config))
+                                                        build_objective.build_advantage(config))
         return adaptations[0].controller if adaptations else None
 
 
@@ -86,16 +82,17 @@ def contains_seven(completion: str, problem: Problem) -> float:
     return float("7" in completion)
 
 
-LOSS = lambda b, c: b.loss(c)  # noqa: E731
+LOSS = Built.loss
 TERMS = lambda b, c: b.loss(c).terms  # noqa: E731
-LEARNER = lambda b, c: b.learner(c)  # noqa: E731
+LEARNER = Built.learner
 ADAMW = lambda b, c: b.learner(c).optimizer.adamw.param_groups[0]  # noqa: E731
 POLICY = lambda b, c: b.actor(c).policy  # noqa: E731
 ADAPTERS = lambda b, c: adapters(b.model(c))  # noqa: E731
 SERVER = lambda b, c: build_engine.server_options(b.setup(c))  # noqa: E731
-ADVANTAGE = lambda b, c: b.advantage(c)  # noqa: E731
-CONTROLLER = lambda b, c: b.controller(c)  # noqa: E731
-TEACHER = lambda b, c: b.teacher(c)  # noqa: E731
+ADVANTAGE = lambda b, c: build_objective.build_advantage(c)  # noqa: E731
+CONTROLLER = Built.controller
+TEACHER = Built.teacher
+REWARD = lambda b, c: build.reward_function(c, b.task(c))  # noqa: E731
 KL = {"train": {"kl_to_ref_coeff": 0.1}}
 HORIZON = {**KL, "kl_controller": {"kind": "horizon", "target": 0.1, "horizon": 10}}
 BAND = {**KL, "kl_controller": {"kind": "band", "target": 0.1}}
@@ -130,11 +127,11 @@ REACHES = {
     "train.kl_to_inference_coeff": (TERMS, lambda x: x.kl_to_inference_coeff, {}, 0.2, 0.2),
     "train.kl_estimator": (TERMS, lambda x: x.kl_estimator, KL, "k1", "k1"),
     "train.kl_in_reward": (
-        lambda b, c: (b.loss(c), b.advantage(c)),
+        lambda b, c: (b.loss(c), ADVANTAGE(b, c)),
         lambda x: (x[0].terms.kl_to_ref_coeff, x[1].kl_in_reward_coeff), KL, True, (None, 0.1)),
     "train.entropy_coeff": (TERMS, lambda x: x.entropy_coeff, {}, 0.2, 0.2),
     "train.advantage_estimator": (
-        lambda b, c: (b.loss(c), b.advantage(c)),
+        lambda b, c: (b.loss(c), ADVANTAGE(b, c)),
         lambda x: (x[0].advantage_estimator, x[1].estimator), {}, "rloo", ("rloo", "rloo")),
     "train.advantage_eps": (ADVANTAGE, lambda x: x.eps, {}, 0.5, 0.5),
     "train.advantage_clip_percentile": (ADVANTAGE, lambda x: x.clip_percentile, {}, 5.0, 5.0),
@@ -168,7 +165,7 @@ REACHES = {
     "distill.teacher": (TEACHER, lambda x: x and x.scorer.model.asked_for, TOPK, "other/model",
                         "other/model"),
     "distill.reverse_kl_coeff": (
-        lambda b, c: (b.advantage(c), b.teacher(c)),
+        lambda b, c: (ADVANTAGE(b, c), b.teacher(c)),
         lambda x: (x[0].reverse_kl_coeff, x[1].sampled_tokens), TOPK, 0.7, (0.7, True)),
     "distill.topk_coeff": (
         lambda b, c: (b.loss(c), b.teacher(c)), lambda x: (x[0].distill_coeff, x[1].topk),
@@ -252,16 +249,12 @@ REACHES = {
     "env.task": (lambda b, c: b.env(c), lambda x: len(x.stream.prompts), {}, {"num_train": 9}, 9),
     "env.dataset": (lambda b, c: b.task(c), lambda x: x.name, {"env": {"task": {}}},
                     "test_dataset", "test_dataset"),
-    "env.reward_timeout": (lambda b, c: build.reward_function(c, b.task(c)),
-                           lambda x: x.timeout, {}, 2.5, 2.5),
-    "env.reward_workers": (lambda b, c: build.reward_function(c, b.task(c)),
-                           lambda x: x.workers, {}, 3, 3),
+    "env.reward_timeout": (REWARD, lambda x: x.timeout, {}, 2.5, 2.5),
+    "env.reward_workers": (REWARD, lambda x: x.workers, {}, 3, 3),
     "env.reward_weights": (
-        lambda b, c: build.reward_function(c, b.task(c)),
-        lambda x: x(["47"], [Problem("", "47", "p")]).reward.tolist(),
+        REWARD, lambda x: x(["47"], [Problem("", "47", "p")]).reward.tolist(),
         {"env": {"reward": ["exact_match", "negative_length"]}}, [2.0, 1.0], [0.0]),
-    "env.reward": (lambda b, c: build.reward_function(c, b.task(c)),
-                   lambda x: x(["47"], [Problem("", "0", "p")]).reward.tolist(), {},
+    "env.reward": (REWARD, lambda x: x(["47"], [Problem("", "0", "p")]).reward.tolist(), {},
                    {f"{__name__}:contains_seven": 0.5, "exact_match": 1.0}, [0.5]),
 }
 
@@ -301,20 +294,11 @@ def test_every_key_changes_the_part_it_configures(key, built):
     assert read(part(built, load_config(before))) != changed
 
 
-def keys_of(section: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from keys_of(field.annotation, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
 def test_every_key_of_these_sections_is_covered():
     # Read by the loop, the loggers, the environment and the arrangement of trainer and engine;
     # tested where they are.
     elsewhere = {"train.exp_name", "train.dialog_turns_per_batch", "train.eval_frequency",
-                 "train.checkpoint_frequency", "train.keep_checkpoints",
-                 "train.proof_interval",
+                 "train.checkpoint_frequency", "train.keep_checkpoints", "train.proof_interval",
                  "train.max_sampling_rounds", "inference_model.backend", "inference_model.engine",
                  "inference_model.url", "inference_model.weight_sync", "train_model.num_devices",
                  "train_model.devices"}

@@ -19,17 +19,11 @@ EVALUATED = {"atropos": {"evaluate": True, "eval_max_tokens": 4}}
 
 @dataclass(frozen=True)
 class Mode:
-    """A kind of run.
-
-    Attributes:
-        script: whose it is.
-        sections: what it sets.
-        stable: whether two runs of it have the same metrics.
-    """
+    """A kind of run."""
 
     script: Literal["sync", "async", "atropos"]
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
-    stable: bool = True
+    stable: bool = True  # two runs have the same metrics
 
     @property
     def schema(self) -> type[Config]:

@@ -46,12 +46,7 @@ ITERATIONS = 6
 
 
 class Runner:
-    """Runs a mode with some keys changed.
-
-    Args:
-        folder: for models and what runs write.
-        tokenizer: of the models.
-    """
+    """Runs a mode with some keys changed."""
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
         self.folder = folder
@@ -88,11 +83,7 @@ class Runner:
         return _filled(values, self.names)
 
     def __call__(self, mode: Mode, key: str | None = None, value: Any = None) -> Observation:
-        """Run it.
-
-        Raises:
-            ValueError: for a configuration that is refused.
-        """
+        """Run it, unless its configuration is refused."""
         config = load_config(self.values(mode, key, value), mode.schema)
         self._count += 1
         folder = self.folder / f"run_{self._count}"

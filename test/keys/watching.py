@@ -43,15 +43,10 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype)
 
 @dataclass
 class Observation:
-    """What one run did.
+    """What one run did."""
 
-    Attributes:
-        keys: that were read, as ``section.key``.
-        did: what was seen, by where it was seen.
-    """
-
-    keys: set[str] = field(default_factory=set)
-    did: dict[str, Any] = field(default_factory=lambda: defaultdict(set))
+    keys: set[str] = field(default_factory=set)  # that were read, as section.key
+    did: dict[str, Any] = field(default_factory=lambda: defaultdict(set))  # by where it was seen
 
     def note(self, where: str, what: Any) -> None:
         """Something that the run handed to somebody."""
@@ -109,14 +104,11 @@ def parts() -> Iterator[type]:
 
 
 class Watch:
-    """Fills an :class:`Observation`.
-
-    Attributes:
-        running: whether the run has been put together; parts are looked at from then on.
-    """
+    """Fills an :class:`Observation`."""
 
     def __init__(self, schema: type[Config]) -> None:
-        self.observed, self.running = Observation(), False
+        self.observed = Observation()
+        self.running = False  # once the run has been put together, parts are looked at
         self._prefixes = dict(_prefixes(schema))
 
     def of_sections(self):

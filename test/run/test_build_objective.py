@@ -5,16 +5,12 @@ from __future__ import annotations
 import pytest
 
 from grpo.config.schema import load_config
-from grpo.run.build_objective import (
-    build_adaptations,
-    build_advantage,
-    build_learner,
-    build_loss,
-    describe_loss,
-)
+from grpo.run import build_objective
+from grpo.run.build_objective import build_adaptations, build_advantage, build_loss
 
 MAXENT = {"train": {"objective": "maxent_weighted", "aggregation": "prompt"}}
 KL = {"kl_controller": {"kind": "band", "target": 0.1}}
+ENTROPY = {"entropy_controller": {"target": 0.5, "step": 0.1, "maximum": 1.0}}
 
 
 class Tokenizer:
@@ -33,29 +29,24 @@ def test_without_controllers_nothing_adapts(tiny_model):
                                                        "entropy_coeff": 0.2})) == []
 
 
-def test_the_kl_controller_moves_the_term_of_the_loss(tiny_model):
-    config, loss, advantage = built(tiny_model, train={"kl_to_ref_coeff": 0.1}, **KL)
-    (adaptation,) = build_adaptations(config, loss, advantage)
-    assert loss.terms.kl_to_ref_coeff == 0.1
-    assert adaptation.update({"policy/kl_to_ref": 5.0}) == {"control/kl_to_ref_coeff": 0.1}
-    assert loss.terms.kl_to_ref_coeff == 0.2
-    assert advantage.kl_in_reward_coeff is None
-
-
-def test_the_kl_controller_moves_the_coefficient_in_the_reward(tiny_model):
+@pytest.mark.parametrize("in_reward", [False, True])
+def test_the_kl_controller_moves_the_term_of_the_loss_or_the_coefficient_in_the_reward(
+        tiny_model, in_reward):
     config, loss, advantage = built(
-        tiny_model, train={"kl_to_ref_coeff": 0.1, "kl_in_reward": True}, **KL)
+        tiny_model, train={"kl_to_ref_coeff": 0.1, "kl_in_reward": in_reward}, **KL)
+
+    def coefficients():
+        both = [loss.terms.kl_to_ref_coeff, advantage.kl_in_reward_coeff]
+        return both[::-1] if in_reward else both
+
     (adaptation,) = build_adaptations(config, loss, advantage)
-    assert advantage.kl_in_reward_coeff == 0.1
+    assert coefficients() == [0.1, None]
     assert adaptation.update({"policy/kl_to_ref": 5.0}) == {"control/kl_to_ref_coeff": 0.1}
-    assert advantage.kl_in_reward_coeff == 0.2
-    assert loss.terms.kl_to_ref_coeff is None
+    assert coefficients() == [0.2, None]
 
 
 def test_the_entropy_controller_moves_the_bonus(tiny_model):
-    config, loss, advantage = built(
-        tiny_model, train={"entropy_coeff": 0.0},
-        entropy_controller={"target": 0.5, "step": 0.1, "maximum": 1.0})
+    config, loss, advantage = built(tiny_model, train={"entropy_coeff": 0.0}, **ENTROPY)
     (adaptation,) = build_adaptations(config, loss, advantage)
     assert loss.terms.entropy_coeff == 0.0
     assert adaptation.update({"policy/entropy": 0.2}) == {"control/entropy_coeff": 0.0}
@@ -74,9 +65,8 @@ def test_the_tau_controller_moves_the_temperature_of_the_weights(tiny_model):
 
 def test_several_controllers_have_names_of_their_own(tiny_model):
     parts = built(
-        tiny_model,
-        train={**MAXENT["train"], "kl_to_ref_coeff": 0.1, "entropy_coeff": 0.0}, **KL,
-        maxent={"tau_target": 1.0}, entropy_controller={"target": 0.5, "step": 0.1, "maximum": 1.0})
+        tiny_model, **KL, **ENTROPY, maxent={"tau_target": 1.0},
+        train={**MAXENT["train"], "kl_to_ref_coeff": 0.1, "entropy_coeff": 0.0})
     assert [a.name for a in build_adaptations(*parts)] == ["kl_to_ref_coeff", "entropy_coeff",
                                                            "tau"]
 
@@ -85,7 +75,7 @@ def test_several_controllers_have_names_of_their_own(tiny_model):
     ({}, False), ({"objective": "gspo"}, False), (MAXENT["train"], True)])
 def test_the_learner_keeps_groups_whole_for_losses_that_compare_them(tiny_model, train, whole):
     config, loss, _ = built(tiny_model, train=train)
-    assert build_learner(config, loss).split["whole_groups"] is whole
+    assert build_objective.build_learner(config, loss).split["whole_groups"] is whole
 
 
 @pytest.mark.parametrize(("sections", "expected"), [
@@ -102,4 +92,4 @@ def test_the_learner_keeps_groups_whole_for_losses_that_compare_them(tiny_model,
      "teacher some/model"),
 ])
 def test_the_loss_is_described_in_a_line(sections, expected):
-    assert describe_loss(load_config(sections)) == expected
+    assert build_objective.describe_loss(load_config(sections)) == expected

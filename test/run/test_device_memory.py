@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,16 +50,23 @@ def larger_folder(tmp_path_factory) -> str:
     return str(path)
 
 
-def settings(backend: str = "vllm", **changes) -> Config:
+def settings(backend: str = "vllm", schema: type[Config] = Config, **changes) -> Config:
     changes["inference_model"] = {"backend": backend, "max_tokens": 24,
                                   **changes.get("inference_model", {})}
-    return load_config(small(model={"name": "some/model"}, **changes))
+    return load_config(small(model={"name": "some/model"}, **changes), schema)
 
 
 def ledger_of(config: Config, folder: str, **options) -> Ledger:
-    options = {"device": CPU, "dtype": torch.float32, "max_model_len": 64, **options}
-    return run_ledger(config, folder, options.pop("device"), options.pop("dtype"),
-                      config.inference_model.backend, **options)
+    return run_ledger(config, model_path=folder, **_run(config, options))
+
+
+def roles_of(config: AsyncConfig, places: DevicePlan, folder: str, **options) -> dict[str, Ledger]:
+    return role_ledgers(config, places, model_path=folder, **_run(config, options))
+
+
+def _run(config: Config, options: dict) -> dict:
+    return {"device": CPU, "dtype": torch.float32, "max_model_len": 64,
+            "backend": config.inference_model.backend, **options}
 
 
 def row(ledger: Ledger, name: str):
@@ -178,16 +186,7 @@ def test_weights_that_are_copied_are_held_twice(folder, inference, two):
         assert row(ledger, "engine").bytes == row(ledger, "weights").bytes
 
 
-def placed(**changes) -> AsyncConfig:
-    changes["inference_model"] = {"backend": "vllm", "max_tokens": 24,
-                                  **changes.get("inference_model", {})}
-    return load_config(small(model={"name": "some/model"}, **changes), AsyncConfig)
-
-
-def roles_of(config: AsyncConfig, places: DevicePlan, folder: str, **options) -> dict[str, Ledger]:
-    options = {"device": CPU, "dtype": torch.float32, "max_model_len": 64, **options}
-    return role_ledgers(config, places, folder, options.pop("device"), options.pop("dtype"),
-                        config.inference_model.backend, **options)
+placed = partial(settings, schema=AsyncConfig)
 
 
 def test_each_role_holds_what_is_on_its_device(folder, larger_folder):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,8 +53,6 @@ def test_a_short_run_is_not_worth_compiling(shape):
 
 
 def test_what_was_not_measured_is_compiled_only_when_asked_to(shape):
-    from dataclasses import replace
-
     other = replace(shape, architecture="falcon_h1")
     assert chosen(other)[0].train_model.compile is False
     assert chosen(other, train_model={"compile": True})[0].train_model.compile is True
@@ -105,8 +105,6 @@ def test_rows_are_packed_where_that_was_measured(shape, kernel):
      "not been measured on several devices"),
 ], ids=["architecture", "heads", "dtype", "attention", "devices"])
 def test_rows_are_padded_elsewhere(shape, kernel, change, options, reason):
-    from dataclasses import replace
-
     config, said = chosen(replace(shape, **change), **options)
     assert config.train.packing is False
     assert "train.packing=false: " in said[1] and reason in said[1]

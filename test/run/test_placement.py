@@ -101,26 +101,26 @@ def test_processes_on_a_cpu_share_its_cores(monkeypatch, given, cores, threads):
                            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}}}
 
 
-@pytest.mark.parametrize("ours, ids, expected", [
-    (None, ["3", "1"], (1, 3)),
-    ("", ["0"], (0,)),
-    ("4,6,7", ["7", "4"], (0, 2)),
-    ("GPU-a, GPU-b", ["GPU-b"], (1,)),
-    ("4,6", [], ())])
-def test_gpus_that_ray_names_are_numbered_as_this_process_does(monkeypatch, ours, ids, expected):
+@pytest.fixture
+def ours(request, monkeypatch):
+    """``CUDA_VISIBLE_DEVICES`` of this process."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if ours is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
+    if request.param is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", request.param)
+
+
+@pytest.mark.parametrize("ours, ids, expected", [
+    (None, ["3", "1"], (1, 3)), ("", ["0"], (0,)), ("4,6,7", ["7", "4"], (0, 2)),
+    ("GPU-a, GPU-b", ["GPU-b"], (1,)), ("4,6", [], ())], indirect=["ours"])
+def test_gpus_that_ray_names_are_numbered_as_this_process_does(ours, ids, expected):
     assert positions(ids) == expected
 
 
 @pytest.mark.parametrize("ours, ids, message", [
     ("0,1", ["1", "4"], "the GPUs 1,4, .*CUDA_VISIBLE_DEVICES=0,1; start"),
-    (None, ["GPU-a"], r"the GPUs GPU-a, .*CUDA_VISIBLE_DEVICES=\(not set\); start")])
-def test_gpus_that_this_process_does_not_see_are_an_error(monkeypatch, ours, ids, message):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if ours is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
+    (None, ["GPU-a"], r"the GPUs GPU-a, .*CUDA_VISIBLE_DEVICES=\(not set\); start")],
+    indirect=["ours"])
+def test_gpus_that_this_process_does_not_see_are_an_error(ours, ids, message):
     with pytest.raises(ConfigError, match=message):
         positions(ids)
 

@@ -35,14 +35,7 @@ _IMPORTED = ("grpo.run.build_async", "grpo.run.assemble_atropos", "grpo.run.buil
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended.
-
-    Attributes:
-        code: its exit status.
-        out: standard output.
-        err: standard error.
-        seconds: that it took.
-    """
+    """How a command ended, and the seconds that it took."""
 
     code: int
     out: str
@@ -65,14 +58,7 @@ class Warm:
 
     def run(self, command: str, *argv: str, folder: Path, timeout: float = 60.0,
             **environment: str) -> Done:
-        """Run a command to its end.
-
-        Args:
-            command: one of :data:`COMMANDS`.
-            *argv: its arguments.
-            folder: that it runs in.
-            timeout: seconds, after which it is killed.
-            **environment: further variables.
+        """Run one of :data:`COMMANDS` in a folder to its end, or kill it after ``timeout`` seconds.
         """
         with tempfile.TemporaryDirectory() as logs:
             print(json.dumps({
