@@ -16,13 +16,8 @@ class ConfigError(ValueError):
 def unknown_key(
     path: str, value: object, known: Iterable[str], elsewhere: Iterable[str] = ()
 ) -> str:
-    """Name an unknown key, its value, and what was probably meant.
-
-    Args:
-        path: ``section.key`` as given.
-        value: as given.
-        known: keys of the section.
-        elsewhere: paths of all keys, of which one of the same name may be proposed.
+    """Name an unknown key, its value, and what was probably meant: one of the ``known`` keys of its
+    section, or a path of the same name ``elsewhere``.
 
     Examples:
         >>> unknown_key("env.repeat", 8, ["num_envs", "repeats"])

@@ -93,8 +93,8 @@ def refuse_unread(config: BaseModel, table: tuple[Unread, ...]) -> None:
         named = [one for one in table if any(fnmatchcase(key, name) for name in one.keys.split())]
         for entry in named + own:
             if entry.where(config):
-                why = re.sub(r"{([\w.]+)}", lambda m: _shown(value_at(config, m[1])), entry.why)
-                raise ConfigError(f"{key}={_shown(value)} is not read {why} remove it")
+                why = re.sub(r"{([\w.]+)}", lambda m: typed(value_at(config, m[1])), entry.why)
+                raise ConfigError(f"{key}={typed(value)} is not read {why} remove it")
 
 
 def _keys_that_are_set(
@@ -111,18 +111,12 @@ def _keys_that_are_set(
 
 
 def value_at(config: BaseModel, key: str) -> Any:
-    """The value of ``section.key``.
-
-    Examples:
-        >>> from grpo.config.schema import Config
-        >>> value_at(Config(), "train_model.lora.r")
-        16
-    """
+    """The value of ``section.key``."""
     return reduce(getattr, key.split("."), config)
 
 
-def _shown(value: Any) -> str:
-    """As it is typed."""
+def typed(value: Any) -> str:
+    """A value as it is typed on a command line."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

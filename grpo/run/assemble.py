@@ -178,8 +178,7 @@ def _advised(
 ) -> list[Saving]:
     """What would make a device fit that does everything, or has one role."""
     setup, config, backend = start.setup, start.setup.config, start.backend
-    row_bytes = setup.max_model_len * ModelShape.of(setup.path).kv_bytes_per_token(setup.dtype)
-    cache = [*smaller_cache(config, ledger, room=room, row_bytes=row_bytes, backend=backend)]
+    cache = [*smaller_cache(setup, ledger, room=room, backend=backend)]
     training = (*leaner_training(config, ledger_of, setup.device, backend), *less_held(config))
     changes = {None: (*training, *cache), "train": training, "reference": (),
                "engine": (*cache, *(more_devices(config) if role == "engine" else ()))}

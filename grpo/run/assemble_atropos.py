@@ -40,10 +40,6 @@ def assemble_atropos(
     """A trainer whose rollouts are what environments send; see :func:`grpo.run.assemble.assemble`.
 
     Args:
-        config: the run's.
-        run_dir: its folder.
-        checkpoint: that it goes on from.
-        at_end: gets what ends the parts.
         checks: called while the run waits for groups; each raises if something that the run
             depends on is gone, such as an environment. May grow.
         on_serving: called once, as soon as the environments' questions can be answered.

@@ -135,15 +135,8 @@ def build_collector(
 ) -> CheckedCollector:
     """Batches of the groups that environments send to the API.
 
-    Args:
-        start: of the run.
-        actor: whose policy answers the environments.
-        scorer: computes log-probs that nobody knows.
-        run_dir: where a batch is written, if that is asked for.
-        at_end: ends the stream of groups.
-        checks: see :class:`~grpo.atropos.assemble.StreamSource`.
-        driver: of the bridge, if there is one; so are ``records``.
-        version: of the weights.
+    ``scorer`` computes log-probs that nobody knows; ``driver`` and ``records`` are the bridge's, if
+    there is one; for ``checks`` see :class:`~grpo.atropos.assemble.StreamSource`.
     """
     setup, config, atropos = start.setup, start.setup.config, start.setup.config.atropos
     registration = Registration(

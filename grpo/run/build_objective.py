@@ -30,17 +30,15 @@ def build_advantage(config: Config) -> TensorDictModuleBase:
     train = config.train
     if train.is_maxent:
         return config.maxent.weights()
-    overlong = {} if train.overlong_buffer is None else {
-        "overlong_buffer": config.overlong_tokens, "max_response_tokens": config.max_tokens,
-        "overlong_factor": train.overlong_factor}
-    in_reward = {} if not train.kl_in_reward else {
-        "kl_in_reward_coeff": train.kl_to_ref_coeff,
-        "kl_in_reward_estimator": train.kl_estimator}
     return GroupAdvantage(
         estimator=train.advantage_estimator or "group_norm", eps=train.advantage_eps,
         clip_percentile=train.advantage_clip_percentile,
         zero_variance_filter=train.zero_variance_filter, mask_truncated=train.mask_truncated,
-        reverse_kl_coeff=config.distill.reverse_kl_coeff, **overlong, **in_reward)
+        reverse_kl_coeff=config.distill.reverse_kl_coeff,
+        overlong_buffer=config.overlong_tokens, overlong_factor=train.overlong_factor,
+        max_response_tokens=None if train.overlong_buffer is None else config.max_tokens,
+        kl_in_reward_coeff=train.kl_to_ref_coeff if train.kl_in_reward else None,
+        kl_in_reward_estimator=train.kl_estimator if train.kl_in_reward else None)
 
 
 def build_loss(config: Config, model: nn.Module, tokenizer: Any) -> GRPOLoss:

@@ -32,8 +32,7 @@ from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH, GPU_WIDTH_MULT
 
 def run_ledger(
     config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str, *,
-    max_model_len: int | None = None, trained_tokens: int | None = None,
-    engine_apart: bool = False,
+    max_model_len: int, trained_tokens: int | None = None, engine_apart: bool = False,
 ) -> Ledger:
     """The ledger of a run, before its model and engine are started.
 
@@ -46,15 +45,13 @@ def run_ledger(
         device: that trains, and generates unless the engine is one that runs already.
         dtype: of the weights.
         backend: ``"vllm"`` or ``"transformers"``.
-        max_model_len: prompt plus response in tokens; None: the configuration's, or else the
-            model's context, which is often far too much.
+        max_model_len: prompt plus response in tokens.
         trained_tokens: of the longest row that is trained, where rows are cut; None: what the
             engine may make.
         engine_apart: the engine has another device, see :func:`server_ledger`.
 
     Raises:
-        ValueError: if ``max_model_len`` is None and neither the configuration nor the model says,
-            and for adapters of layers that the model does not have.
+        ValueError: for adapters of layers that the model does not have.
     """
     sharing = "apart" if engine_apart else _sharing(config, device, backend == "vllm")
     return memory_ledger(_memory_plan(config, model_path, device, dtype, backend, max_model_len,
@@ -72,7 +69,7 @@ def server_ledger(
 
 def role_ledgers(
     config: AsyncConfig, places: DevicePlan, model_path: str, device: torch.device,
-    dtype: torch.dtype, backend: str, *, max_model_len: int | None = None,
+    dtype: torch.dtype, backend: str, *, max_model_len: int,
 ) -> dict[str, Ledger]:
     """The ledgers of one device of each role: ``train``, ``engine`` and, where it has a device of
     its own, ``reference``. All devices are taken to be alike; see :func:`run_ledger`."""
@@ -108,12 +105,11 @@ def check_roles_fit(
 
 def _memory_plan(
     config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str,
-    max_model_len: int | None, *, sharing: Sharing, alone: bool = False,
+    max_model_len: int, *, sharing: Sharing, alone: bool = False,
     trained_tokens: int | None = None,
 ) -> MemoryPlan:
     shape, lora = ModelShape.of(model_path), _lora(config)
-    generated = max_model_len or _longest_row(config, shape)
-    row = min(generated, trained_tokens or generated)
+    row = min(max_model_len, trained_tokens or max_model_len)
     if device.type == "cuda":
         row = -(-row // GPU_WIDTH_MULTIPLE) * GPU_WIDTH_MULTIPLE
     in_engine = backend == "vllm"
@@ -127,7 +123,7 @@ def _memory_plan(
         ranks=config.train_model.ranks if device.type == "cuda" else 1,
         tokens=_micro_batch_tokens(config, row), sharing=sharing, in_engine=in_engine,
         cuda_graphs=not config.inference_model.enforce_eager, generated_rows=rows,
-        prompt_tokens=max(1, generated - config.max_tokens),
+        prompt_tokens=max(1, max_model_len - config.max_tokens),
         frozen=tuple(_frozen(config, shape, lora)),
         gradient_checkpointing=config.train_model.gradient_checkpointing,
         compiled=bool(config.train_model.compile),
@@ -138,7 +134,7 @@ def _memory_plan(
         optimizer=config.optimizer.name,
         trained_layers=config.train_model.layer_indices and tuple(config.train_model.layer_indices),
         **slots)
-    return _with_kv_cache(plan, config, model_path, device, tokens=generated, alone=alone)
+    return _with_kv_cache(plan, config, model_path, device, tokens=max_model_len, alone=alone)
 
 
 def _sharing(config: Config, device: torch.device, in_engine: bool) -> Sharing:
@@ -157,15 +153,6 @@ def _lora(config: Config) -> LoRA | None:
         return None
     return LoRA(rank=lora.r, targets=lora.target_modules and tuple(lora.target_modules),
                 layers=lora.layer_indices and tuple(lora.layer_indices))
-
-
-def _longest_row(config: Config, shape: ModelShape) -> int:
-    inference, prompt = config.inference_model, config.env.max_prompt_tokens
-    known = inference.max_model_len or (prompt and prompt + config.max_tokens) or shape.context
-    if known is None:
-        raise ValueError("the model does not say how long its context is; set "
-                         "inference_model.max_model_len")
-    return known
 
 
 def _micro_batch_tokens(config: Config, row: int) -> int:
@@ -219,12 +206,7 @@ def _with_kv_cache(
 
 
 def capacity(device: torch.device) -> int:
-    """Bytes of memory of a device: all of a GPU's, or the RAM this process may use.
-
-    Examples:
-        >>> capacity(torch.device("cpu")) > 0
-        True
-    """
+    """Bytes of memory of a device: all of a GPU's, or the RAM this process may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -9,17 +9,14 @@ stands for what :func:`choose` finds best.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
-from grpo.config.schema import Config
+from grpo.config.schema import AnyConfig, Config
 from grpo.objectives.packed_attention import no_kernel
 from grpo.policies.model_shape import ModelShape
 from grpo.run.ledger import Ledger, human
 from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH
-
-AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 #: Architectures whose compiled layers have been measured, and whose attention is that of the packed
 #: rows that have been, Qwen2's; others are compiled and packed only when asked to.

@@ -28,8 +28,6 @@ _NEUTRAL = (
 #: How long a run is only matters to a learning rate that falls towards its end.
 _LENGTH = ("train.max_steps:", "train.data_epochs:", "train.total_dialog_turns:",
            "atropos.steps:")
-#: A way to split a batch, but with Atropos environments also the size of one.
-_SPLIT = ("train.gradient_accumulation_steps:",)
 #: Sections that only one of the scripts has, whose runs the others cannot go on with.
 _SCRIPTS = ("ray", "atropos")
 
@@ -67,8 +65,8 @@ def result_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     neutral = _NEUTRAL
     if new.get("optimizer", {}).get("schedule", "constant") == "constant":
         neutral += _LENGTH
-    if "atropos" not in new:
-        neutral += _SPLIT
+    if "atropos" not in new:  # where it is also the size of a batch
+        neutral += ("train.gradient_accumulation_steps:",)
     return [change for change in changed_keys(old, new) if not change.startswith(neutral)]
 
 

@@ -47,8 +47,8 @@ class Ledger:
         >>> ledger = Ledger((Row("weights", 3 * GIB, "1.5 B parameters"),
         ...                  Row("KV cache", GIB, "64 rows", ("generate",)),
         ...                  Row("activations", 4 * GIB, "8192 tokens", ("backward",))))
-        >>> human(ledger.total), ledger.peak, ledger.fits(8 * GIB)
-        ('7.00 GiB', 'backward', True)
+        >>> human(ledger.total), ledger.peak
+        ('7.00 GiB', 'backward')
         >>> print(ledger.table(8 * GIB)[-1])
         total            7.00 GiB   87.5 %  at the greatest moment: backward
     """
@@ -69,15 +69,10 @@ class Ledger:
         """Bytes at the greatest moment of a step."""
         return self.at(self.peak)
 
-    def fits(self, capacity: int) -> bool:
-        """Whether ``capacity`` bytes are enough."""
-        return self.total <= capacity
-
-    def table(self, capacity: int | None = None) -> list[str]:
-        """Lines for the terminal; with ``capacity`` also shares of it."""
+    def table(self, capacity: int) -> list[str]:
+        """Lines for the terminal, with shares of ``capacity`` bytes."""
         def line(name: str, size: int, note: str) -> str:
-            share = "" if capacity is None else f"  {100 * size / capacity:5.1f} %"
-            return f"{name:<15}{human(size):>10}{share}  {note}"
+            return f"{name:<15}{human(size):>10}  {100 * size / capacity:5.1f} %  {note}"
 
         lines = []
         for row in self.rows:
@@ -108,7 +103,7 @@ def check_fits(
         grpo.run.ledger.DoesNotFitError: this run needs 3.00 GiB (generate) and the device has \
 room for 2.00 GiB; the greatest rows are weights 3.00 GiB
     """
-    if ledger.fits(capacity):
+    if ledger.total <= capacity:
         return
     rows = sorted((row for row in ledger.rows if ledger.peak in row.phases),
                   key=lambda row: row.bytes, reverse=True)

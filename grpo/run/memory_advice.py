@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from grpo.config.atropos import AtroposConfig
-from grpo.config.schema import Config
-from grpo.policies.model_shape import LoRA
+from grpo.config.schema import AnyConfig, Config
+from grpo.config.unread import typed
+from grpo.policies.model_shape import LoRA, ModelShape
+from grpo.run.build_engine import Setup
 from grpo.run.ledger import Ledger, Saving
 from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH
 
-AnyConfig = TypeVar("AnyConfig", bound=Config)
 #: What to change, in words, and the keys of each section that it changes.
 Change = tuple[str, dict[str, dict[str, Any]]]
 
@@ -91,11 +92,11 @@ def less_held(config: Config) -> Iterator[Change]:
                {"train_model": {"lora": {"enabled": True}}, **(keys if by_hand else {})})
 
 
-def smaller_cache(
-    config: Config, ledger: Ledger, *, room: int, row_bytes: int, backend: str
-) -> Iterator[Change]:
-    """Half an engine's KV cache, by the key that sizes it; at least ``row_bytes`` for the longest
-    row. The engine's device has ``room`` bytes."""
+def smaller_cache(setup: Setup, ledger: Ledger, *, room: int, backend: str) -> Iterator[Change]:
+    """Half an engine's KV cache, by the key that sizes it, unless its longest row would not fit;
+    the engine's device has ``room`` bytes."""
+    config = setup.config
+    row_bytes = setup.max_model_len * ModelShape.of(setup.path).kv_bytes_per_token(setup.dtype)
     cache = sum(row.bytes for row in ledger.rows if row.name == "KV cache")
     half = cache // 2**21 * 2**20  # in whole MiB
     if backend != "vllm" or half < row_bytes:
@@ -118,6 +119,5 @@ def more_devices(config: Config) -> Iterator[Change]:
 
 
 def _keys(section: str, **keys: Any) -> Change:
-    values = [str(value).lower() if isinstance(value, bool) else value for value in keys.values()]
-    return (" ".join(f"{section}.{key}={value}" for key, value in zip(keys, values, strict=True)),
-            {section: keys})
+    text = " ".join(f"{section}.{key}={typed(value)}" for key, value in keys.items())
+    return text, {section: keys}

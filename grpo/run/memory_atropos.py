@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from grpo.config.atropos import AtroposConfig
-from grpo.policies.model_shape import ModelShape
 from grpo.run.assemble import Start
 from grpo.run.device_memory import available, run_ledger, server_ledger
 from grpo.run.engine_attach import engine_gpu, trainer_gpu
@@ -79,9 +78,7 @@ def advised(start: Start, who: str, ledger_of: LedgerOf, room: int) -> list[Savi
         changes += leaner_training(config, ledger_of, setup.device, start.backend)
         changes += _other_mode(start, apart=who == "the trainer")
     if who != "the trainer":
-        changes += smaller_cache(
-            config, ledger_of(config), room=room, backend=start.backend, row_bytes=(
-                setup.max_model_len * ModelShape.of(setup.path).kv_bytes_per_token(setup.dtype)))
+        changes += smaller_cache(setup, ledger_of(config), room=room, backend=start.backend)
     return savings(config, ledger_of, changes)
 
 

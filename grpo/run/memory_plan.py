@@ -67,16 +67,7 @@ class MemoryPlan:
 
 
 def memory_ledger(plan: MemoryPlan) -> Ledger:
-    """The ledger of a plan.
-
-    Examples:
-        >>> from transformers import Qwen2Config
-        >>> ledger = memory_ledger(MemoryPlan(
-        ...     shape=ModelShape.of(Qwen2Config(num_hidden_layers=2)), dtype=torch.bfloat16,
-        ...     device="cuda", tokens=8192, row_tokens=1024))
-        >>> [row.name for row in ledger.rows][:4]
-        ['weights', 'masters', 'moments', 'gradients']
-    """
+    """Of a device that trains, and generates if the engine counts."""
     return Ledger(tuple(_rows(plan)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -175,23 +176,6 @@ def test_without_an_address_ray_is_the_runs_own(ray, wanted, monkeypatch):
                                          ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-1.5B")])
 def test_workers_get_whole_paths_because_they_run_in_another_folder(model, sent, tmp_path,
                                                                     monkeypatch):
-    class Reference:
-        """As much of a pool as starts one worker, whose arguments it has a look at."""
-
-        def __init__(self, make, **options):
-            make(0)
-
-    class Actor:
-        @classmethod
-        def options(cls, **options):
-            return cls
-
-        @staticmethod
-        def remote(build, path):
-            assert (build.args[0]["env"]["data_path"], build.args[1]) == expected == (
-                expected[0], path)
-            raise Stop
-
     for folder in ("models/tiny", "data"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -203,7 +187,8 @@ def test_workers_get_whole_paths_because_they_run_in_another_folder(model, sent,
     worker = build_async.worker_setup(setup, SimpleNamespace(width=3), places, "transformers")
     assert (worker.config["env"]["data_path"], worker.path) == expected
     assert config.env.data_path == "data"  # as checkpoints have it
-    monkeypatch.setattr(pytest.importorskip("ray"), "remote", lambda actor_class: Actor)
-    monkeypatch.setattr(build_async, "WorkerPool", Reference)
-    with pytest.raises(Stop):
-        build_async.build_reference_pool(config, places, model, torch.float32)
+    monkeypatch.setattr(pytest.importorskip("ray"), "remote", remote := MagicMock())
+    monkeypatch.setattr(build_async, "WorkerPool", lambda make, **options: make(0))
+    build_async.build_reference_pool(config, places, model, torch.float32)
+    build, path = remote.return_value.options.return_value.remote.call_args.args
+    assert (build.args[0]["env"]["data_path"], build.args[1]) == expected == (expected[0], path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,13 +69,9 @@ def test_a_preset_changes_the_keys_it_names_and_no_other(run, name):
     load_config(composed(run, f"preset={name}"))
 
 
-class Tokenizer:
-    pad_token_id = 0
-
-
 def built(*overrides: str, model):
     config = load_config(composed("grpo", *overrides))
-    return build_loss(config, model, Tokenizer()), build_advantage(config)
+    return build_loss(config, model, SimpleNamespace(pad_token_id=0)), build_advantage(config)
 
 
 @pytest.mark.parametrize("name", NAMES)

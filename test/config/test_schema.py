@@ -268,27 +268,18 @@ SEVERAL = {"train_model": {"num_devices": 2},
            "inference_model": {"backend": "vllm", "engine": "process", "max_tokens": 3}}
 
 
-@pytest.mark.parametrize("sync", ["auto", "transfer"])
-@pytest.mark.parametrize("keys", [{"num_devices": 2}, {"devices": [0, 1]}])
-def test_several_training_devices_hand_weights_over_by_a_transfer(keys, sync):
-    config = load_config(small(train_model=keys, inference_model={
-        **SEVERAL["inference_model"], "weight_sync": sync}))
-    assert config.weight_sync == "transfer" and not config.shares_weights
-    assert config.train_model.ranks == 2
-
-
-@pytest.mark.parametrize("sync", ["auto", "lora"])
-def test_several_training_devices_hand_adapters_over_and_share_no_weights(sync):
-    config = load_config(small(
-        train_model={"num_devices": 2, "lora": {"enabled": True}},
-        inference_model={**SEVERAL["inference_model"], "weight_sync": sync}))
-    assert config.weight_sync == "lora" and not config.shares_weights
-
-
-@pytest.mark.parametrize("keys", [{}, {"num_devices": 1}, {"devices": [3]}])
-def test_one_training_device_shares_its_weights_as_before(keys):
-    config = load_config(small(train_model=keys, inference_model={"backend": "vllm"}))
-    assert (config.weight_sync, config.train_model.ranks) == ("single_copy", 1)
+@pytest.mark.parametrize(("train_model", "inference", "sync", "ranks"), [
+    *((keys, {"engine": "process", "weight_sync": way}, "transfer", 2)
+      for keys in ({"num_devices": 2}, {"devices": [0, 1]}) for way in ("auto", "transfer")),
+    *(({"num_devices": 2, "lora": {"enabled": True}}, {"engine": "process", "weight_sync": way},
+       "lora", 2) for way in ("auto", "lora")),
+    *((keys, {}, "single_copy", 1) for keys in ({}, {"num_devices": 1}, {"devices": [3]}))])
+def test_several_training_devices_hand_over_what_they_train_and_one_shares_its_weights(
+        train_model, inference, sync, ranks):
+    config = load_config(small(train_model=train_model,
+                               inference_model={"backend": "vllm", **inference}))
+    assert (config.weight_sync, config.train_model.ranks) == (sync, ranks)
+    assert config.shares_weights == (ranks == 1)
 
 
 @pytest.mark.parametrize(("train_model", "inference", "parts"), [

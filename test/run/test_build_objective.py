@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from grpo.config.schema import load_config
@@ -13,15 +15,12 @@ KL = {"kl_controller": {"kind": "band", "target": 0.1}}
 ENTROPY = {"entropy_controller": {"target": 0.5, "step": 0.1, "maximum": 1.0}}
 
 
-class Tokenizer:
-    pad_token_id = 0
-
-
 def built(model, **sections):
     """Configuration, loss and advantage."""
     config = load_config({"env": {"num_envs": 2, "repeats": 4},
                           "inference_model": {"max_tokens": 8}, **sections})
-    return config, build_loss(config, model, Tokenizer()), build_advantage(config)
+    return (config, build_loss(config, model, SimpleNamespace(pad_token_id=0)),
+            build_advantage(config))
 
 
 def test_without_controllers_nothing_adapts(tiny_model):

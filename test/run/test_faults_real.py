@@ -45,16 +45,7 @@ ALONE = ["--weight-bridge-mode", "bridge", "inference_model.backend=transformers
 
 
 class Site:
-    """The four parts, each started by itself; all of them are ended with the stack.
-
-    Args:
-        folder: of logs, journal and runs.
-        stack: ends what was started.
-        model: folder of the model.
-        python: interpreter of the environment.
-        token: that hub and engine want; "": none.
-        steps: of the trainer.
-    """
+    """The four parts, each started by itself; all of them are ended with the stack."""
 
     def __init__(self, folder: Path, stack: ExitStack, *, model: str, python: Path,
                  token: str = "", steps: int) -> None:
@@ -152,21 +143,14 @@ class Site:
 
 
 class History:
-    """What the hub has written down so far.
-
-    Attributes:
-        acknowledged: how often each group was, by its name.
-        senders: ids of the environments whose groups were acknowledged.
-        out: groups that are out on a lease.
-        batches: acknowledged ones.
-    """
+    """What the hub has written down so far."""
 
     def __init__(self, path: Path) -> None:
         copy = path.with_name("copy of the journal")
         shutil.copyfile(path, copy)
-        self.acknowledged: Counter[str] = Counter()
-        self.senders: set[int | None] = set()
-        self.batches = 0
+        self.acknowledged: Counter[str] = Counter()  # how often each group was, by its name
+        self.senders: set[int | None] = set()  # environments whose groups were acknowledged
+        self.batches = 0  # that were acknowledged
         state, journal = HubState(), Journal(copy)
         for note, body in journal.replay():
             if note["kind"] == "acknowledge":

@@ -20,16 +20,6 @@ from grpo.run.start_atropos import _with_engine_defaults
 CUDA = torch.device("cuda", 0)
 
 
-class Shown:
-    """A console that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.tables: list[str] = []
-
-    def info(self, text: str) -> None:
-        self.tables.append(text)
-
-
 @pytest.fixture
 def gpus(monkeypatch) -> None:
     """Two GPUs of 80 GiB, the trainer on the first."""
@@ -50,7 +40,9 @@ def start_of(big_folder, gpus):
         config, length = _with_engine_defaults(config, big_folder, CUDA, "vllm")
         setup = Setup(config=config, path=big_folder, tokenizer=None, device=CUDA,
                       dtype=torch.bfloat16, max_model_len=length, folder=Path("here"))
-        return Start(setup, "vllm", None, None, None, {}, Shown())
+        tables: list[str] = []
+        console = SimpleNamespace(tables=tables, info=tables.append)
+        return Start(setup, "vllm", None, None, None, {}, console)
     return make
 
 

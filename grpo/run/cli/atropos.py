@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING
 from grpo.config.keys import ConfigError
 from grpo.config.unread import ALONE, refuse_unread
 from grpo.run.cli.flags import add_flags, choose_gpu, in_flags, to_config
-from grpo.run.cli.parser import Parser
+from grpo.run.cli.parser import Parser, errors_in_a_line
 from grpo.system.folders import why_not_writable
 
 if TYPE_CHECKING:
@@ -58,21 +56,12 @@ def set_up(args: argparse.Namespace) -> AtroposConfig:
 
 @contextmanager
 def errors_as_messages() -> Iterator[None]:
-    """End the command with a message instead of a traceback, unless ``GRPO_TRACEBACK=1``.
-
-    For what is nearly always bad input, or something outside that failed.
-    """
+    """End the command by an error or a signal, which unwinds the stack, in a message with flags."""
     from grpo.training.stopping import signals_end_the_process  # takes seconds, which help has not
 
-    try:
-        # Signals unwind the stack, and so end what was started.
-        with signals_end_the_process():
-            yield
-    except (ValueError, OSError, ImportError, ArithmeticError, RuntimeError) as error:
-        if os.environ.get("GRPO_TRACEBACK") == "1":
-            raise
-        sys.exit(f"error: {in_flags(str(error))}\n"
-                 "(set GRPO_TRACEBACK=1 to see where it was raised)")
+    with errors_in_a_line(ValueError, OSError, ImportError, ArithmeticError, RuntimeError,
+                          switch="GRPO_TRACEBACK", said=in_flags), signals_end_the_process():
+        yield
 
 
 def main(argv: list[str] | None = None) -> None:

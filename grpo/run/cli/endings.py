@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from grpo.collectors.ray import RolloutsFailed
 from grpo.envs.rewards import RewardsFailed
@@ -13,6 +12,7 @@ from grpo.policies.handle import EngineError
 from grpo.policies.ray_engine import WorkersLost
 from grpo.report.loggers import METRICS_FILE, read_jsonl
 from grpo.report.time_summary import bottleneck, phase_table
+from grpo.run.cli.parser import errors_in_a_line
 from grpo.training.checkpoint_files import NotSavedError
 from grpo.training.local_ranks import RankDied
 from grpo.training.stopping import signals_end_the_process
@@ -38,15 +38,9 @@ def endings_in_a_line() -> Iterator[None]:
         sys.exit(f"error: {error}")
 
 
-@contextmanager
-def bad_input_in_a_line(*also: type[Exception]) -> Iterator[None]:
-    """Around all that is done before a run begins, where errors are nearly always bad input."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError, *also) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        sys.exit(f"error: {error}\n(set HYDRA_FULL_ERROR=1 to see where it was raised)")
+def bad_input_in_a_line(*also: type[Exception]) -> AbstractContextManager[None]:
+    """Around all that is done before a run begins."""
+    return errors_in_a_line(ValueError, OSError, ImportError, *also, switch="HYDRA_FULL_ERROR")
 
 
 def fit_with_workers(trainer: Trainer) -> None:

@@ -7,7 +7,6 @@ can be given as ``section.key=value``. A flag that the chosen mode would not rea
 from __future__ import annotations
 
 import argparse
-import copy
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -243,19 +242,18 @@ def to_config(args: argparse.Namespace) -> AtroposConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{' '.join(args.overrides)}: {error}; write section.key=value") from None
     _check_overrides(args, given)
-    values: dict[str, Any] = copy.deepcopy(_MODES[mode])
+    values = OmegaConf.create(_MODES[mode])
     for flag in FLAGS:
         value = given.get(flag.dest, _default(flag, args, mode, overrides))
         if value is not None:
-            _put(values, flag.key, value)
+            OmegaConf.update(values, flag.key, value)
     _settle(values, args, mode, given)
-    merged = OmegaConf.merge(OmegaConf.create(values), overrides)
     # Not at the top, because PyTorch comes with it and --help does without.
     from grpo.config.atropos import AtroposConfig
     from grpo.config.schema import load_config
 
     try:
-        return load_config(merged, AtroposConfig)
+        return load_config(OmegaConf.merge(values, overrides), AtroposConfig)
     except ConfigError as error:
         raise ConfigError(in_flags(str(error))) from None
 
@@ -314,25 +312,18 @@ def _default(flag: Flag, args: argparse.Namespace, mode: Mode, overrides: DictCo
 
 
 def _settle(
-    values: dict[str, Any], args: argparse.Namespace, mode: Mode, given: dict[str, Any]
+    values: DictConfig, args: argparse.Namespace, mode: Mode, given: dict[str, Any]
 ) -> None:
     """What stands for more than one key."""
-    values["device"] = values["device"].partition(":")[0]
+    values.device = values.device.partition(":")[0]
+    values.train.exp_name = "atropos"
     if args.use_wandb:
-        _put(values, "logging.backends", ["wandb"])
+        OmegaConf.update(values, "logging.backends", ["wandb"])
     if "eval_task" in given:
-        _put(values, "atropos.evaluate", True)
+        values.atropos.evaluate = True
     if mode == "none" and given.get("vllm_restart_interval") == 0:
-        values["inference_model"]["weight_sync"] = "reload"
-        del values["atropos"]["restart_interval"]
-    _put(values, "train.exp_name", "atropos")
-
-
-def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    *path, name = key.split(".")
-    for part in path:
-        values = values.setdefault(part, {})
-    values[name] = value
+        values.inference_model.weight_sync = "reload"
+        del values.atropos.restart_interval
 
 
 def choose_gpu(args: argparse.Namespace, config: AtroposConfig) -> None:

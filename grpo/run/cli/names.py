@@ -19,13 +19,8 @@ from grpo.config.presets import leaves
 
 
 def key_error(path: str, value: object, known: DictConfig, *, adds: bool) -> str | None:
-    """What is wrong with the name of a key; None if nothing is.
-
-    Args:
-        path: ``section.key`` as given.
-        value: as given, for the message.
-        known: a configuration with every key.
-        adds: keys may be added where any are possible, such as options of a task.
+    """What is wrong with the name of a key in a configuration with all that are ``known``; None if
+    nothing is. ``adds``: it may be added where any are possible, such as options of a task.
 
     Examples:
         >>> known = OmegaConf.create({"train": {"seed": 0}, "env": {"task": {"seed": 0}}})

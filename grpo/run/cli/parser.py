@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 
@@ -36,6 +40,22 @@ def end_with(parser: argparse.ArgumentParser, message: str) -> NoReturn:
         message = f"{found[1]}: unknown flag" + "".join(
             f"; did you mean {name}?" for name in close)
     parser.exit(2, f"error: {message} ({parser.prog} --help lists all)\n")
+
+
+@contextmanager
+def errors_in_a_line(
+    *errors: type[Exception], switch: str, said: Callable[[str], str] = str
+) -> Iterator[None]:
+    """End the command with a message instead of a traceback, unless the variable ``switch`` is 1.
+
+    For what is nearly always bad input, or something outside that failed.
+    """
+    try:
+        yield
+    except errors as error:
+        if os.environ.get(switch) == "1":
+            raise
+        sys.exit(f"error: {said(str(error))}\n(set {switch}=1 to see where it was raised)")
 
 
 class OneName(argparse.Action):
