@@ -93,7 +93,6 @@ def build_reference(
     """The reference policy, if anything is compared with it.
 
     Args:
-        config: the run's.
         model: what is trained; with adapters it is its own reference, without them.
         start_model: folder or hub id of the model the run started from.
         load: makes another model of such a name.

@@ -40,7 +40,6 @@ def run_ledger(
         check_fits(ledger, available(config, device))  # grpo.run.ledger
 
     Args:
-        config: the run's.
         model_path: folder or hub id of the model; only its ``config.json`` is read.
         device: that trains, and generates unless the engine is one that runs already.
         dtype: of the weights.

@@ -40,11 +40,8 @@ def choose(
     where they are null.
 
     Args:
-        config: the run's.
-        shape: of its model.
         ledger_of: what the training device needs under a configuration.
         device: that trains; on a CPU nothing is compiled or packed, and budgets are small.
-        dtype: of the weights.
         backend: ``"vllm"`` or ``"transformers"``.
         row_tokens: of the longest row.
         room: bytes of the device that the run may take.
