@@ -23,6 +23,7 @@ from grpo.policies.scoring import score_rollout
 from grpo.policies.unpacked import ATTENTION_LINEARS
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.layout import PEFT_PREFIX, is_experts
+from grpo.weights.worker.lora import Factors, flat, nested
 
 #: The linear modules of a decoder layer.
 DECODER_LINEARS = (*ATTENTION_LINEARS, "gate_proj", "up_proj", "down_proj")
@@ -47,7 +48,11 @@ class Adapter:
         """``(rank, in, out)``."""
         return (*self.a.shape, self.b.shape[0])
 
-    def tensors(self) -> dict[str, Tensor]:
+    def factors(self) -> Factors:
+        """``lora_A`` and ``lora_B`` as they are trained."""
+        return {"lora_A": self.a, "lora_B": self.b}
+
+    def tensors(self) -> Factors:
         """``lora_A`` and ``lora_B`` with the scaling folded into B, as engines keep them."""
         b = self.b.detach()
         return {"lora_A": self.a.detach(), "lora_B": b if self.scaling == 1 else b * self.scaling}
@@ -208,6 +213,11 @@ def whole_adapters(model: nn.Module) -> dict[str, Adapter]:
             zip(found.items(), tensors[::2], tensors[1::2], strict=True)}
 
 
+def engine_factors(model: nn.Module) -> Factors:
+    """``module.lora_A`` and ``module.lora_B`` as engines keep them; as :func:`whole_adapters`."""
+    return flat({name: adapter.tensors() for name, adapter in whole_adapters(model).items()})
+
+
 def _lora_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if importlib.util.find_spec("peft") is None:
         return []
@@ -278,12 +288,10 @@ def save_adapter(model: nn.Module, folder: str | Path) -> Path:
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tensors = {}
-    for name, adapter in found.items():
-        for part, param in (("lora_A", adapter.a), ("lora_B", adapter.b)):
-            # A copy: the file format knows neither strides nor shared memory.
-            tensors[f"{PEFT_PREFIX}{name}.{part}.weight"] = torch.clone(
-                param.detach(), memory_format=torch.contiguous_format)
+    # Copies: the file format knows neither strides nor shared memory.
+    tensors = {f"{PEFT_PREFIX}{name}.weight": torch.clone(
+        param.detach(), memory_format=torch.contiguous_format)
+        for name, param in flat({key: a.factors() for key, a in found.items()}).items()}
     save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
     active = _lora_layers(model)[0][1].active_adapters[0]
     model.peft_config[active].save_pretrained(str(partial))
@@ -292,15 +300,12 @@ def save_adapter(model: nn.Module, folder: str | Path) -> Path:
     return folder
 
 
-def load_adapter_tensors(folder: str | Path) -> dict[str, dict[str, Tensor]]:
+def load_adapter_tensors(folder: str | Path) -> dict[str, Factors]:
     """What :func:`save_adapter` wrote: module name to ``lora_A`` and ``lora_B``, not scaled."""
     from safetensors.torch import load_file
 
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in load_file(Path(folder) / "adapter_model.safetensors").items():
-        module, part = key.removeprefix(PEFT_PREFIX).removesuffix(".weight").rsplit(".", 1)
-        tensors.setdefault(module, {})[part] = tensor
-    return tensors
+    return nested({name.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for name, tensor
+                   in load_file(Path(folder) / "adapter_model.safetensors").items()})
 
 
 @torch.no_grad()

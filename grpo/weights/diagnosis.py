@@ -22,6 +22,7 @@ from grpo.policies.server import ServerPolicy
 from grpo.policies.transformers import TransformersPolicy
 from grpo.policies.vllm import VLLMPolicy
 from grpo.weights.layout import FUSED
+from grpo.weights.shared import some_names
 from grpo.weights.tolerance import CanaryReport
 from grpo.weights.worker.layer_outputs import LayerRecorder
 
@@ -92,10 +93,9 @@ def diagnose(canary: Canary) -> Diagnosis:
     return Diagnosis(tensors, layer, difference, was_read, cause, fix)
 
 
-def some_groups(names: list[str], count: int = 5) -> str:
+def some_groups(names: list[str]) -> str:
     """The first names, each with its part of the engine's fused tensor, and how many more."""
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(map(with_group, names[:count])) + more
+    return some_names([*map(with_group, names)])
 
 
 def with_group(name: str) -> str:

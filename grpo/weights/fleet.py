@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from grpo.policies.handle import EngineError, PauseMode
 from grpo.policies.ray_engine import Call, EngineFleet, RayEngine, WorkerPool
-from grpo.weights.adapters import whole_adapters
+from grpo.weights.adapters import engine_factors
 from grpo.weights.channel import TransferError
 from grpo.weights.fingerprint import ALL, Part, fingerprints
 from grpo.weights.gather import Tell, TrainerRanks, tell_nobody, trained_parameters
 from grpo.weights.packed import Packed
 from grpo.weights.shared import WeightSync
 from grpo.weights.transfer import WeightTransfer
-from grpo.weights.worker.lora import flat
 
 
 class FleetSync(WeightSync):
@@ -138,8 +137,10 @@ class ObjectStoreSync(FleetSync):
     def _send(self, version: int, numbers: Iterable[int]) -> None:
         values = self.pool.put(Packed.of(dict(self._trained())))
         calls = [self._give(number, values, version) for number in numbers]
-        for call in calls:
-            self.pool.result(call, timeout=self.timeout + 10.0)
+        self._results(calls)
+
+    def _results(self, calls: list[Call]) -> list[Any]:
+        return [self.pool.result(call, timeout=self.timeout + 10.0) for call in calls]
 
     def _give(self, number: int, values: Any, version: int) -> Call:
         """Have a worker take up values that :meth:`WorkerPool.put` has kept."""
@@ -157,7 +158,7 @@ class ObjectStoreSync(FleetSync):
         calls = [self.pool.send(number, "fingerprints", names, self.timeout)
                  for number in self.pool.usable]
         ours = fingerprints(whole for _, whole in TrainerRanks(self.model).whole(named))
-        theirs = [self.pool.result(call, timeout=self.timeout + 10.0) for call in calls]
+        theirs = self._results(calls)
         return [name for name, mine in zip(names, ours, strict=True)
                 if any(of_worker[name] != mine for of_worker in theirs)]
 
@@ -188,8 +189,7 @@ class FleetLoRA(ObjectStoreSync):
 
     def _trained(self) -> Iterable[tuple[str, Tensor]]:
         self.tell("adapters")
-        whole = whole_adapters(self.model)
-        return flat({name: adapter.tensors() for name, adapter in whole.items()}).items()
+        return engine_factors(self.model).items()
 
     @torch.no_grad()
     def _differing(self, part: Part) -> list[str]:
@@ -198,8 +198,7 @@ class FleetLoRA(ObjectStoreSync):
         values = self.pool.put(Packed.of(ours))
         calls = [self.pool.send(number, "differing_adapter", values, self.timeout)
                  for number in self.pool.usable]
-        found = {name for call in calls
-                 for name in self.pool.result(call, timeout=self.timeout + 10.0)}
+        found = {name for names in self._results(calls) for name in names}
         return [name for name in ours if name in found]
 
 

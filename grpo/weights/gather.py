@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -85,29 +86,30 @@ class TrainerRanks:
         return {name: whole.to("cpu", copy=True).contiguous() for name, whole in self.whole(named)
                 if self.leads}
 
-    def agree(self, succeeded: bool) -> None:
-        """Let every rank know whether the leading one succeeded; call it in a ``finally``.
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """At its end every rank knows whether the leading one got there.
 
         Raises:
             RuntimeError: on the other ranks, if it did not.
         """
-        if self.count > 1:
-            failed = torch.tensor([not succeeded], dtype=torch.uint8, device=self.device)
-            dist.broadcast(failed, 0)
-            if failed and not self.leads:
-                raise RuntimeError("rank 0 could not hand the weights on; its error says why")
+        succeeded = False
+        try:
+            yield
+            succeeded = True
+        finally:
+            if self.count > 1:
+                failed = torch.tensor([not succeeded], dtype=torch.uint8, device=self.device)
+                dist.broadcast(failed, 0)
+                if failed and not self.leads:
+                    raise RuntimeError("rank 0 could not hand the weights on; its error says why")
 
-    def tell(self, text: str) -> str:
-        """The leading rank's ``text``, on every rank."""
-        if self.count == 1:
-            return text
-        size = torch.tensor([len(text.encode())], device=self.device)
-        dist.broadcast(size, 0)
-        content = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        if self.leads:
-            content.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
-        dist.broadcast(content, 0)
-        return bytes(content.cpu().numpy()).decode()
+    def tell(self, *values: Any) -> list[Any]:
+        """The leading rank's ``values``, on every rank."""
+        said = list(values)
+        if self.count > 1:
+            dist.broadcast_object_list(said, src=0, device=self.device)
+        return said
 
     def total(self, number: int) -> int:
         """Sum of the ranks' numbers."""

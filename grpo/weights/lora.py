@@ -14,17 +14,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import Tensor, nn
 
-from grpo.weights.adapters import (
-    Adapter,
-    adapters,
-    save_adapter,
-    whole_adapters,
-)
+from grpo.weights.adapters import Adapter, adapters, engine_factors, save_adapter
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import Tell, TrainerRanks, tell_nobody
 from grpo.weights.lora_slot import AdapterSlot, differing_factors, lora_request, shapes_of
 from grpo.weights.shared import WeightSync
-from grpo.weights.worker import lora as lora_worker
+from grpo.weights.worker.lora import flat
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -100,7 +95,7 @@ class LoRASync(WeightSync):
             engine, {key: a.shape for key, a in self.adapters.items()}, name=name,
             adapter_id=adapter_id, load=how == "load", timeout=timeout)
         self.how = self._choose(how)
-        self._update()
+        self.target.write(self._values())
         if self.how == "views":
             for param_name, param in self._params().items():
                 param.data = self.target.held[param_name]
@@ -117,7 +112,7 @@ class LoRASync(WeightSync):
             RuntimeError: if the engine dropped the adapter, or still runs requests, whose cached
                 keys and values cannot be dropped.
         """
-        self._update()
+        self.target.write(self._values())
         if not self.engine.reset_prefix_cache(timeout=self.timeout):
             raise RuntimeError("the engine refused to reset its prefix cache because requests are "
                                "still running; finish or abort them before publishing weights")
@@ -141,26 +136,22 @@ class LoRASync(WeightSync):
         if self.how == "views":
             for param in self._params().values():
                 param.data = param.data.clone()
-        self.target.access.close()
+        self.target.close()
 
-    def _update(self) -> None:
-        self.target.write(self._values())
-
-    def _params(self) -> dict[str, nn.Parameter]:
-        return {f"{key}.{part}": param for key, adapter in self.adapters.items()
-                for part, param in (("lora_A", adapter.a), ("lora_B", adapter.b))}
+    def _params(self) -> dict[str, Tensor]:
+        return flat({key: adapter.factors() for key, adapter in self.adapters.items()})
 
     def _values(self) -> dict[str, Tensor]:
         """The factors as the engine keeps them, the scaling folded into B."""
         self.tell("adapters")
-        return lora_worker.flat({key: a.tensors() for key, a in whole_adapters(self.model).items()})
+        return engine_factors(self.model)
 
     def _choose(self, how: How) -> How:
         """What ``how`` comes to."""
         if self.target.loads:
             if how not in ("auto", "load"):
                 raise ValueError(f"how={how!r} is impossible: the engine has "
-                                 f"{self.target.access.workers} workers with a shard each. Use "
+                                 f"{self.target.workers} workers with a shard each. Use "
                                  "how='load' or 'auto'")
             return "load"
         obstacles = self._obstacles_to_views(self.target.held)
@@ -243,6 +234,5 @@ class HTTPLoRASync(WeightSync):
 
     def differing(self, part: Part = ALL) -> list[str]:
         """Factors whose values differ in the server's memory, in the adapter that requests use."""
-        values = lora_worker.flat({key: a.tensors() for key, a in adapters(self.model).items()})
-        values = dict(part.choose(values.items()))
+        values = dict(part.choose(engine_factors(self.model).items()))
         return differing_factors(self.client.lora_fingerprints(shapes_of(values)), values)

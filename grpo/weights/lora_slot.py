@@ -14,7 +14,6 @@ from grpo.weights.handover import Handover, export_shared_memory, map_tensors, r
 from grpo.weights.worker import lora as lora_worker
 
 if TYPE_CHECKING:
-    from vllm.lora.model_manager import LoRAModelManager
     from vllm.lora.request import LoRARequest
 
 
@@ -42,6 +41,7 @@ class AdapterSlot:
 
     Attributes:
         slot: its number.
+        workers: how many have a part of the engine's model.
         loads: whether values are taken up as a new adapter.
         held: the parts of the slot that the adapter's rank uses; none where ``loads``.
 
@@ -54,12 +54,15 @@ class AdapterSlot:
         self, engine: EngineHandle, shapes: dict[str, tuple[int, int, int]], *,
         name: str = "policy", adapter_id: int = 1, load: bool = False, timeout: float = 60.0,
     ) -> None:
-        self.name = name
-        self.access = slot_access(engine, adapter_id, timeout=timeout)
-        self.slot = self.access.open({module: list(shape) for module, shape in shapes.items()})
-        self.loads, self.held = load or self.access.workers > 1, {}
+        self.engine, self.name, self.timeout = engine, name, timeout
+        self.adapter_id = adapter_id
+        slots = self._call("lora_open", {module: list(shape) for module, shape in shapes.items()})
+        self.slot, self.workers = slots[0], len(slots)
+        self.loads, self.held = load or self.workers > 1, {}
+        self._staged: dict[str, Tensor] = {}
+        self._handover: Handover | None = None
         if not self.loads:
-            buffers = self.access.map()
+            buffers = self._map()
             self.held = {
                 f"{module}.{part}": lora_worker.narrow(buffers[f"{module}.{part}"], part, shape)
                 for module, (rank, inputs, outputs) in shapes.items()
@@ -73,9 +76,9 @@ class AdapterSlot:
             RuntimeError: if the engine has dropped the adapter.
         """
         if self.loads:
-            self.slot = self.access.load(values)
+            self.slot = self._call("lora_load", self._stage(values))[0]
             return
-        if (slot := self.access.slot()) != self.slot:
+        if (slot := self._slot_now()) != self.slot:
             raise RuntimeError(
                 f"the engine moved adapter {self.name!r} from slot {self.slot} to {slot}; removing "
                 "it or reloading the engine's weights does that. A new LoRASync gives it a "
@@ -89,9 +92,43 @@ class AdapterSlot:
 
     def differing(self, values: dict[str, Tensor]) -> list[str]:
         """Names of the values that differ in the engine, by fingerprint of the slot it uses."""
-        if not self.loads and self.access.slot() != self.slot:
+        if not self.loads and self._slot_now() != self.slot:
             return list(values)
-        return differing_factors(self.access.fingerprints(shapes_of(values)), values)
+        return differing_factors(self._call("lora_fingerprints", shapes_of(values)), values)
+
+    def close(self) -> None:
+        """Give the slot back."""
+        self._call("lora_close")
+        if self._handover is not None:
+            release(self._handover)
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """Each worker's answer, see :class:`~grpo.weights.worker.lora.LoRAMethods`."""
+        return self.engine.collective_rpc(method, self.adapter_id, *args, timeout=self.timeout)
+
+    def _slot_now(self) -> int | None:
+        return self._call("lora_slot")[0]
+
+    def _map(self) -> dict[str, Tensor]:
+        """The slot's memory, at the engine's full rank."""
+        if isinstance(self.engine, InProcessEngine) and not self.engine.workers:
+            registry = lora_worker.adapter_registry(engine_module(self.engine.llm))
+            return lora_worker.flat(lora_worker.slot_factors(registry, self.adapter_id))
+        exported, = self.engine.collective_rpc("lora_export", timeout=self.timeout)
+        return {name: buffer[self.slot, 0]
+                for name, buffer in map_tensors(Handover.from_dict(exported)).items()}
+
+    @torch.no_grad()
+    def _stage(self, values: dict[str, Tensor]) -> dict[str, Any]:
+        """A handover of values to copy; they are megabytes, so the CPU's memory will do."""
+        if self._handover is None:
+            self._staged = {name: torch.empty(value.shape, dtype=value.dtype)
+                            for name, value in values.items()}
+            self._handover = export_shared_memory(self._staged, model="LoRA adapter",
+                                                  owner="trainer")
+        for name, value in values.items():
+            self._staged[name].copy_(value)
+        return self._handover.to_dict()
 
 
 def shapes_of(values: dict[str, Tensor]) -> dict[str, list[int]]:
@@ -117,103 +154,3 @@ def differing_factors(
              if theirs != mine}
     found |= {name for of_worker in held for name in values if name not in of_worker}
     return [name for name in values if name in found]
-
-
-def slot_access(
-    engine: EngineHandle, adapter_id: int, *, timeout: float
-) -> LocalSlot | RemoteSlot:
-    """Direct access to an engine of this process, or access through its workers' methods."""
-    if isinstance(engine, InProcessEngine) and not engine.workers:
-        model = engine_module(engine.llm)
-        return LocalSlot(lora_worker.adapter_registry(model), adapter_id)
-    return RemoteSlot(engine, adapter_id, timeout=timeout)
-
-
-class LocalSlot:
-    """The slot of an engine in this process.
-
-    Factors are called ``module.lora_A`` and ``module.lora_B``.
-
-    Attributes:
-        workers: processes that hold a part of the engine's model.
-    """
-
-    workers = 1
-
-    def __init__(self, registry: LoRAModelManager, adapter_id: int) -> None:
-        self.registry, self.adapter_id = registry, adapter_id
-
-    def open(self, shapes: dict[str, list[int]]) -> int:
-        """Give the adapter a slot of zeros and return its number."""
-        return lora_worker.open_slot(self.registry, self.adapter_id, shapes)
-
-    def slot(self) -> int | None:
-        """The adapter's slot now."""
-        return lora_worker.slot_of(self.registry, self.adapter_id)
-
-    def map(self) -> dict[str, Tensor]:
-        """The slot's memory, at the engine's full rank."""
-        return lora_worker.flat(lora_worker.slot_factors(self.registry, self.adapter_id))
-
-    def load(self, values: dict[str, Tensor]) -> int:
-        """Install the adapter anew and return its slot."""
-        return lora_worker.load_slot(self.registry, self.adapter_id, lora_worker.nested(values))
-
-    def fingerprints(self, shapes: dict[str, list[int]]) -> list[dict[str, list]]:
-        """What each worker's slot holds of each factor."""
-        return [lora_worker.slot_fingerprints(self.registry, self.adapter_id, shapes)]
-
-    def close(self) -> None:
-        """Give the slot back."""
-        self.registry.remove_adapter(self.adapter_id)
-
-
-class RemoteSlot:
-    """As :class:`LocalSlot`, of workers with :class:`~grpo.weights.worker.lora.LoRAMethods`.
-
-    Values that the workers are to copy are laid out in shared memory of this process; they are
-    megabytes, so this is done on the CPU for GPUs as well.
-    """
-
-    def __init__(self, engine: EngineHandle, adapter_id: int, *, timeout: float) -> None:
-        self.engine, self.adapter_id, self.timeout = engine, adapter_id, timeout
-        self.workers = 1
-        self.staged: dict[str, Tensor] = {}
-        self.handover: Handover | None = None
-
-    def open(self, shapes: dict[str, list[int]]) -> int:
-        slots = self._call("lora_open", self.adapter_id, shapes)
-        self.workers = len(slots)
-        return slots[0]
-
-    def slot(self) -> int | None:
-        return self._call("lora_slot", self.adapter_id)[0]
-
-    def map(self) -> dict[str, Tensor]:
-        handover = Handover.from_dict(self._call("lora_export")[0])
-        slot = self.slot()
-        return {name: buffer[slot, 0] for name, buffer in map_tensors(handover).items()}
-
-    def load(self, values: dict[str, Tensor]) -> int:
-        return self._call("lora_load", self.adapter_id, self._stage(values))[0]
-
-    def fingerprints(self, shapes: dict[str, list[int]]) -> list[dict[str, list]]:
-        return self._call("lora_fingerprints", self.adapter_id, shapes)
-
-    def close(self) -> None:
-        self._call("lora_close", self.adapter_id)
-        if self.handover is not None:
-            release(self.handover)
-
-    @torch.no_grad()
-    def _stage(self, values: dict[str, Tensor]) -> dict[str, Any]:
-        if self.handover is None:
-            self.staged = {name: torch.empty(value.shape, dtype=value.dtype)
-                           for name, value in values.items()}
-            self.handover = export_shared_memory(self.staged, model="LoRA adapter", owner="trainer")
-        for name, value in values.items():
-            self.staged[name].copy_(value)
-        return self.handover.to_dict()
-
-    def _call(self, method: str, *args: Any) -> list[Any]:
-        return self.engine.collective_rpc(method, *args, timeout=self.timeout)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo.weights.canary import StaleWeightsError
+from grpo.weights.diagnosis import some_groups
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.shared import WeightSync
 
@@ -186,8 +187,6 @@ class WeightProof:
         self.weights.publish()
 
     def _complaint(self, names: list[str], what: str, fix: str) -> str:
-        from grpo.weights.diagnosis import some_groups  # which knows the canary
-
         return (f"policy version {self.weights.version}: {what}; {len(names)} of the tensors "
                 f"compared differ to the bit: {some_groups(names)}. If these are all, publish() "
                 "sent nothing, or one of several engines missed it: look at the engine's log and "

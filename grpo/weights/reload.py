@@ -23,7 +23,14 @@ from grpo.weights.channel import Deadline, TransferError
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import TrainerRanks
 from grpo.weights.shared import WeightSync
-from grpo.weights.transfer import check_option, compare, describe_workers, go_on, make_plan
+from grpo.weights.transfer import (
+    agreed_plan,
+    check_option,
+    compare,
+    describe_workers,
+    go_on,
+    make_plan,
+)
 
 if TYPE_CHECKING:
     from grpo.policies.handle import EngineHandle
@@ -56,17 +63,14 @@ class CheckpointSync(WeightSync):
             TransferError: at the deadline, naming what was waited for, or with the engine's error.
                 The checkpoint stays; so does the one before it.
         """
-        version, succeeded = self.version + 1, False
+        version = self.version + 1
         deadline = Deadline(self.timeout, f"publishing weights {version}",
                             fix=f"the checkpoint is in {self.folder}; look at the engine's log")
-        try:
+        with self.trainer.agreed():
             path = write_checkpoint(self.model, self.tokenizer, self.folder, version)
             if self.trainer.leads:
                 self._serve(path, version, deadline)
                 remove_checkpoints(self.folder, keep=path)
-            succeeded = True
-        finally:
-            self.trainer.agree(succeeded)
         self.version = version
         return version
 
@@ -118,15 +122,7 @@ class CheckpointReload(CheckpointSync):
         super().__init__(model, tokenizer, folder, engine=engine, timeout=timeout, version=version)
         check_option("pause_mode", pause_mode, PauseMode)
         self.pause_mode = pause_mode
-        if self.trainer.leads != (engine is not None):
-            raise ValueError("rank 0 of the trainer, and no other, needs the engine's handle")
-        matches = False
-        try:
-            if engine is not None:
-                make_plan(dict(model.named_parameters()), describe_workers(engine, timeout=timeout))
-            matches = True
-        finally:
-            self.trainer.agree(matches)
+        agreed_plan(model, self.trainer, engine, timeout=timeout)
 
     def _serve(self, path: Path, version: int, deadline: Deadline) -> None:
         self._refuse_adapters(deadline)

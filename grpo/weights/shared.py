@@ -57,11 +57,7 @@ class WeightSync(ABC):
 
     @abstractmethod
     def differing(self, part: Part = ALL) -> list[str]:
-        """Names of the trainer's parameters whose values differ in the engine, to the bit.
-
-        Args:
-            part: of the parameters, to compare some only.
-        """
+        """Names of the trainer's parameters, or a part of them, whose bits differ in the engine."""
 
     def unshared(self) -> list[str]:
         """Names of parameters that were shared with the engine and no longer are.
@@ -124,12 +120,33 @@ class SameModule(WeightSync):
                 and not (name in theirs and torch.equal(theirs[name], param))]
 
 
-class SingleCopy(WeightSync):
-    """The trainer's parameters are views into an in-process engine's tensors.
+class _OneCopy(WeightSync):
+    """The trainer's parameters are views of an engine's tensors.
 
     An optimizer that writes in place has then already updated the engine; what :meth:`publish`
     adds is that pending GPU work is finished and that the engine forgets keys and values which
     the old weights had computed.
+    """
+
+    def _share(self, model: nn.Module, tensors: dict[str, Tensor], loaded: str) -> None:
+        """Make the parameters views; ``loaded`` says what it means if their values differ."""
+        self.model, params = model, base_parameters(model)
+        self.places: dict[str, Place] = engine_layout(params, tensors)
+        self.device = next(iter(tensors.values())).device
+        if different := self.differing():
+            raise ValueError(f"{loaded}; they differ in {some_names(different)}"
+                             f"{_of_experts(different, params)}")
+        for name, param in params.items():
+            param.data = view(self.places[name], tensors)
+        self._ours = parameter_reader(model)
+        for module in model.modules():  # rotary tables and the like are not the engine's
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = buffer.to(self.device)
+
+
+class SingleCopy(_OneCopy):
+    """One copy with an engine of this process.
 
     Args:
         model: the trainer's model, loaded from the same checkpoint as the engine. Its parameters
@@ -142,23 +159,12 @@ class SingleCopy(WeightSync):
     """
 
     def __init__(self, model: nn.Module, engine: LLM, *, version: int = 0) -> None:
-        self.model, self.engine, self.version = model, engine, version
+        self.engine, self.version = engine, version
         self.engine_params = base_parameters(engine_module(engine))
-        trainer_params = base_parameters(model)
-        self.places: dict[str, Place] = engine_layout(trainer_params, self.engine_params)
-        self.device = next(iter(self.engine_params.values())).device
-        different = self.differing()
-        if different:
-            raise ValueError("trainer and engine were loaded from different weights; they differ "
-                             f"in {some_names(different)}{_of_experts(different, trainer_params)}")
-        for name, param in trainer_params.items():
-            param.data = view(self.places[name], self.engine_params)
-        self._addresses = {name: param.data_ptr() for name, param in trainer_params.items()}
-        self._ours, self._theirs = parameter_reader(model), parameter_reader(engine_module(engine))
-        for module in model.modules():  # rotary tables and the like are not the engine's
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[key] = buffer.to(self.device)
+        self._share(model, self.engine_params,
+                    "trainer and engine were loaded from different weights")
+        self._addresses = {name: param.data_ptr() for name, param in self._ours().items()}
+        self._theirs = parameter_reader(engine_module(engine))
 
     def publish(self, *, now: bool = False) -> int:
         """Finish pending writes, drop the engine's cached keys and values, count the version.
@@ -193,11 +199,10 @@ class SingleCopy(WeightSync):
                 if param.data_ptr() != self._addresses[name]]
 
 
-class SharedCopy(WeightSync):
-    """The trainer's parameters are views into memory that an engine in another process uses too.
+class SharedCopy(_OneCopy):
+    """One copy with an engine in another process.
 
     The engine owns the memory and exports it: on a CPU a shared file, on a GPU a CUDA IPC mapping.
-    As with :class:`SingleCopy`, an optimizer that writes in place has already updated the engine.
 
     Args:
         model: the trainer's model, loaded from the same checkpoint as the engine. Its parameters
@@ -212,38 +217,17 @@ class SharedCopy(WeightSync):
         HandoverError: if the engine's memory cannot be mapped.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        engine: EngineHandle,
-        *,
-        timeout: float = 60.0,
-        version: int = 0,
-    ) -> None:
-        self.model, self.engine, self.timeout, self.version = model, engine, timeout, version
-        self.tensors = self._map_engine()
-        params = base_parameters(model)
-        self.places: dict[str, Place] = engine_layout(params, self.tensors)
-        self.device = next(iter(self.tensors.values())).device
-        if different := self.differing():
-            raise ValueError(f"trainer and {engine} were loaded from different weights, or the "
-                             f"engine does not use this memory; they differ in "
-                             f"{some_names(different)}{_of_experts(different, params)}")
-        for name, param in params.items():
-            param.data = view(self.places[name], self.tensors)
-        self._ours = parameter_reader(model)
-        for module in model.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[key] = buffer.to(self.device)
-
-    def _map_engine(self) -> dict[str, Tensor]:
-        answers = self.engine.collective_rpc("export_weights", timeout=self.timeout)
+    def __init__(self, model: nn.Module, engine: EngineHandle, *, timeout: float = 60.0,
+                 version: int = 0) -> None:
+        self.engine, self.timeout, self.version = engine, timeout, version
+        answers = engine.collective_rpc("export_weights", timeout=timeout)
         if len(answers) != 1:
-            raise ValueError(f"{self.engine} has {len(answers)} workers, each with a part of every "
+            raise ValueError(f"{engine} has {len(answers)} workers, each with a part of every "
                              "tensor; one copy needs tensor_parallel_size=1, use weights that are "
                              "copied")
-        return map_tensors(Handover.from_dict(answers[0], source=str(self.engine)))
+        self.tensors = map_tensors(Handover.from_dict(answers[0], source=str(engine)))
+        self._share(model, self.tensors, f"trainer and {engine} were loaded from different "
+                                         "weights, or the engine does not use this memory")
 
     def publish(self, *, now: bool = False) -> int:
         """Finish pending writes, drop the engine's cached keys and values, count the version.
@@ -257,7 +241,8 @@ class SharedCopy(WeightSync):
             torch.cuda.synchronize(self.device)
         # Also where there is no GPU: only an answer of the worker proves that it lives.
         self.engine.collective_rpc("synchronize", timeout=self.timeout)
-        while not self.engine.reset_prefix_cache(timeout=self._left(deadline)):
+        # Enough for one answer after the deadline.
+        while not self.engine.reset_prefix_cache(timeout=max(1.0, deadline - time.monotonic())):
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"waited {self.timeout:g} s for {self.engine} to reset its prefix cache, but "
@@ -267,11 +252,6 @@ class SharedCopy(WeightSync):
         self.version += 1
         self.engine.set_version(self.version)
         return self.version
-
-    @staticmethod
-    def _left(deadline: float) -> float:
-        """Seconds until ``deadline``, and enough for one answer after it."""
-        return max(1.0, deadline - time.monotonic())
 
     @torch.no_grad()
     def differing(self, part: Part = ALL) -> list[str]:

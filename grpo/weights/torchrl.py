@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torchrl.weight_update import WeightSyncScheme
+from torchrl.weight_update import NoWeightSyncScheme
 
 from grpo.weights.shared import WeightSync
 
 
-class PublishScheme(WeightSyncScheme):
+class PublishScheme(NoWeightSyncScheme):
     """A scheme whose updates are ``weights.publish()``.
 
     Use it as ``Collector(weight_sync_schemes={"policy": scheme})``, or as
@@ -72,26 +72,6 @@ class PublishScheme(WeightSyncScheme):
                              "engine; leave it out")
         self.publisher.publish()
 
-    def receive(self, timeout: float | None = None) -> None:
-        """Nothing arrives here: the engine has the weights already."""
-
-    def create_transport(self, **kwargs: Any) -> PublishReceiver:
-        """What TorchRL asks for where it moves tensors; there are none to move."""
-        return PublishReceiver()
-
-    def _init_on_sender_impl(self, model_id: str = "policy", context: Any = None,
-                             **kwargs: Any) -> None:
-        self.model_id, self.context = model_id, context
-
-    def _init_on_receiver_impl(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        self.model_id, self.context = model_id, context
-
-    def _setup_connection_and_weights_on_sender_impl(self, **kwargs: Any) -> None:
-        """The engine holds the trainer's first weights by construction."""
-
-    def _setup_connection_and_weights_on_receiver_impl(self, **kwargs: Any) -> None:
-        """See above."""
-
     def __getstate__(self) -> dict[str, Any]:
         # Workers get the scheme pickled; the engine's handle stays with the trainer.
         return {**super().__getstate__(), "publisher": None}
@@ -147,9 +127,3 @@ class PublishReceiver:
     def poll_and_apply(self, timeout: float = 0.0) -> bool:
         """No update is ever pending."""
         return False
-
-    def send_weights(self, weights: Any) -> None:
-        """Nothing to send."""
-
-    def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> None:
-        """Nothing to receive."""

@@ -7,6 +7,7 @@ engine can share memory, :class:`~grpo.weights.shared.SingleCopy` needs no copy 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -92,27 +93,15 @@ class WeightTransfer(WeightSync):
         self.model, self.engine, self.version = model, engine, version
         self.backend, self.bucket_bytes, self.host = backend, bucket_bytes, host
         self.pause_mode, self.timeout, self.tell = pause_mode, timeout, tell
-        params = dict(model.named_parameters())
-        self.device = next(iter(params.values())).device
         self.trainer = TrainerRanks(model)
-        if self.trainer.leads != (engine is not None):
-            raise ValueError("rank 0 of the trainer, and no other, needs the engine's handle")
+        self.device = self.trainer.device
         if backend == "nccl" and self.device.type != "cuda":
             raise ValueError(f"backend='nccl' sends from GPU to GPU, but the model is on "
                              f"{self.device}; use backend='gloo'")
         # Ranks that share the engine's GPUs write into its memory, each on its own.
         self._all_ranks_send = backend == "ipc" and self.trainer.count > 1
         self._path: Any = None
-        self.workers: list[dict[str, Any]] = []  # known to the leading rank
-        self.plan: list[dict[str, Any]] = []
-        matches = False
-        try:
-            if self.trainer.leads:
-                self.workers = describe_workers(engine, timeout=timeout)
-                self.plan = make_plan(params, self.workers)
-            matches = True
-        finally:
-            self.trainer.agree(matches)
+        self.workers, self.plan = agreed_plan(model, self.trainer, engine, timeout=timeout)
 
     def publish(self, *, now: bool = False) -> int:
         """Give the engine the trainer's current weights.
@@ -124,20 +113,16 @@ class WeightTransfer(WeightSync):
             TransferError: at the deadline, naming what was waited for, or with the engine's error.
         """
         self.tell("publish", self.version)
-        succeeded = False
         deadline = Deadline(self.timeout, f"publishing weights {self.version + 1}", fix=_CONNECT)
-        try:
+        with self.trainer.agreed(), ExitStack() as after_a_failure:
+            after_a_failure.callback(self.close)
             if self._all_ranks_send:
                 self._write(deadline)
             elif self.trainer.leads:
                 self._publish(deadline)
             else:
                 list(self._gathered())  # empty; takes part in the gathering
-            succeeded = True
-        finally:
-            if not succeeded:
-                self.close()
-            self.trainer.agree(succeeded)
+            after_a_failure.pop_all()
         self.version += 1
         return self.version
 
@@ -184,13 +169,9 @@ class WeightTransfer(WeightSync):
             self._path = WrittenPath(self.model, self.trainer, self.engine, plan=self.plan,
                                      workers=self.workers, deadline=deadline)
         deadline.fix = _RETRY
-        paused = False
-        try:
+        with self.trainer.agreed():
             if self.trainer.leads:
                 self.engine.pause(self.pause_mode, timeout=deadline.left("the engine to pause"))
-            paused = True
-        finally:
-            self.trainer.agree(paused)
         self._path.send()
         if self.trainer.leads:
             go_on(self.engine, self.version + 1, deadline)
@@ -256,6 +237,24 @@ def compare(wholes: Iterator[Tensor], engine: EngineHandle, plan: list[dict[str,
     return [item["name"] for number, item in enumerate(plan)
             if any([ours[number][piece] for piece in pieces] != found[number]
                    for pieces, found in zip(held[number], theirs, strict=True))]
+
+
+def agreed_plan(
+    model: nn.Module, trainer: TrainerRanks, engine: EngineHandle | None, *, timeout: float
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The workers' descriptions and the plan on the leading rank; every rank calls it.
+
+    Raises:
+        ValueError: if another rank than the leading one has an engine, or that one has none.
+        LayoutError: if the models do not match.
+    """
+    if trainer.leads != (engine is not None):
+        raise ValueError("rank 0 of the trainer, and no other, needs the engine's handle")
+    with trainer.agreed():
+        if engine is None:
+            return [], []
+        workers = describe_workers(engine, timeout=timeout)
+        return workers, make_plan(dict(model.named_parameters()), workers)
 
 
 def describe_workers(engine: EngineHandle, *, timeout: float) -> list[dict[str, Any]]:

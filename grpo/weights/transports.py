@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -202,17 +201,17 @@ class WrittenPath:
                  deadline: Deadline) -> None:
         self.model, self.trainer = model, trainer
         memory: list[Any] | None = None
-        try:
+        with trainer.agreed():
             if trainer.leads:
                 memory = engine.collective_rpc(
                     "export_weights", timeout=deadline.left("the engine to hand over its memory"))
-        finally:
-            trainer.agree(memory is not None or not trainer.leads)
-        document = trainer.tell(json.dumps([plan, workers, memory]))
-        plan, described, handovers = json.loads(document)
+        plan, workers, handovers = trainer.tell(plan, workers, memory)
         mine = [(worker, Handover.from_dict(raw)) for worker, raw in
-                zip(described, handovers, strict=True) if self._is_mine(raw)]
-        self._check_coverage(len(mine), len(handovers))
+                zip(workers, handovers, strict=True) if self._is_mine(raw)]
+        if (covered := trainer.total(len(mine))) != len(handovers):
+            raise TransferError(f"the trainer's ranks share the devices of {covered} of the "
+                                f"engine's {len(handovers)} workers; place them on the same GPUs, "
+                                "or use backend='nccl' between separate ones")
         self.targets: list[list[tuple[Tensor, Piece]]] = [[] for _ in plan]
         failure = None
         try:
@@ -263,9 +262,3 @@ class WrittenPath:
             return self.trainer.leads
         uuid = str(torch.cuda.get_device_properties(self.trainer.device).uuid)
         return handover["storages"][0]["handle"]["gpu"] == uuid
-
-    def _check_coverage(self, mine: int, workers: int) -> None:
-        if (covered := self.trainer.total(mine)) != workers:
-            raise TransferError(f"the trainer's ranks share the devices of {covered} of the "
-                                f"engine's {workers} workers; place them on the same GPUs, or use "
-                                "backend='nccl' between separate ones")

@@ -24,7 +24,6 @@ from grpo.weights.adapters import (
 from grpo.weights.canary import Canary, StaleWeightsError
 from grpo.weights.layout import base_parameters, engine_layout, view
 from grpo.weights.lora import LoRASync
-from grpo.weights.lora_slot import RemoteSlot, differing_factors, shapes_of
 
 from . import steps
 from .steps import PROMPTS, gap, load, train_once
@@ -273,14 +272,3 @@ def test_writing_in_place_is_faster_than_loading(make, record_property):
     print(f"an update by load takes {seconds['load'] / seconds['write']:.1f} times one by write, "
           f"{1e3 * seconds['write']:.2f} ms")
     assert seconds["write"] < seconds["load"]
-
-
-def test_values_can_be_sent_to_an_engine_of_this_process_like_to_another(make, engine):
-    model, sync, _ = make("write", 4, 8)
-    remote = RemoteSlot(engine, sync.adapter_id, timeout=30.0)
-    values = {f"{name}.{part}": tensor for name, adapter in adapters(model).items()
-              for part, tensor in adapter.tensors().items()}
-    assert differing_factors(remote.fingerprints(shapes_of(values)), values) == []
-    values["model.layers.0.mlp.up_proj.lora_A"] = values["model.layers.0.mlp.up_proj.lora_A"] + 1
-    assert differing_factors(remote.fingerprints(shapes_of(values)), values) == [
-        "model.layers.0.mlp.up_proj.lora_A"]

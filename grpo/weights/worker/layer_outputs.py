@@ -6,6 +6,7 @@ The same recorder reads a Hugging Face model and vLLM's; in another process it i
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -40,33 +41,28 @@ class LayerRecorder:
     def __init__(self, model: nn.Module, *, position: int) -> None:
         self.model, self.position = model, position
         self.outputs: dict[str, Tensor] = {}
-        self._hooks: list[Any] = []
-        self._uncompiled: list[nn.Module] = []
+        self._undo = ExitStack()
 
     def __enter__(self) -> LayerRecorder:
         parent, layers = _decoder(self.model)
-        if layers:
-            self._hooks.append(layers[0].register_forward_pre_hook(
+        if layers:  # a hook is a context, whose end removes it
+            self._undo.enter_context(layers[0].register_forward_pre_hook(
                 lambda _, args, kwargs: self._keep("embed_tokens", [*args, *kwargs.values()]),
                 with_kwargs=True))
         named = [(f"layers.{number}", layer) for number, layer in enumerate(layers)]
         if isinstance(getattr(parent, "norm", None), nn.Module):
             named.append(("norm", parent.norm))
         for name, module in named:
-            self._hooks.append(module.register_forward_hook(
+            self._undo.enter_context(module.register_forward_hook(
                 lambda _, args, output, name=name: self._keep(name, output)))
-        self._uncompiled = [module for module in self.model.modules()
-                            if getattr(module, "do_not_compile", None) is False]
-        for module in self._uncompiled:
-            module.do_not_compile = True
+        for module in self.model.modules():
+            if getattr(module, "do_not_compile", None) is False:
+                self._undo.callback(setattr, module, "do_not_compile", False)
+                module.do_not_compile = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for module in self._uncompiled:
-            module.do_not_compile = False
-        self._hooks, self._uncompiled = [], []
+        self._undo.close()
 
     def _keep(self, name: str, values: Any) -> None:
         values = values if isinstance(values, tuple | list) else [values]

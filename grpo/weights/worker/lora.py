@@ -34,8 +34,24 @@ class LoRAMethods:
     _exported_buffers: dict[str, Any] | None = None
 
     def lora_open(self, adapter_id: int, shapes: dict[str, list[int]]) -> int:
-        """Give an adapter a slot, all zeros; see :func:`open_slot`."""
-        return open_slot(self._adapter_registry(), adapter_id, shapes)
+        """Register an adapter of zeros, activate it and pin it to its slot.
+
+        Pinned, because an adapter that vLLM moved out and in again would come back with the values
+        it was registered with.
+
+        Args:
+            adapter_id: a positive integer of its own for each adapter.
+            shapes: module name to ``[rank, in, out]``.
+
+        Returns:
+            The slot's number.
+
+        Raises:
+            ValueError: naming each module the engine cannot adapt, or not with that shape or rank.
+        """
+        return self._install(adapter_id, {
+            name: {"lora_A": torch.zeros(rank, inputs), "lora_B": torch.zeros(outputs, rank)}
+            for name, (rank, inputs, outputs) in shapes.items()})
 
     def lora_slot(self, adapter_id: int) -> int | None:
         """Number of the slot an adapter is active in; None: it is in none."""
@@ -57,13 +73,23 @@ class LoRAMethods:
         return self._exported_buffers
 
     def lora_load(self, adapter_id: int, handover: dict[str, Any]) -> int:
-        """Install an adapter from the trainer's memory; see :func:`load_slot`."""
-        values = nested(map_tensors(Handover.from_dict(handover)))
-        return load_slot(self._adapter_registry(), adapter_id, values)
+        """Install an adapter with copies of these values, in place of the one of the same id.
+
+        vLLM cuts the factors for tensor parallelism itself. Returns and raises as
+        :meth:`lora_open`.
+        """
+        values = map_tensors(Handover.from_dict(handover))
+        return self._install(adapter_id, nested({
+            name: value.clone() for name, value in values.items()}))
 
     def lora_fingerprints(self, adapter_id: int, shapes: dict[str, list[int]]) -> dict[str, list]:
         """What the slot holds of each factor; see :func:`slot_fingerprints`."""
         return slot_fingerprints(self._adapter_registry(), adapter_id, shapes)
+
+    def _install(self, adapter_id: int, tensors: dict[str, Factors]) -> int:
+        registry = self._adapter_registry()
+        _check_shapes(registry, tensors)
+        return _install(registry, adapter_id, tensors)
 
     def _adapter_registry(self) -> LoRAModelManager:
         return adapter_registry(self.model_runner.get_model())
@@ -80,54 +106,6 @@ def adapter_registry(model: torch.nn.Module) -> LoRAModelManager:
         raise RuntimeError("the engine was started without LoRA; start it with enable_lora=True "
                            "and a max_lora_rank of at least the adapter's rank")
     return registry
-
-
-def open_slot(
-    registry: LoRAModelManager, adapter_id: int, shapes: dict[str, list[int]]
-) -> int:
-    """Register an adapter of zeros, activate it and pin it to its slot.
-
-    Pinned, because an adapter that vLLM moved out and in again would come back with the values it
-    was registered with.
-
-    Args:
-        registry: from :func:`adapter_registry`.
-        adapter_id: a positive integer of its own for each adapter.
-        shapes: module name to ``[rank, in, out]``.
-
-    Returns:
-        The slot's number.
-
-    Raises:
-        ValueError: naming each module the engine cannot adapt, or not with that shape or rank.
-    """
-    _check_shapes(registry, shapes)
-    zeros = {name: {"lora_A": torch.zeros(rank, inputs), "lora_B": torch.zeros(outputs, rank)}
-             for name, (rank, inputs, outputs) in shapes.items()}
-    return _install(registry, adapter_id, zeros)
-
-
-def load_slot(registry: LoRAModelManager, adapter_id: int, tensors: dict[str, Factors]) -> int:
-    """Install an adapter with these values, in place of the one of the same id.
-
-    vLLM cuts the factors for tensor parallelism itself.
-
-    Args:
-        registry: from :func:`adapter_registry`.
-        adapter_id: the adapter's integer.
-        tensors: module name to its factors; they are copied.
-
-    Returns:
-        The slot's number.
-
-    Raises:
-        ValueError: as :func:`open_slot`.
-    """
-    _check_shapes(registry, {name: [*factors["lora_A"].shape, factors["lora_B"].shape[0]]
-                             for name, factors in tensors.items()})
-    return _install(registry, adapter_id, {
-        name: {part: tensor.clone() for part, tensor in factors.items()}
-        for name, factors in tensors.items()})
 
 
 def slot_of(registry: LoRAModelManager, adapter_id: int) -> int | None:
@@ -255,13 +233,14 @@ def _places(registry: LoRAModelManager) -> dict[str, _Place]:
     return places
 
 
-def _check_shapes(registry: LoRAModelManager, shapes: dict[str, list[int]]) -> None:
+def _check_shapes(registry: LoRAModelManager, tensors: dict[str, Factors]) -> None:
     places, max_rank = _places(registry), registry.lora_config.max_lora_rank
     problems = []
-    for name, (rank, inputs, outputs) in shapes.items():
+    for name, factors in tensors.items():
         if name not in places:
             problems.append(f"{name}: the engine has no adapter slot for this module")
             continue
+        (rank, inputs), outputs = factors["lora_A"].shape, len(factors["lora_B"])
         held = places[name].buffers()
         theirs = held["lora_A"].shape[-1], held["lora_B"].shape[-2]
         if rank > max_rank:
