@@ -69,10 +69,9 @@ def make_lora(
 ) -> nn.Module:
     """Put adapters into a model and freeze everything else.
 
-    The model is changed in place and keeps its class, so whatever scores or saves it still finds
-    its output head. Its own parameters keep their memory, which may be an engine's. Adapters have
-    the dtype of the weights they sit on: an optimizer with float32 masters loses nothing by it, and
-    the engine can read the very same memory.
+    The model is changed in place and keeps its class and the memory of its parameters, which may be
+    an engine's. Adapters have the dtype of the weights they sit on: an optimizer with float32
+    masters loses nothing by it, and the engine can read the very same memory.
 
     Args:
         model: a Hugging Face causal language model without adapters.
@@ -83,9 +82,6 @@ def make_lora(
         target_modules: last parts of the names of linear modules; None: those of attention and
             feed-forward, of a mixture of experts those of attention.
         layer_indices: decoder layers that get adapters; None: all of them.
-
-    Returns:
-        The model.
 
     Raises:
         ModuleNotFoundError: if peft is not installed.
@@ -124,11 +120,7 @@ def make_lora(
 
 
 def require_peft() -> None:
-    """Raise unless peft, which makes adapters, is installed.
-
-    Raises:
-        ModuleNotFoundError: with the command that installs it.
-    """
+    """Raise ModuleNotFoundError unless peft, which makes adapters, is installed."""
     if importlib.util.find_spec("peft") is None:
         raise ModuleNotFoundError("LoRA needs the peft package: pip install peft")
 
@@ -170,10 +162,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
-    """The adapters of a model, by the Hugging Face name of the module each sits on.
-
-    Args:
-        model: from :func:`make_lora`, or a ``PeftModel``.
+    """The adapters of a model, also of a ``PeftModel``, by the Hugging Face name of their module.
 
     Raises:
         ValueError: if there is none, or for kinds of adapters that are more than two factors.
@@ -246,13 +235,8 @@ def adapters_disabled(model: nn.Module) -> Iterator[nn.Module]:
 class AdapterDisabledReference:
     """Write the log-probs of the reference policy: the trained model without its adapters.
 
-    What :class:`~grpo.policies.scoring.ReferenceScorer` does with a second model, at no memory.
-
-    Args:
-        model: from :func:`make_lora`. It is neither frozen nor left in another mode.
-        temperature: of the rollouts.
-        max_tokens: token budget of a micro-batch.
-        fp32_head: see :class:`~grpo.objectives.TokenScorer`; as the policy's.
+    What :class:`~grpo.policies.scoring.ReferenceScorer` does with a second model, at no memory and
+    with the same arguments; the model is neither frozen nor left in another mode.
 
     Raises:
         ValueError: if the model has no adapters, and would be its own reference.
@@ -274,11 +258,8 @@ class AdapterDisabledReference:
 def save_adapter(model: nn.Module, folder: str | Path) -> Path:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``, as peft and vLLM read them.
 
-    The folder appears complete or not at all; one that is there already is replaced. Of a sharded
-    model, every rank calls this and rank 0 writes.
-
-    Returns:
-        The folder's absolute path.
+    The folder, whose absolute path is returned, appears complete or not at all; one that is there
+    already is replaced. Of a sharded model, every rank calls this and rank 0 writes.
     """
     from safetensors.torch import save_file
 
@@ -311,10 +292,6 @@ def load_adapter_tensors(folder: str | Path) -> dict[str, Factors]:
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: str | Path) -> None:
     """Give a model's adapters the values that :func:`save_adapter` wrote, in place.
-
-    Args:
-        model: from :func:`make_lora`, with the same modules and ranks.
-        folder: of the adapter.
 
     Raises:
         ValueError: naming the modules that only one side has or whose shapes differ.

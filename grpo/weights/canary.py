@@ -1,9 +1,9 @@
 """Proof after each update that the engine generates with the trainer's weights.
 
-The engine continues a few fixed prompts and reports the log-prob of each token; the trainer's
-model scores the same tokens. The comparison goes through both systems' whole forward pass, so it
-also catches what a comparison of weights cannot: stale key-value caches, a different temperature,
-a model that is computed differently. When it fails, :mod:`grpo.weights.diagnosis` finds out why.
+The engine continues a few fixed prompts, and the trainer's model scores the same tokens. That goes
+through both systems' whole forward pass, so it also catches what a comparison of weights cannot:
+stale key-value caches, a different temperature, a model that is computed differently. When it
+fails, :mod:`grpo.weights.diagnosis` finds out why.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Canary:
         failures: checks that failed so far.
 
     Raises:
-        StaleWeightsError: from :meth:`check`, with what differs, why, and what to do.
+        StaleWeightsError: from a check if a parameter is no longer shared or the difference is past
+            tolerance, with what differs, why, and what to do.
     """
 
     def __init__(
@@ -66,9 +67,8 @@ class Canary:
         self.policy = policy.with_sampling(max_tokens=max_tokens)
         self.scorer, self.weights = scorer, weights
         self._fast = ReplayedScorer(scorer) if isinstance(scorer, TokenScorer) else scorer
-        dtype = next(scorer.model.parameters()).dtype
-        self.tolerance = tolerance or canary_tolerance(
-            dtype, next(scorer.model.parameters()).device)
+        param = next(scorer.model.parameters())
+        self.tolerance = tolerance or canary_tolerance(param.dtype, param.device)
         # Of one length if they nearly are, so that no attention mask has to be made for the scorer.
         # Long prompts stay long: the engine's prefix cache knows whole blocks of tokens only.
         sizes = [*map(len, prompts)]
@@ -79,22 +79,14 @@ class Canary:
         self._sampled: Callable[[], TensorDictBase] | None = None
 
     def check(self) -> CanaryReport:
-        """Generate, score, compare; NaN where the engine has older weights on purpose.
-
-        Raises:
-            StaleWeightsError: if the difference is past tolerance, or a parameter is not shared.
-        """
+        """Generate, score, compare; NaN where the engine has older weights on purpose."""
         if self.weights.pending:
             return CanaryReport(math.nan, math.nan)
         self.start()
         return self.finish()
 
     def start(self) -> None:
-        """Begin a check; an engine elsewhere generates until :meth:`finish`.
-
-        Raises:
-            StaleWeightsError: if a parameter is not shared.
-        """
+        """Begin a check; an engine elsewhere generates until :meth:`finish`."""
         if moved := self.weights.unshared():
             raise StaleWeightsError(
                 f"policy version {self.weights.version}: {some_names(moved)} no longer lies in the "
@@ -103,11 +95,7 @@ class Canary:
         self._sampled = self.policy.start(self.prompts.clone())
 
     def finish(self) -> CanaryReport:
-        """Score and compare; the trainer's weights must be those of :meth:`start`.
-
-        Raises:
-            StaleWeightsError: if the difference is past tolerance.
-        """
+        """Score and compare; the trainer's weights must be those of :meth:`start`."""
         sampled, self._sampled = self._sampled, None
         report = CanaryReport.of(self.differences(self._to_score(sampled()), scorer=self._fast))
         if not self.agrees(report):
@@ -130,7 +118,7 @@ class Canary:
         return CanaryReport.of(self.differences(self.sample(prompts)))
 
     def sample(self, prompts: TensorDict) -> TensorDict:
-        """Let the policy continue prompts; what the scorer reads, on the scorer's device."""
+        """Let the policy continue prompts."""
         return self._to_score(self.policy(prompts.clone()))
 
     def _to_score(self, sampled: TensorDictBase) -> TensorDictBase:
@@ -145,7 +133,7 @@ class Canary:
 
         Args:
             batch: from :meth:`sample`.
-            scorer: None takes the trainer's own, which computes everything anew.
+            scorer: None takes the trainer's own, which replays nothing.
         """
         mask_BT = batch[data.ASSISTANT_MASK]
         # Engines have no dropout. A replay has none either, and needs no walk through the modules.

@@ -1,9 +1,8 @@
 """A connection between a trainer and an engine's workers that carries bytes, with deadlines.
 
-Both ends build the same thing from a small JSON-able description: a group of processes apart from
-``torch.distributed``'s default group, so that neither the trainer's own parallelism nor vLLM's is
-touched. The rendezvous is a ``TCPStore`` that carries NCCL's or Gloo's addresses; nothing that
-comes from the network is unpickled.
+It is a group of processes apart from ``torch.distributed``'s default group, so that neither the
+trainer's own parallelism nor vLLM's is touched. The rendezvous is a ``TCPStore`` that carries
+NCCL's or Gloo's addresses; nothing that comes from the network is unpickled.
 """
 
 from __future__ import annotations
@@ -64,11 +63,7 @@ class Deadline:
         return left
 
     def pause(self, waiting_for: str) -> None:
-        """Sleep a moment.
-
-        Raises:
-            TransferError: when the deadline has passed.
-        """
+        """Sleep a moment, unless the deadline has passed; see :meth:`left`."""
         self.left(waiting_for)
         time.sleep(_POLL_SECONDS)
 
@@ -172,7 +167,7 @@ class Channel:
             works: from :meth:`broadcast`.
             deadline: of the whole update.
             waiting_for: for the error.
-            until: the other side's call; its failure ends the wait.
+            until: the other side's call, whose failure ends the wait.
 
         Raises:
             TransferError: at the deadline, or with the other side's or the backend's error.

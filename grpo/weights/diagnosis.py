@@ -52,8 +52,7 @@ class Diagnosis:
 
     Attributes:
         tensors: names of parameters whose values differ.
-        layer: first output that differs, such as ``layers.7``; None if none does, or none could be
-            read.
+        layer: first output that differs, such as ``layers.7``, if any does.
         layer_difference: relative difference there, or the greatest one.
         layers_read: whether the engine's layer outputs could be read.
         cause: the likely one.
@@ -81,11 +80,7 @@ class Diagnosis:
 
 
 def diagnose(canary: Canary) -> Diagnosis:
-    """Find out what a failed canary's two sides do not have in common.
-
-    Raises:
-        EngineError: if the engine does not answer the questions.
-    """
+    """Find out what a failed canary's two sides do not have in common."""
     tensors = canary.weights.differing()
     layer, difference, was_read = _first_difference(canary)
     cause, fix = (_cause_of_tensors(canary, tensors, layer, difference) if tensors else
@@ -104,8 +99,6 @@ def with_group(name: str) -> str:
     Examples:
         >>> with_group("model.layers.7.self_attn.k_proj.weight")
         'model.layers.7.self_attn.k_proj.weight (k part of qkv_proj)'
-        >>> with_group("model.norm.weight")
-        'model.norm.weight'
     """
     modules = name.split(".")
     for fused, parts in FUSED.items():
@@ -180,8 +173,6 @@ def _fitting_temperature(canary: Canary) -> float | None:
     return best if canary.agrees(at(best)) else None
 
 
-# -- layer outputs ---------------------------------------------------------------------------------
-
 
 def _first_difference(canary: Canary) -> tuple[str | None, float, bool]:
     """Name of the first output that differs, how far it does, and whether any could be read."""
@@ -218,9 +209,7 @@ def trainer_outputs(model: nn.Module, prompt: list[int]) -> dict[str, Tensor]:
 def engine_outputs(policy: Policy, prompt: list[int]) -> dict[str, Tensor]:
     """What each layer puts out in the engine that a policy generates with; empty if unreadable.
 
-    Args:
-        policy: one of this library's.
-        prompt: token ids of which the engine has no cached keys and values.
+    The engine must have no cached keys and values of the prompt's token ids.
     """
     model, engine = _inside(policy)
     generate = policy.with_sampling(max_tokens=1).generate_from_ids

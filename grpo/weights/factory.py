@@ -1,7 +1,4 @@
-"""How weights travel in a run: from the configuration to the object with ``publish()``.
-
-The one place that chooses. ``docs/weights.md`` says what each way is for.
-"""
+"""How weights travel in a run; ``docs/weights.md`` says what each way is for."""
 
 from __future__ import annotations
 
@@ -50,10 +47,8 @@ class Restartable(Protocol):
 
 
 def share_weights(config: Config, model: nn.Module, engine: EngineHandle) -> WeightSync | None:
-    """Put the trainer's weights into the engine's memory, where both read one copy.
-
-    Adapters come later: they take the device of the weights that they sit on.
-    """
+    """Put the trainer's weights into the engine's memory, where both read one copy; before
+    adapters, which take the device of the weights that they sit on."""
     if not config.shares_weights:
         return None
     if isinstance(engine, InProcessEngine) and not engine.workers:
@@ -72,7 +67,7 @@ def make_weight_sync(
     weights at once.
 
     Args:
-        config: the run's.
+        config: of the run.
         model: the trainer's.
         engine: a handle, or the client of a server.
         folder: for adapters and checkpoints on their way.
@@ -129,7 +124,7 @@ def make_fleet_sync(
     """The way to all workers of an asynchronous run.
 
     Args:
-        config: the run's.
+        config: of the run.
         model: the trainer's.
         pool: of the workers.
         backend: that they generate with.
@@ -152,10 +147,7 @@ def make_fleet_sync(
 
 
 def while_serving(config: AtroposConfig, weights: WeightSync, client: EngineClient) -> WeightSync:
-    """The same way to a server that answers environments all the time.
-
-    Writes into memory that it reads pause it, and new servers are started now and then only.
-    """
+    """The same way to a server that answers environments all the time."""
     if config.weight_sync == "single_copy":
         return PausedUpdates(weights, client)
     if config.weight_sync == "restart":
@@ -165,10 +157,9 @@ def while_serving(config: AtroposConfig, weights: WeightSync, client: EngineClie
 
 def describe_weights(config: Config, *, backend: str) -> str:
     """How weights travel, for the start-up banner."""
+    way = _WORDS[config.weight_sync]
     if backend == "transformers":
         way = "one module trains and generates"
-    else:
-        way = _WORDS[config.weight_sync]
-        if config.weight_sync == "lora" and config.shares_weights:
-            way += ", the weights beneath are one copy"
+    elif config.weight_sync == "lora" and config.shares_weights:
+        way += ", the weights beneath are one copy"
     return f"{way}; a canary checks the engine after every update"

@@ -64,8 +64,7 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[str]:
     and GPU agree to the bit, and two tensors that differ in a single word never collide.
 
     Args:
-        tensors: any shape, any dtype, any device; taken one at a time, so that a generator may
-            make each when it is wanted.
+        tensors: of any shape, dtype and device; taken one at a time.
 
     Returns:
         16 hexadecimal digits for each.

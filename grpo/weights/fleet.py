@@ -1,9 +1,4 @@
-"""Weights for all workers of an asynchronous run, also for those that had to be replaced.
-
-Each class is a :class:`~grpo.weights.shared.WeightSync`, and can do two things more:
-``heal()`` replaces dead workers and gives them the present weights, and ``on_publish`` is called
-with each new version as soon as the workers have it.
-"""
+"""Weights for all workers of an asynchronous run, also for those that had to be replaced."""
 
 from __future__ import annotations
 
@@ -30,6 +25,9 @@ class FleetSync(WeightSync):
 
     Args:
         pool: whose workers get the weights.
+
+    Attributes:
+        on_publish: called with each new version as soon as the workers have it.
 
     Raises:
         WorkersLost: from :meth:`publish` and :meth:`heal`, when workers die again and again.
@@ -83,7 +81,7 @@ class FleetSync(WeightSync):
             self.heal()
 
     def _until_sent(self, send: Callable[[], None]) -> None:
-        """Try again with new workers while any die meanwhile; the pool limits how often."""
+        """Try again with new workers while any die; the pool limits how often."""
         while True:
             try:
                 send()
@@ -115,7 +113,7 @@ class ObjectStoreSync(FleetSync):
     """For workers that generate with Transformers: what is trained, through Ray's object store.
 
     Args:
-        model: the trainer's.
+        model: the trainer's, sharded or not.
         pool: of the workers.
         timeout: seconds for one update; a worker takes it up between two groups.
         tell: the other ranks of a sharded trainer to gather.
@@ -143,7 +141,7 @@ class ObjectStoreSync(FleetSync):
         return [self.pool.result(call, timeout=self.timeout + 10.0) for call in calls]
 
     def _give(self, number: int, values: Any, version: int) -> Call:
-        """Have a worker take up values that :meth:`WorkerPool.put` has kept."""
+        """Have a worker take up values from :meth:`WorkerPool.put`."""
         return self.pool.send(number, "load_state", values, version, self.timeout)
 
     def _trained(self) -> Iterable[tuple[str, Tensor]]:
@@ -167,15 +165,15 @@ class FleetLoRA(ObjectStoreSync):
     """For vLLM engines whose adapter is trained: its factors through Ray's object store.
 
     Each worker pauses its engine between two steps, writes them into the adapter's slot, forgets
-    the keys and values of the old ones and goes on; none waits for another. Give workers the first
-    adapter by :meth:`start` before anything is generated: they have none.
+    the keys and values of the old ones and goes on; none waits for another. Workers get their first
+    adapter by :meth:`start`.
 
     Args:
-        model: the trainer's, with adapters; sharded or not.
+        model: the trainer's, with adapters.
         pool: of the workers.
-        pause_mode: what becomes of running requests: ``keep`` lets them go on with the new adapter,
-            ``wait`` finishes them first.
-        options: the others of :class:`ObjectStoreSync`.
+        pause_mode: ``keep`` lets running requests go on with the new adapter, ``wait`` finishes
+            them first.
+        options: of :class:`ObjectStoreSync`.
     """
 
     def __init__(self, model: nn.Module, pool: WorkerPool, *, pause_mode: PauseMode = "keep",
@@ -206,10 +204,10 @@ class FleetTransfer(FleetSync):
     """For vLLM engines: one broadcast reaches all workers of all engines.
 
     Args:
-        model: the trainer's, sharded or not; see :class:`~grpo.weights.transfer.WeightTransfer`.
+        model: the trainer's.
         pool: of the workers.
         tensor_parallel_size: devices of an engine.
-        options: the others of :class:`~grpo.weights.transfer.WeightTransfer`.
+        options: of :class:`~grpo.weights.transfer.WeightTransfer`.
     """
 
     def __init__(self, model: nn.Module, pool: WorkerPool, *, tensor_parallel_size: int = 1,

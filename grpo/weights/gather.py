@@ -21,14 +21,7 @@ def tell_nobody(what: str, *details: Any) -> None:
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those of a model's named parameters that are not frozen.
-
-    Examples:
-        >>> model = nn.Linear(2, 1)
-        >>> _ = model.weight.requires_grad_(False)
-        >>> [name for name, _ in trained_parameters(model)]
-        ['bias']
-    """
+    """Those of a model's named parameters that are not frozen."""
     return (entry for entry in model.named_parameters() if entry[1].requires_grad)
 
 
@@ -42,7 +35,7 @@ class TrainerRanks:
 
     Attributes:
         count: number of ranks.
-        leads: True on the rank that hands the weights on.
+        leads: whether this is the rank that hands the weights on.
         device: of this rank's shards.
 
     Examples:
@@ -77,9 +70,8 @@ class TrainerRanks:
     def whole_state(self, model: nn.Module) -> dict[str, Tensor]:
         """What is saved of a model, on the leading rank's CPU; empty on the others.
 
-        A tied head is the embedding. Written once, it can never be loaded as something else. All
-        are copies, because views into an engine's fused tensors share storages, which safetensors
-        refuses.
+        A tied head is left out, so that it can never be loaded as something else. All are copies,
+        because safetensors refuses views that share a storage.
         """
         tied = set(getattr(model, "all_tied_weights_keys", None) or ())
         named = ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)

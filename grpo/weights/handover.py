@@ -44,7 +44,7 @@ def export_shared_memory(
 
     Args:
         params: contiguous CPU tensors or parameters; all users of a storage must be among them.
-        model: see :class:`~grpo.weights.handover.Handover`.
+        model: see :class:`~grpo.weights.handover_file.Handover`.
         owner: whose process this is.
         tensor_parallel_size: of the engine.
 
@@ -82,13 +82,8 @@ def export_cuda_ipc(
     """Describe GPU tensors so that one other process can map them; nothing is moved.
 
     Torch counts the users of every exported storage, so call this once for each process that maps
-    the result, and keep the tensors alive while it does.
-
-    Args:
-        params: contiguous CUDA tensors or parameters.
-        model: see :class:`~grpo.weights.handover.Handover`.
-        owner: whose process this is.
-        tensor_parallel_size: of the engine.
+    the result, and keep the tensors alive while it does. Arguments are those of
+    :func:`export_shared_memory`, for CUDA tensors.
 
     Raises:
         HandoverError: for tensors that are not contiguous or not on a GPU, and for memory that CUDA
@@ -120,19 +115,14 @@ def export_tensors(
     return export(params, model=model, owner=owner, tensor_parallel_size=tensor_parallel_size)
 
 
-def map_tensors(handover: Handover, *, device: int | None = None) -> dict[str, Tensor]:
-    """The owner's tensors, in this process: writing to them writes to the owner's memory.
+def map_tensors(handover: Handover) -> dict[str, Tensor]:
+    """The owner's tensors by name, in this process: who writes to them writes to its memory.
 
     The mapping stays valid while any of the tensors lives. On a CPU it then outlives the owner; on
     a GPU the owner must live.
 
     Args:
         handover: from an export of another process (on a CPU also of this one).
-        device: index of the GPU that holds the memory, as this process counts; None: the GPU with
-            the owner's UUID.
-
-    Returns:
-        Engine names to contiguous tensors; tied names are views of the same memory.
 
     Raises:
         StaleHandoverError: if the owner is gone.
@@ -142,15 +132,13 @@ def map_tensors(handover: Handover, *, device: int | None = None) -> dict[str, T
     if handover.kind == "shared_memory":
         memories = [_open_shared_memory(handover, storage) for storage in handover.storages]
     else:
-        memories = _open_cuda_ipc(handover, device)
+        memories = _open_cuda_ipc(handover)
     return {entry.name: _tensor_at(entry, memories[entry.storage]) for entry in handover.tensors}
 
 
 def release(handover: Handover) -> None:
-    """Close the file of a handover that this process exported; mappings of it stay valid.
-
-    Nobody can map it afterwards. Processes that end close theirs by themselves.
-    """
+    """Close the file of a handover that this process exported; mappings of it stay valid, but
+    nobody can make another."""
     if handover.kind == "shared_memory" and handover.pid == os.getpid():
         for storage in handover.storages:
             os.close(storage.handle["fd"])
@@ -263,7 +251,7 @@ def _share_cuda(name: str, storage: torch.UntypedStorage) -> StorageEntry:
         "event": _text(event), "event_sync_required": bool(event_sync_required)})
 
 
-def _open_cuda_ipc(handover: Handover, device: int | None) -> list[Tensor]:
+def _open_cuda_ipc(handover: Handover) -> list[Tensor]:
     if handover.pid == os.getpid():
         raise HandoverError("a process cannot map its own GPU memory through CUDA IPC; trainer and "
                             "engine share one process here: use SingleCopy")
@@ -274,7 +262,7 @@ def _open_cuda_ipc(handover: Handover, device: int | None) -> list[Tensor]:
     memories = []
     for storage in handover.storages:
         handle = storage.handle
-        index = _device_index(handle["gpu"]) if device is None else device
+        index = _device_index(handle["gpu"])
         untyped = torch.UntypedStorage._new_shared_cuda(
             index, _bytes(handle["memory"]), storage.num_bytes, handle["memory_offset"],
             _bytes(handle["ref_counter"]), handle["ref_counter_offset"], _bytes(handle["event"]),

@@ -37,13 +37,7 @@ class StaleHandoverError(HandoverError):
 
 @dataclass(frozen=True)
 class StorageEntry:
-    """A piece of memory.
-
-    Attributes:
-        device: as the owner counts devices.
-        num_bytes: its size.
-        handle: how to open it; the fields depend on the kind.
-    """
+    """A piece of memory on a device, as the owner counts them, and how to open it."""
 
     device: str
     num_bytes: int
@@ -146,9 +140,7 @@ class Handover:
         Returns:
             The file.
         """
-        path = Path(path)
-        if path.is_dir():
-            path = path / FILE_NAME
+        path = _file_at(path)
         # mkstemp makes files of mode 0600.
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -167,9 +159,7 @@ class Handover:
             HandoverError: if there is no such file or a field of it is wrong.
             StaleHandoverError: if the owner is gone.
         """
-        path = Path(path)
-        if path.is_dir():
-            path = path / FILE_NAME
+        path = _file_at(path)
         if not path.is_file():
             raise HandoverError(f"{path}: there is no such file; start the owner of the weights "
                                 "first, or correct the path")
@@ -182,8 +172,7 @@ class Handover:
         return handover
 
     def check_owner(self, *, source: str = "the handover") -> None:
-        """Raise :class:`StaleHandoverError` if the owner is gone or its pid is another process's.
-        """
+        """Raise :class:`StaleHandoverError` if the owner is gone."""
         started = process_start(self.pid)
         if started == self.process_start:
             return
@@ -191,6 +180,11 @@ class Handover:
         raise StaleHandoverError(
             f"{source}: process {self.pid}, the {self.owner} that owns the weights, {now} (or runs "
             f"in another container); restart it, and {_REWRITE}")
+
+
+def _file_at(path: str | Path) -> Path:
+    path = Path(path)
+    return path / FILE_NAME if path.is_dir() else path
 
 
 def process_start(pid: int) -> int | None:

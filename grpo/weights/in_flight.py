@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 class PausedUpdates(WrappedSync):
     """Write shared weights while nothing is sampled with them.
 
-    An optimizer step on weights that an engine shares changes them under the requests that run.
-    Here the engine is paused before it (:meth:`begin`) and goes on after :meth:`publish`: running
-    requests keep their tokens, and their keys and values are computed anew.
+    The engine is paused before an optimizer step (:meth:`begin`) and goes on after :meth:`publish`:
+    running requests keep their tokens, and their keys and values are computed anew.
 
     Args:
         weights: that lie in the engine's memory.

@@ -1,16 +1,15 @@
 """Hugging Face parameter names as views into vLLM's fused tensors.
 
-vLLM stores query, key and value of a layer in one matrix, and gate and up projection in another;
-it pads the vocabulary. Every Hugging Face parameter is therefore a row range of one engine tensor,
-and a view of that range is the same memory.
+vLLM stores query, key and value of a layer in one matrix, gate and up projection in another, and
+pads the vocabulary. Every Hugging Face parameter is therefore a row range of one engine tensor, and
+a view of that range is the same memory.
 
-The rules hold for dense decoders whose modules have the names below: Llama, Mistral, Qwen2, Qwen3,
-Gemma 1 to 3 (text) and Phi-3, whose projections are fused on both sides; and for mixtures of
-experts: Qwen2-MoE, Qwen3-MoE, OLMoE and Mixtral, of which both sides keep all experts of a layer in
-two tensors of one shape (:mod:`grpo.policies.unpacked` sees to that). They follow
-``packed_modules_mapping`` of vLLM's model classes but need only names and shapes, so they also work
-where vLLM is not installed. A module with any other name is an error: equal names do not mean equal
-storage (vLLM transposes GPT-2's matrices and reorders the rows of Bloom's fused attention).
+The rules hold for dense decoders: Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3 (text) and Phi-3; and
+for mixtures of experts: Qwen2-MoE, Qwen3-MoE, OLMoE and Mixtral, of which both sides keep all
+experts of a layer in two tensors of one shape (:mod:`grpo.policies.unpacked` sees to that). They
+follow ``packed_modules_mapping`` of vLLM's model classes but need only names and shapes. A module
+with any other name is an error: equal names do not mean equal storage (vLLM transposes GPT-2's
+matrices and reorders the rows of Bloom's fused attention).
 """
 
 from __future__ import annotations
@@ -67,17 +66,13 @@ class Place:
 def engine_layout(trainer_params: Params, engine_params: Params) -> dict[str, Place]:
     """Find the place of every trainer parameter in the engine.
 
-    Only names, shapes and dtypes are compared, and addresses to see which names are one tensor;
-    tensors on the ``meta`` device will do. A tied head may be listed on either side, under both
-    names or only as the embedding. Rows of the engine's vocabulary beyond the trainer's are padding
-    and stay the engine's.
+    Only names, shapes and dtypes are compared, and addresses to see which names are one tensor, so
+    tensors on the ``meta`` device will do. A tied head may be listed under both names or only as
+    the embedding. Rows of the engine's vocabulary beyond the trainer's are padding.
 
     Args:
         trainer_params: Hugging Face names to tensors.
         engine_params: vLLM names to tensors.
-
-    Returns:
-        One :class:`Place` for every trainer parameter.
 
     Raises:
         LayoutError: naming each parameter that has no counterpart, differs in shape or dtype or has
@@ -117,9 +112,6 @@ def view(place: Place, engine_params: Params) -> Tensor:
 
 def hf_names(places: Mapping[str, Place]) -> dict[str, list[str]]:
     """Which Hugging Face parameters live in each engine tensor, in the order of their rows.
-
-    Args:
-        places: from :func:`engine_layout`.
 
     Examples:
         >>> hf_names({"a.v_proj.weight": Place("a.qkv_proj.weight", 6, 8),
@@ -227,13 +219,10 @@ def _rows(tensor: Tensor) -> int:
 
 
 def base_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """A model's own parameters under the names they have without LoRA.
+    """The parameters of a trainer's or an engine's model under the names they have without LoRA.
 
     Both peft and vLLM put a ``base_layer`` between an adapted module and its weight; peft may also
     wrap the whole model.
-
-    Args:
-        model: a trainer's or an engine's, with or without adapters.
     """
     return {_without_wrappers(name): param
             for name, param in model.named_parameters() if ".lora_" not in name}
@@ -268,11 +257,8 @@ def _without_wrappers(name: str) -> str:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Put the modules that an engine has wrapped for LoRA back in their places.
-
-    vLLM's loaders look for the names of a model without adapters, which the wrappers of its older
-    versions do not have.
-    """
+    """Put the modules that an engine has wrapped for LoRA back in their places, for vLLM's loaders:
+    the wrappers of its older versions do not have the names that these look for."""
     wrapped = [(parent, name, child) for parent in model.modules()
                for name, child in parent.named_children() if hasattr(child, "base_layer")]
     for parent, name, child in wrapped:

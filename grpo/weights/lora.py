@@ -50,12 +50,11 @@ class LoRASync(WeightSync):
     the full rank because B would be a matrix with gaps otherwise, which fused optimizers refuse.
 
     The engine has the trainer's adapter from construction on. Requests use it by carrying
-    :attr:`lora_request`, once and for all; a request with ``load_inplace`` would reload the adapter
-    at every engine step.
+    :attr:`lora_request`; one with ``load_inplace`` would reload the adapter at every engine step.
 
     Args:
-        model: with adapters, see :func:`~grpo.weights.adapters.make_lora`. The engine serves the
-            same base weights; the adapter travels alone.
+        model: with adapters, see :func:`~grpo.weights.adapters.make_lora`; the engine serves the
+            same base weights.
         engine: started with LoRA enabled and :class:`~grpo.weights.worker.lora.LoRAMethods` among
             its worker's methods.
         how: see above.
@@ -125,7 +124,7 @@ class LoRASync(WeightSync):
         return self.target.differing(dict(part.choose(self._values().items())))
 
     def unshared(self) -> list[str]:
-        """Factors that should lie in the engine's slot and do not; none unless they are views."""
+        """Factors that should be views of the engine's slot and are not."""
         if self.how != "views":
             return []
         return [name for name, param in self._params().items()
@@ -233,6 +232,6 @@ class HTTPLoRASync(WeightSync):
         return self.restart is not None
 
     def differing(self, part: Part = ALL) -> list[str]:
-        """Factors whose values differ in the server's memory, in the adapter that requests use."""
+        """Factors that differ in the adapter that the server's requests use."""
         values = dict(part.choose(engine_factors(self.model).items()))
         return differing_factors(self.client.lora_fingerprints(shapes_of(values)), values)

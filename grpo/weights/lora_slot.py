@@ -26,18 +26,16 @@ def lora_request(name: str = "policy", adapter_id: int = 1) -> LoRARequest:
 
 
 class AdapterSlot:
-    """An adapter's slot and what is written there; the values come from wherever they are trained.
+    """An adapter's slot and what is written there.
 
-    They are copied into the slot where it is, or, where each of several workers has a shard of it,
-    taken up by the engine as a new adapter of the same id.
+    New values are copied into the slot where it is, or, where each of several workers has a shard
+    of it, taken up by the engine as a new adapter of the same id.
+
+    Arguments that are not listed are those of :class:`~grpo.weights.lora.LoRASync`.
 
     Args:
-        engine: see :class:`~grpo.weights.lora.LoRASync`.
         shapes: module name to ``[rank, in, out]``; the slot has zeros at first.
-        name: of the adapter, for messages.
-        adapter_id: of the adapter, positive.
         load: take up the values as a new adapter in any case.
-        timeout: seconds that any call to the engine may take.
 
     Attributes:
         slot: its number.
@@ -137,9 +135,7 @@ def shapes_of(values: dict[str, Tensor]) -> dict[str, list[int]]:
 
 
 @torch.no_grad()
-def differing_factors(
-    held: list[dict[str, list]], values: dict[str, Tensor]
-) -> list[str]:
+def differing_factors(held: list[dict[str, list]], values: dict[str, Tensor]) -> list[str]:
     """Names of the trainer's values of which a worker's slot has others, or none.
 
     Args:

@@ -43,8 +43,8 @@ class Packed:
 
     def tensors(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """The values by name, on a device; they share one new piece of memory."""
-        content = torch.from_numpy(self.content.copy())  # a message's own may not be written to
-        content = content.to(device)
+        # A copy, because a message's own may not be written to.
+        content = torch.from_numpy(self.content.copy()).to(device)
         found, first = {}, 0
         for name, dtype_name, shape in self.layout:
             dtype = getattr(torch, dtype_name)

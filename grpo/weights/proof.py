@@ -1,9 +1,8 @@
 """Proof to the bit that the engine has the trainer's weights, beside the canary's in nats.
 
 In half precision a canary cannot see one missed update: both sides round differently by more than a
-small step changes. So what the engine holds is hashed where it holds it, what the trainer trains is
-hashed where it is trained, and the numbers are compared. A part of the tensors is compared after
-each update and another part after the next, so that it costs little and all have their turn.
+small step changes. So what the engine holds and what the trainer trains are hashed where they are,
+and the numbers are compared.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ _RELATIVE, _SMALL, _FROM_ZERO = 2.0**-6, 1e-4, 1e-3
 
 
 class Perturbation:
-    """Other values in a few places of each parameter, written in place; :meth:`undo` puts them
-    back.
+    """Other values in a few places of each parameter, written in place until :meth:`undo`.
 
     The changes are small, so that an engine which meanwhile answers somebody is hardly another, and
     large enough to survive the rounding to half precision and the scaling of an adapter.
@@ -108,7 +106,6 @@ class WeightProof:
         interval: updates within which all tensors are compared; 1 compares all after each.
 
     Raises:
-        StaleWeightsError: from :meth:`check` and :meth:`self_test`, naming the tensors that differ.
         ValueError: for an ``interval`` below 1.
     """
 
@@ -126,7 +123,7 @@ class WeightProof:
         compared until the engine has them.
 
         Raises:
-            StaleWeightsError: if any tensor differs.
+            StaleWeightsError: naming the tensors that differ.
         """
         if self.weights.pending:
             return
@@ -151,8 +148,7 @@ class WeightProof:
             begin: called before values are written.
 
         Raises:
-            StaleWeightsError: if what was published did not arrive; the trainer has its own
-                values again.
+            StaleWeightsError: as :meth:`check`; the trainer has its own values again.
         """
         missed = [] if self.weights.starts_engines else self._missed(learner, begin)
         if missed:
@@ -182,7 +178,6 @@ class WeightProof:
         return missed
 
     def _publish_again(self) -> None:
-        """Publish what there is as the version that there is."""
         self.weights.version -= 1
         self.weights.publish()
 

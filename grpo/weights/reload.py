@@ -54,10 +54,7 @@ class CheckpointSync(WeightSync):
         self.trainer = TrainerRanks(model)
 
     def publish(self, *, now: bool = False) -> int:
-        """Write a checkpoint, bring the engine to it, remove the older ones.
-
-        Returns:
-            The new version.
+        """Write a checkpoint, bring the engine to it, remove the older ones; returns the version.
 
         Raises:
             TransferError: at the deadline, naming what was waited for, or with the engine's error.
@@ -75,10 +72,7 @@ class CheckpointSync(WeightSync):
         return version
 
     def differing(self, part: Part = ALL) -> list[str]:
-        """Names of parameters whose values differ in the engine, by fingerprint (on rank 0).
-
-        Only parameters of ``part`` are gathered.
-        """
+        """See :meth:`WeightSync.differing`; by fingerprint, on rank 0."""
         params = dict(self.model.named_parameters())
         wholes = (whole for _, whole in self.trainer.whole(part.choose(params.items())))
         if not self.trainer.leads:
@@ -145,22 +139,13 @@ class EngineRestart(CheckpointSync):
     """The engine is stopped, and another one is started from each checkpoint.
 
     Needs nothing of the engine but that it loads a folder, and frees its memory in between.
+    Arguments that are not listed are those of :class:`CheckpointReload`.
 
     Args:
-        model: the trainer's.
-        tokenizer: saved beside the model.
-        folder: for the checkpoints ``version_000001`` and so on; only the newest stays.
         stop: ends the engine and returns when it has ended; also called when none runs.
         start: starts an engine from a folder and returns its handle when it answers.
         engine: the one that runs now, if any.
         timeout: seconds for one update, start-up included.
-        version: updates published before.
-
-    Examples:
-        >>> restart = EngineRestart(model, tokenizer, "run/engine", stop=process.stop,
-        ...                         start=process.start)  # doctest: +SKIP
-        >>> restart.publish()  # doctest: +SKIP
-        1
     """
 
     starts_engines = True
@@ -173,8 +158,7 @@ class EngineRestart(CheckpointSync):
         self.stop, self.start = stop, start
 
     def _serve(self, path: Path, version: int, deadline: Deadline) -> None:
-        waiting_for = "the old engine to stop"
-        deadline.result(in_background(self.stop), waiting_for)
+        deadline.result(in_background(self.stop), "the old engine to stop")
         self.engine = None
         waiting_for = f"an engine to start from {path}"
         self.engine = deadline.result(in_background(self.start, path), waiting_for)
@@ -184,11 +168,6 @@ class EngineRestart(CheckpointSync):
         self.engine.set_version(version)
 
     def differing(self, part: Part = ALL) -> list[str]:
-        """See :meth:`CheckpointSync.differing`.
-
-        Raises:
-            TransferError: if no engine runs.
-        """
         if self.trainer.leads and self.engine is None:
             raise TransferError("no engine runs, so there is nothing to compare with; publish "
                                 "first, or pass the engine that runs")
@@ -198,17 +177,8 @@ class EngineRestart(CheckpointSync):
 def write_checkpoint(model: nn.Module, tokenizer: Any, folder: Path, version: int) -> Path:
     """Write ``folder/version_NNNNNN``, loadable by Transformers and vLLM.
 
-    The folder appears under its name when all of it is on the disk; a process killed before leaves
-    the older checkpoints as they were. Called on every rank; rank 0 writes.
-
-    Args:
-        model: gathered one tensor at a time into the memory of rank 0's host.
-        tokenizer: saved beside it.
-        folder: of all versions.
-        version: of this one; one that exists is replaced.
-
-    Returns:
-        The checkpoint's folder.
+    The folder, which is returned, appears under its name when all of it is on the disk; a process
+    killed before leaves the older checkpoints as they were. Called on every rank; rank 0 writes.
     """
     trainer = TrainerRanks(model)
     weights = trainer.whole_state(model)

@@ -37,24 +37,18 @@ class _Recording:
 class ReplayedScorer(TokenScorer):
     """A :class:`~grpo.objectives.TokenScorer` without gradient that replays its model.
 
-    The second batch of a shape is recorded, later ones are replayed: the first has done what is
+    The second batch of a shape is recorded and later ones are replayed: the first has done what is
     only done once. A recording reads the memory of the parameters it was made with, so it is made
     anew where one of them has moved. Batches with padding, other devices than GPUs and
     architectures that are not :data:`RECORDED` are not recorded; a scorer that packs rows computes
     those of recorded architectures as they are.
 
     In half precision a replay and the model's own pass round differently, by up to 0.03 nats for
-    28 layers: while a stream is recorded Transformers spells the causal mask out, and attention
-    takes another kernel for it. Neither is more exact than the other, and the canary's tolerance
-    is that of two programs anyway.
+    28 layers: while a stream is recorded Transformers spells the causal mask out, for which
+    attention takes another kernel. Neither is more exact than the other.
 
     Args:
         scorer: whose model, temperature and head are taken.
-
-    Examples:
-        >>> scorer = ReplayedScorer(TokenScorer(model))                     # doctest: +SKIP
-        >>> with torch.no_grad():                                           # doctest: +SKIP
-        ...     log_probs, entropy = scorer(tokens, attention_mask, mask)
     """
 
     def __init__(self, scorer: TokenScorer) -> None:

@@ -37,7 +37,7 @@ class WeightSync(ABC):
     """How new weights reach the policy that generates.
 
     Attributes:
-        version: number of updates published so far; rollouts carry it as ``policy_version``.
+        version: updates published so far; rollouts carry it as ``policy_version``.
         pending: calls of :meth:`publish` whose update still waits for a later call.
         starts_engines: whether each update starts a new engine.
     """
@@ -60,10 +60,8 @@ class WeightSync(ABC):
         """Names of the trainer's parameters, or a part of them, whose bits differ in the engine."""
 
     def unshared(self) -> list[str]:
-        """Names of parameters that were shared with the engine and no longer are.
-
-        In-place updates of these never reach the engine. None where :meth:`publish` copies.
-        """
+        """Names of parameters that have left the memory they shared with the engine, so that
+        in-place updates no longer reach it; none where :meth:`publish` copies."""
         return []
 
 
@@ -182,17 +180,11 @@ class SingleCopy(_OneCopy):
 
     @torch.no_grad()
     def differing(self, part: Part = ALL) -> list[str]:
-        different = []
         # What both use now, which something may have put in the place of what is shared.
         ours, theirs = ((self._ours(), self._theirs()) if part != ALL else
                         (base_parameters(self.model), base_parameters(engine_module(self.engine))))
-        for name, param in part.choose(ours.items()):
-            target = view(self.places[name], theirs)
-            if param.data_ptr() == target.data_ptr():
-                continue
-            if not torch.equal(param.data.to(target.device), target):
-                different.append(name)
-        return different
+        return [name for name, param in part.choose(ours.items())
+                if _differs(param, view(self.places[name], theirs))]
 
     def unshared(self) -> list[str]:
         return [name for name, param in self._ours().items()
@@ -200,13 +192,10 @@ class SingleCopy(_OneCopy):
 
 
 class SharedCopy(_OneCopy):
-    """One copy with an engine in another process.
-
-    The engine owns the memory and exports it: on a CPU a shared file, on a GPU a CUDA IPC mapping.
+    """One copy with an engine in another process, which owns the memory and exports it.
 
     Args:
-        model: the trainer's model, loaded from the same checkpoint as the engine. Its parameters
-            are moved into the shared memory; its buffers stay its own, on the memory's device.
+        model: as for :class:`SingleCopy`.
         engine: handle of an engine with :class:`~grpo.weights.worker.extension.WeightWorker`.
         timeout: seconds :meth:`publish` may take, and each question to the engine.
         version: number of updates so far.
@@ -257,8 +246,7 @@ class SharedCopy(_OneCopy):
     def differing(self, part: Part = ALL) -> list[str]:
         """See :meth:`WeightSync.differing`; ``part`` is one of the engine's tensors.
 
-        The engine hashes its tensors in its own process, so equality after an update proves that
-        both processes really see one memory.
+        The engine hashes them in its own process, which proves that both see one memory.
         """
         names = part.choose(self.tensors)
         if not names:
@@ -269,16 +257,20 @@ class SharedCopy(_OneCopy):
         different = set()
         for tensor, mine in zip(names, ours, strict=True):
             for name in parts.get(tensor, []):
-                param, target = params[name], view(self.places[name], self.tensors)
-                moved = param.data_ptr() != target.data_ptr()
-                if theirs[tensor] != mine or (
-                        moved and not torch.equal(param.data.to(target.device), target)):
+                if theirs[tensor] != mine or _differs(
+                        params[name], view(self.places[name], self.tensors)):
                     different.add(name)
         return [name for name in self.places if name in different]
 
     def unshared(self) -> list[str]:
         return [name for name, param in self._ours().items()
                 if param.data_ptr() != view(self.places[name], self.tensors).data_ptr()]
+
+
+def _differs(param: Tensor, target: Tensor) -> bool:
+    """Whether a parameter has values of its own instead of the engine's."""
+    return param.data_ptr() != target.data_ptr() and not torch.equal(
+        param.data.to(target.device), target)
 
 
 def _of_experts(names: list[str], params: dict[str, Tensor]) -> str:

@@ -1,9 +1,4 @@
-"""TorchRL's collectors drive our weight updates.
-
-TorchRL sends weights through a ``WeightSyncScheme``. Ours has nothing to send to the collector,
-because the collector's policy generates with an engine: an update is one call of
-:meth:`~grpo.weights.shared.WeightSync.publish`.
-"""
+"""TorchRL's collectors drive our weight updates."""
 
 from __future__ import annotations
 
@@ -18,7 +13,8 @@ from grpo.weights.shared import WeightSync
 class PublishScheme(NoWeightSyncScheme):
     """A scheme whose updates are ``weights.publish()``.
 
-    Use it as ``Collector(weight_sync_schemes={"policy": scheme})``, or as
+    Nothing is sent to the collector, because its policy generates with an engine. Use it as
+    ``Collector(weight_sync_schemes={"policy": scheme})``, or as
     ``scheme.create_sender().register_collector(collector)`` where the collector's constructor takes
     no schemes, as that of ``LLMCollector``.
 
@@ -53,10 +49,6 @@ class PublishScheme(NoWeightSyncScheme):
     def send(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
         """Publish the trainer's weights; called by ``collector.update_policy_weights_()``.
 
-        Args:
-            weights: None, or the very module that is published.
-            worker_ids: every worker generates with the same engine, so None only.
-
         Raises:
             ValueError: for weights that are not the trainer's, or a choice of workers.
             RuntimeError: on a receiver, or before the scheme is connected.
@@ -85,11 +77,7 @@ class PublishSender:
         self.collectors: list[Any] = []
 
     def register_model(self, model: nn.Module) -> None:
-        """Check that ``model`` is the one that is published.
-
-        Raises:
-            ValueError: if it is another.
-        """
+        """Raise ValueError unless ``model`` is the one that is published."""
         published = getattr(self.scheme.publisher, "model", model)
         if model is not published:
             raise ValueError("the registered model is not the one whose weights are published; "
@@ -116,7 +104,7 @@ class PublishSender:
 
 
 class PublishReceiver:
-    """TorchRL's recipe and workers call these methods; the engine has the weights already."""
+    """TorchRL's recipe calls these methods; the engine has the weights already."""
 
     def init_all_workers_group(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to connect."""

@@ -1,8 +1,4 @@
-"""New weights for an engine with memory of its own: another GPU, another process, many workers.
-
-:class:`WeightTransfer` copies the trainer's parameters into the engine's tensors. Where trainer and
-engine can share memory, :class:`~grpo.weights.shared.SingleCopy` needs no copy at all.
-"""
+"""New weights for an engine with memory of its own: another GPU, another process, many workers."""
 
 from __future__ import annotations
 
@@ -37,14 +33,13 @@ _RETRY = ("if it still runs, the engine stays paused because its weights may be 
 class WeightTransfer(WeightSync):
     """Send the trainer's parameters to an engine's workers.
 
-    Each parameter is broadcast straight into the rows of vLLM's fused tensor that it makes up: no
-    packing, no staging, no second copy on either side. A worker of a tensor-parallel engine
-    receives whole parameters, a bucket at a time, and keeps its shard.
+    Each parameter is broadcast straight into its rows of vLLM's fused tensor, without a second copy
+    on either side. A worker of a tensor-parallel engine receives whole parameters, a bucket at a
+    time, and keeps its shard.
 
-    A trainer sharded by FSDP2 calls every method on all ranks. Parameters are gathered one by one;
-    rank 0 holds the engine and sends while the next bucket is gathered, so that no more than three
-    buckets exist beside the shards. The gathering's deadline is that of the trainer's own process
-    group.
+    A trainer sharded by FSDP2 calls every method on all ranks. Rank 0 sends a bucket while the next
+    is gathered, so that no more than three exist beside the shards. The gathering's deadline is
+    that of the trainer's own process group.
 
     An update: pause the engine, send, reset its prefix cache, count the version, resume. If sending
     fails the engine stays paused, because its weights may be partly new.
@@ -104,10 +99,7 @@ class WeightTransfer(WeightSync):
         self.workers, self.plan = agreed_plan(model, self.trainer, engine, timeout=timeout)
 
     def publish(self, *, now: bool = False) -> int:
-        """Give the engine the trainer's current weights.
-
-        Returns:
-            The new version.
+        """Give the engine the trainer's current weights and return the new version.
 
         Raises:
             TransferError: at the deadline, naming what was waited for, or with the engine's error.
@@ -127,10 +119,9 @@ class WeightTransfer(WeightSync):
         return self.version
 
     def differing(self, part: Part = ALL) -> list[str]:
-        """Names of parameters whose values differ in the engine, by fingerprint (on rank 0).
+        """See :meth:`WeightSync.differing`; by fingerprint, on rank 0.
 
-        What the trainer has is hashed as it lies in its own memory, not as it was sent. Only
-        parameters of ``part`` are gathered.
+        What the trainer has is hashed as it lies in its own memory, not as it was sent.
         """
         self.tell("differing", part)
         if not self.trainer.leads:
@@ -196,11 +187,7 @@ class WeightTransfer(WeightSync):
 
 
 def go_on(engine: EngineHandle, version: int, deadline: Deadline) -> None:
-    """Let a paused engine generate with the weights that it has been given.
-
-    Raises:
-        TransferError: if it keeps what the old ones computed, or at the deadline.
-    """
+    """Let a paused engine generate with the weights that it has been given."""
     if not engine.reset_prefix_cache(
             timeout=deadline.left("the engine to reset its prefix cache")):
         raise TransferError(
@@ -218,7 +205,7 @@ def compare(wholes: Iterator[Tensor], engine: EngineHandle, plan: list[dict[str,
         wholes: the trainer's parameters in the order and types of ``plan``.
         engine: asked for its fingerprints.
         plan: from :func:`make_plan`.
-        workers: from the workers' ``transfer_describe``.
+        workers: from :func:`describe_workers`.
         timeout: seconds.
     """
     held = [[pieces_of(worker["tensors"].get(item["tensor"]), item) for worker in workers]
@@ -264,10 +251,6 @@ def describe_workers(engine: EngineHandle, *, timeout: float) -> list[dict[str, 
 
 def make_plan(params: dict[str, Tensor], workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What is sent, in order: name, engine tensor, first row, shape and type of each parameter.
-
-    Args:
-        params: the trainer's, by Hugging Face name.
-        workers: from the workers' ``transfer_describe``.
 
     Raises:
         LayoutError: if the models do not match.

@@ -26,13 +26,7 @@ from grpo.weights.channel import (
     buckets,
 )
 from grpo.weights.gather import TrainerRanks
-from grpo.weights.handover import (
-    Handover,
-    HandoverError,
-    export_tensors,
-    map_tensors,
-    release,
-)
+from grpo.weights.handover import Handover, HandoverError, export_tensors, map_tensors, release
 from grpo.weights.worker.receiver import Piece, local, part_of, pieces_of, plan_bytes
 
 if TYPE_CHECKING:
@@ -40,18 +34,8 @@ if TYPE_CHECKING:
 
 
 class DirectPath:
-    """Broadcast into the engine's memory.
-
-    Args:
-        model: the trainer's.
-        engine: whose workers join.
-        plan: from :func:`~grpo.weights.transfer.make_plan`.
-        transport: ``nccl`` or ``gloo``.
-        host: interface of the trainer that the workers connect to.
-        workers: their number.
-        bucket_bytes: parameters in flight at a time.
-        deadline: of the whole update.
-    """
+    """Broadcast into the engine's memory; options as of
+    :class:`~grpo.weights.transfer.WeightTransfer`."""
 
     def __init__(self, model: nn.Module, engine: EngineHandle, plan: list[dict], *,
                  transport: str, host: str, workers: int, bucket_bytes: int,
@@ -65,7 +49,6 @@ class DirectPath:
         patience = deadline.left("the connection")
         config, store = Channel.host(transport, 1 + workers, host=host, seconds=patience)
         config |= {"bucket_bytes": bucket_bytes, "small_bytes": SMALL_BYTES}
-        self.small_bytes = SMALL_BYTES
         joining = in_background(engine.collective_rpc, "transfer_connect", config, plan,
                                 timeout=patience)
         opening = in_background(Channel, config, rank=0, device=self.device, store=store)
@@ -94,8 +77,7 @@ class DirectPath:
         """All parameters, arranged once and again where they have moved; None if they are sent
         otherwise than they lie in memory: sharded, converted, or in another order.
 
-        The thread that waits for the engine may spin in Python; then every call into torch costs
-        this one its turn.
+        Arranging takes many calls into torch, for which this thread may have to wait its turn.
         """
         params = list(self.model.parameters())  # asked each time: somebody may replace one
         if any(isinstance(param, DTensor) for param in params):
@@ -110,7 +92,7 @@ class DirectPath:
 
     def _arranged(self, tensors: Iterator[Tensor]) -> Iterator[_Outgoing]:
         for count in self.counts:
-            yield _Outgoing(list(islice(tensors, count)), self.small_bytes)
+            yield _Outgoing(list(islice(tensors, count)), SMALL_BYTES)
 
     def _land(self, flying: tuple[int, list, list], deadline: Deadline, receiving: Any) -> None:
         number, works, _ = flying
@@ -183,17 +165,6 @@ class WrittenPath:
     NCCL refuses two processes on one GPU, and no rank sees the memory of all workers. So each rank
     maps the memory of the worker on its GPU and, while the ranks gather their parameters one after
     another, copies that worker's part into it. Only the gathering crosses a link.
-
-    Args:
-        model: sharded over the ranks.
-        trainer: its ranks.
-        engine: on the leading rank; the others pass None.
-        plan: from :func:`~grpo.weights.transfer.make_plan`, on the leading rank.
-        workers: from ``transfer_describe``, on the leading rank.
-        deadline: of the whole update.
-
-    Raises:
-        TransferError: on every rank, if a worker's device belongs to no rank.
     """
 
     def __init__(self, model: nn.Module, trainer: TrainerRanks, engine: EngineHandle | None, *,
@@ -216,25 +187,18 @@ class WrittenPath:
         failure = None
         try:
             for worker, handover in mine:
-                self._map(worker, handover, plan)
+                mapped = map_tensors(handover)
+                for targets, item in zip(self.targets, plan, strict=True):
+                    tensor = item["tensor"]
+                    targets += [(local(mapped[tensor], piece), piece)
+                                for piece in pieces_of(worker["tensors"].get(tensor), item)]
         except HandoverError as error:
             failure = error
         self._raise_on_all(failure, "map the engine's memory")
 
-    def _map(self, worker: dict[str, Any], handover: Handover, plan: list[dict]) -> None:
-        mapped = map_tensors(handover)
-        for targets, item in zip(self.targets, plan, strict=True):
-            tensor = item["tensor"]
-            targets += [(local(mapped[tensor], piece), piece)
-                        for piece in pieces_of(worker["tensors"].get(tensor), item)]
-
     @torch.no_grad()
     def send(self) -> None:
-        """Gather all parameters and write them; every rank calls it, the engine being paused.
-
-        Raises:
-            TransferError: on every rank, if one could not write.
-        """
+        """Gather all parameters and write them; every rank calls it, the engine being paused."""
         failure = None
         wholes = self.trainer.whole(self.model.named_parameters())
         for targets, (name, whole) in zip(self.targets, wholes, strict=True):

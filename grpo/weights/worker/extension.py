@@ -30,17 +30,13 @@ if "vllm" in sys.modules:  # a vLLM worker imports this module; others only look
     leave_interrupts_to_parent()
 
 
-class WeightMethods:
-    """Sharing, checking and replacing the weights of one worker."""
+class WeightWorker(TransferMethods, LoRAMethods, LayerMethods):
+    """The extension class: everything a worker can be asked about its weights."""
 
     _exported_weights: dict[str, Any] | None = None
 
     def export_weights(self) -> dict[str, Any]:
-        """Make the weights mappable by one other process.
-
-        Returns:
-            A :class:`~grpo.weights.handover_file.Handover` as a dictionary.
-        """
+        """Make the weights mappable by one other process; returns ``Handover.to_dict()``."""
         params = self._weights()
         # A second trainer of the same shared file needs no second file; CUDA counts its users.
         if self._exported_weights is None or self._exported_weights["kind"] == "cuda_ipc":
@@ -50,11 +46,7 @@ class WeightMethods:
         return self._exported_weights
 
     def fingerprints(self, names: list[str] | None = None) -> dict[str, str]:
-        """Hash of each tensor's bytes, see :func:`~grpo.weights.fingerprint.fingerprints`.
-
-        Args:
-            names: of engine tensors; None: all.
-        """
+        """Hash of the bytes of some engine tensors, or of all."""
         params = self._weights()
         if unknown := sorted(set(names or ()) - params.keys()):
             raise ValueError(f"the engine has no tensors called {', '.join(unknown)}")
@@ -62,10 +54,7 @@ class WeightMethods:
         return dict(zip(names, fingerprints(params[name] for name in names), strict=True))
 
     def load_checkpoint(self, folder: str) -> int:
-        """Overwrite the weights, in place, with a Hugging Face checkpoint on disk.
-
-        Args:
-            folder: with ``*.safetensors`` files of the model that the engine was started with.
+        """Overwrite the weights, in place, with the ``*.safetensors`` files of a folder.
 
         Returns:
             Number of engine tensors written.
@@ -102,10 +91,6 @@ class WeightMethods:
 
     def _weights(self) -> dict[str, Tensor]:
         return base_parameters(self.model_runner.get_model())
-
-
-class WeightWorker(TransferMethods, LoRAMethods, LayerMethods, WeightMethods):
-    """The extension class: everything a worker can be asked about its weights."""
 
 
 def _tensors_of(files: list[Path]) -> Iterator[tuple[str, Tensor]]:

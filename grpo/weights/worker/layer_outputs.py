@@ -1,8 +1,4 @@
-"""What each decoder layer puts out, to find the first one where engine and trainer part.
-
-The same recorder reads a Hugging Face model and vLLM's; in another process it is reached through
-:class:`LayerMethods`. One forward pass records all layers, so nothing has to be searched for.
-"""
+"""What each decoder layer puts out, to find the first one where engine and trainer part."""
 
 from __future__ import annotations
 
@@ -14,7 +10,8 @@ from torch import Tensor, nn
 
 
 class LayerRecorder:
-    """Context in which a model's next forward pass leaves one vector of every layer.
+    """Context in which the next forward pass of Hugging Face's or vLLM's model leaves one vector of
+    every layer.
 
     vLLM's compiled code would pass the hooks by, so the model runs uncompiled inside. What cannot
     be read at all, such as layers inside a CUDA graph, is missing from :attr:`outputs`.

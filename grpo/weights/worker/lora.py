@@ -115,11 +115,8 @@ def slot_of(registry: LoRAModelManager, adapter_id: int) -> int | None:
 
 
 def slot_factors(registry: LoRAModelManager, adapter_id: int) -> dict[str, Factors]:
-    """The memory of an active adapter's slot, as views of the whole rank the engine has room for.
-
-    Returns:
-        Module name to ``lora_A`` ``[max_rank, in]`` and ``lora_B`` ``[out, max_rank]``. With tensor
-        parallelism these are this worker's shards.
+    """The memory of an active adapter's slot, by module: ``lora_A`` ``[max_rank, in]`` and
+    ``lora_B`` ``[out, max_rank]``, or this worker's shards of them.
 
     Raises:
         RuntimeError: if the adapter is in no slot.
@@ -139,7 +136,7 @@ def slot_fingerprints(
 
     Args:
         registry: from :func:`adapter_registry`.
-        adapter_id: the adapter's integer.
+        adapter_id: of the adapter.
         shapes: ``module.lora_A`` or ``module.lora_B`` to the whole factor's ``[rows, columns]``.
 
     Returns:

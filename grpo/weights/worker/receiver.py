@@ -1,13 +1,8 @@
-"""The engine's end of a weight transfer: methods that vLLM's workers gain.
-
-:class:`TransferMethods` is a base of :class:`grpo.weights.worker.extension.WeightWorker`. All
-arguments and results are plain JSON values.
-"""
+"""The engine's end of a weight transfer."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +31,17 @@ class Piece:
 
 
 class TransferMethods:
-    """Methods of a vLLM worker; ``self`` is the worker."""
+    """Methods a vLLM worker gets through ``worker_extension_cls``; all arguments are JSON values.
+
+    A plan has for each parameter, in the order of sending, ``name``, ``tensor`` (the engine's
+    name), ``start`` (its first row there), ``shape`` and ``dtype``.
+    """
 
     def transfer_describe(self) -> dict[str, Any]:
-        """Rank, device, LoRA adapters, and of each tensor the whole that it is a part of."""
+        """LoRA adapters, and of each tensor the whole that it is a part of."""
         model = self.model_runner.get_model()
         adapters = getattr(model, "lora_manager", None)
-        return {"rank": self.rank, "device": str(self.device),
-                "adapters": sorted(adapters.list_adapters()) if adapters else [],
+        return {"adapters": sorted(adapters.list_adapters()) if adapters else [],
                 "tensors": describe_tensors(model)}
 
     def transfer_connect(self, config: dict[str, Any], plan: list[dict[str, Any]]) -> None:
@@ -52,24 +50,17 @@ class TransferMethods:
         Args:
             config: from :meth:`grpo.weights.channel.Channel.host`, with ``bucket_bytes`` and
                 ``small_bytes``.
-            plan: for each parameter, in the order of sending: ``tensor`` (the engine's name),
-                ``start`` (its first row there), ``shape`` and ``dtype``.
+            plan: what will come.
         """
         self.transfer_close()
         self._transfer = _Receiving(self, config, plan)
 
-    def transfer_receive(self, seconds: float) -> dict[str, float]:
-        """Receive all parameters into the engine's memory; returns bytes and seconds."""
-        return self._transfer.receive(seconds)
+    def transfer_receive(self, seconds: float) -> None:
+        """Receive all parameters into the engine's memory."""
+        self._transfer.receive(seconds)
 
     def transfer_map(self, handovers: list[dict[str, Any]], plan: list[dict[str, Any]]) -> None:
-        """Map the trainer's memory, to copy out of.
-
-        Args:
-            handovers: of the trainer's parameters, see :mod:`grpo.weights.handover`; one for all
-                workers, or one for each.
-            plan: as for :meth:`transfer_connect`.
-        """
+        """Map the trainer's memory, by one handover for all workers or one for each."""
         self.transfer_close()
         mine = handovers[self.rank if len(handovers) > 1 else 0]
         mapped = map_tensors(Handover.from_dict(mine))
@@ -111,31 +102,22 @@ class TransferMethods:
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A parameter on its way: as what it comes, and where its parts belong in the engine.
+    """A parameter on its way: as what it comes, and where its parts belong in the engine."""
 
-    Attributes:
-        whole: of the parameter's shape and type, without memory.
-        landing: the engine's memory, where that holds the whole parameter; else None.
-        parts: the engine's memory of each piece, and the piece.
-    """
-
-    whole: Tensor
-    landing: Tensor | None
+    whole: Tensor  # its shape and type, without memory
+    landing: Tensor | None  # the engine's memory, where that holds the whole parameter
     parts: list[tuple[Tensor, Piece]]
 
 
 class _Bucket:
-    """Parameters that travel together: the large ones by themselves, the small ones packed.
-
-    Attributes:
-        words: the engine's memory of all small ones, if it holds each of them whole.
-    """
+    """Parameters that travel together: the large ones by themselves, the small ones packed."""
 
     def __init__(self, arrivals: list[_Arrival], small_bytes: int) -> None:
         self.large = [arrival for arrival in arrivals if arrival.whole.nbytes >= small_bytes]
         self.small = [arrival for arrival in arrivals if arrival.whole.nbytes < small_bytes]
         self.packed_sizes = [arrival.whole.nbytes for arrival in self.small]
         landings = [arrival.landing for arrival in self.small if arrival.landing is not None]
+        # The engine's memory of all small ones, if it holds each of them whole.
         self.words = as_words(landings) if len(landings) == len(self.small) else []
 
 
@@ -152,7 +134,6 @@ class _Receiving:
     def __init__(self, worker: Any, config: dict[str, Any], plan: list[dict[str, Any]]) -> None:
         model = worker.model_runner.get_model()
         self.device = torch.device(worker.device)
-        self.bytes = sum(plan_bytes(item) for item in plan)
         tensors, described = engine_tensors(model), describe_tensors(model)
         arrivals = iter([self._arrival(item, tensors.get(item["tensor"]),
                                        pieces_of(described.get(item["tensor"]), item))
@@ -164,8 +145,7 @@ class _Receiving:
         self.channel = Channel(config, rank=first + worker.rank, device=self.device)
 
     @torch.no_grad()
-    def receive(self, seconds: float) -> dict[str, float]:
-        started = time.monotonic()
+    def receive(self, seconds: float) -> None:
         deadline = Deadline(seconds, "receiving weights",
                             fix="look at the trainer, which stopped sending")
         flying: tuple[int, list, list[Tensor], Packing] | None = None
@@ -182,18 +162,15 @@ class _Receiving:
             self._store(*flying, deadline)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return {"bytes": self.bytes, "seconds": time.monotonic() - started}
 
     def _arrival(self, item: dict[str, Any], tensor: Tensor | None, pieces: list[Piece]
                  ) -> _Arrival:
         whole = torch.empty(tuple(item["shape"]), dtype=getattr(torch, item["dtype"]),
                             device="meta")
         parts = [(local(tensor, piece), piece) for piece in pieces]
-        if len(parts) == 1:
-            target = parts[0][0]
-            if target.shape == whole.shape and target.is_contiguous():
-                return _Arrival(whole, target, parts)
-        return _Arrival(whole, None, parts)
+        landing = next((target for target, _ in parts
+                        if target.shape == whole.shape and target.is_contiguous()), None)
+        return _Arrival(whole, landing, parts)
 
     def _store(self, number: int, works: list[Any], landings: list[Tensor], packing: Packing,
                deadline: Deadline) -> None:
@@ -224,9 +201,8 @@ def describe_tensors(model: nn.Module) -> dict[str, dict[str, Any]]:
                 continue
             dim, length, segments = _segments(module, param)
             whole = [length if d == dim else size for d, size in enumerate(param.shape)]
-            described[key] = {
-                "dtype": str(param.dtype).removeprefix("torch."), "shape": whole, "dim": dim,
-                "segments": segments}
+            described[key] = {"dtype": str(param.dtype).removeprefix("torch."), "shape": whole,
+                              "dim": dim, "segments": segments}
     return described
 
 
