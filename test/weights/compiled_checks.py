@@ -11,16 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from grpo.policies.handle import InProcessEngine
-from grpo.policies.inprocess import start_engine, stop_engine
-from grpo.training.optim import MasterAdamW
 from grpo.weights.adapters import make_lora
 from grpo.weights.lora import LoRASync
 from grpo.weights.shared import SharedCopy, SingleCopy
 
-from .steps import gap, load, policy_of, train_once
+from .steps import assert_updates_arrive, gap, load, policy_of, running_engine
 
 MAX_RANK = 8
 # Whether in a process of its own, and whether it takes adapters.
@@ -31,26 +28,19 @@ ENGINES = {
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request, model_folder) -> Iterator[InProcessEngine]:
     separate_process, lora = ENGINES[request.param]
-    llm = start_engine(str(model_folder), device=torch.device("cpu"), dtype=torch.float32,
-                       max_model_len=256, max_num_seqs=64, enforce_eager=False,
-                       separate_process=separate_process, max_lora_rank=MAX_RANK if lora else None)
-    policy_of(llm).generate_from_ids([[5, 6, 7]])
-    assert list(Path(os.environ["VLLM_CACHE_ROOT"]).rglob("*.cpp")), "nothing was compiled"
-    yield InProcessEngine(llm)
-    stop_engine(llm)
+    with running_engine(model_folder, enforce_eager=False, separate_process=separate_process,
+                        max_lora_rank=MAX_RANK if lora else None) as engine:
+        policy_of(engine.llm).generate_from_ids([[5, 6, 7]])
+        assert list(Path(os.environ["VLLM_CACHE_ROOT"]).rglob("*.cpp")), "nothing was compiled"
+        yield engine
 
 
 def test_a_compiled_engine_follows_every_update_of_one_copy(engine, model_folder):
     model = load(model_folder)
     weights = SharedCopy(model, engine) if engine.workers else SingleCopy(model, engine.llm)
     policy = policy_of(engine.llm, weights)
-    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
     assert gap(model, policy) < 1e-4
-    for version in (1, 2, 3):
-        assert train_once(model, policy, optimizer) > 1e-3
-        assert weights.publish() == version
-        assert gap(model, policy) < 1e-4
-    assert weights.unshared() == weights.differing() == []
+    assert_updates_arrive(model, weights, policy)
 
 
 @pytest.mark.parametrize("how", ["views", "write"])
@@ -63,9 +53,5 @@ def test_a_compiled_engine_follows_every_update_of_adapters(engine, model_folder
     model = make_lora(load(model_folder), r=MAX_RANK, alpha=MAX_RANK)
     weights = LoRASync(model, engine, how=how)
     policy = policy_of(engine.llm, weights, lora_request=weights.lora_request)
-    optimizer = MasterAdamW(model.parameters(), lr=3e-2)
-    for version in (1, 2):
-        assert train_once(model, policy, optimizer) > 1e-3
-        assert weights.publish() == version
-        assert gap(model, policy) < 1e-4
+    assert_updates_arrive(model, weights, policy, updates=2, lr=3e-2)
     weights.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -81,6 +84,13 @@ def updates_until_found(faulty: Faulty, model: nn.Module, *, sound: int = 4, int
             assert faulty.active, "nothing was wrong yet"
             return update - sound
     raise AssertionError(f"{interval} faulty updates went unnoticed")
+
+
+def complaint(check: Callable[[], object]) -> str:
+    """What is said of weights that are stale."""
+    with pytest.raises(StaleWeightsError) as error:
+        check()
+    return str(error.value)
 
 
 class Changing:

@@ -70,6 +70,16 @@ class ThreadedEngine:
         return True
 
 
+def submodule(root: nn.Module, path: str) -> nn.Module:
+    """The module at a path, which is made if it is not there."""
+    module = root
+    for part in path.split("."):
+        if not hasattr(module, part):
+            module.add_module(part, nn.Module())
+        module = getattr(module, part)
+    return module
+
+
 def vllm_like(hf: nn.Module, *, rank: int = 0, size: int = 1, vocabulary_block: int = 64
               ) -> nn.Module:
     """A module with the parameters of vLLM's Qwen2 for worker ``rank`` of ``size``, all zeros."""
@@ -79,11 +89,7 @@ def vllm_like(hf: nn.Module, *, rank: int = 0, size: int = 1, vocabulary_block: 
     root = nn.Module()
 
     def leaf(path: str, *, weight: tuple[int, ...], bias: int | None = None, **facts: Any) -> None:
-        module = root
-        for part in path.split("."):
-            if not hasattr(module, part):
-                module.add_module(part, nn.Module())
-            module = getattr(module, part)
+        module = submodule(root, path)
         module.weight = nn.Parameter(torch.zeros(weight), requires_grad=False)
         if bias:
             module.bias = nn.Parameter(torch.zeros(bias), requires_grad=False)

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 
 from grpo import GRPOLoss, data, total_loss
 from grpo.policies.base import Sampling
+from grpo.policies.handle import InProcessEngine
+from grpo.policies.inprocess import start_engine, stop_engine
 from grpo.policies.vllm import VLLMPolicy
+from grpo.training.optim import MasterAdamW
+from grpo.weights.layout import LayoutError
 
 # The longest fills a block of the prefix cache (128 tokens on a CPU).
 PROMPTS = [[5 + (7 * row + i) % 200 for i in range(40 + 50 * row)] for row in range(4)]
+
+
+@contextmanager
+def running_engine(folder, **options) -> Iterator[InProcessEngine]:
+    """vLLM with a saved model in float32, in this process or one of its own."""
+    pytest.importorskip("vllm")
+    engine = InProcessEngine(start_engine(
+        str(folder), device=torch.device("cpu"), dtype=torch.float32, max_model_len=256,
+        max_num_seqs=64, **options))
+    yield engine
+    stop_engine(engine.llm)
 
 
 def load(folder, dtype: torch.dtype = torch.float32):
@@ -48,3 +67,47 @@ def train_once(model, policy, optimizer) -> float:
     total_loss(GRPOLoss(model)(batch)).backward()
     optimizer.step()
     return max((new - old).abs().max().item() for new, old in zip(params, before, strict=True))
+
+
+def assert_updates_arrive(model, weights, policy, *, updates: int = 3, lr: float = 1e-2) -> None:
+    """Train and publish: after each update the engine computes with the trainer's weights."""
+    optimizer = MasterAdamW(model.parameters(), lr=lr)
+    for version in range(1, updates + 1):
+        assert train_once(model, policy, optimizer) > 1e-3
+        assert weights.publish() == version
+        assert gap(model, policy) < 1e-4
+        assert weights.differing() == weights.unshared() == []
+
+
+def assert_only_its_own_model_is_shared(share, folder, narrower) -> None:
+    """``share`` refuses another shape, type or values by name, and leaves a model as it was."""
+    with pytest.raises(LayoutError, match=r"self_attn\.q_proj\.weight: shape \(16, 16\) does not"):
+        share(narrower)
+    model = load(folder, dtype=torch.bfloat16)
+    before = {name: param.data_ptr() for name, param in model.named_parameters()}
+    with pytest.raises(LayoutError, match=r"q_proj\.weight: dtype torch\.bfloat16 here, "
+                                          r"torch\.float32 in the engine"):
+        share(model)
+    assert {name: param.data_ptr() for name, param in model.named_parameters()} == before
+    model = load(folder)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1.0)
+    with pytest.raises(ValueError, match=r"different weights.*model\.norm\.weight"):
+        share(model)
+
+
+@contextmanager
+def running_request(llm, **options) -> Iterator[None]:
+    """A request that has begun and is unfinished."""
+    from vllm import SamplingParams
+
+    core = llm.llm_engine
+    core.add_request("busy", {"prompt_token_ids": PROMPTS[0]},
+                     SamplingParams(max_tokens=20, ignore_eos=True), **options)
+    core.step()
+    try:
+        yield
+    finally:
+        core.abort_request(["busy"])
+        while core.has_unfinished_requests():
+            core.step()

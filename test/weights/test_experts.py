@@ -19,7 +19,8 @@ from grpo.weights.worker.receiver import _segments, part_of, pieces_of
 
 from .families import load_family, make_family, save_family
 from .faults import Changing, nudge
-from .steps import gap, policy_of
+from .receivers import submodule
+from .steps import gap, policy_of, running_engine
 
 LAYER = "model.layers.0."
 EXPERTS, INNER, WIDTH = 4, 3, 5
@@ -66,13 +67,8 @@ def test_experts_that_the_engine_has_shuffled_are_told_from_other_weights():
     def module(params):
         root = nn.Module()
         for name, value in params.items():
-            *path, last = name.split(".")
-            place = root
-            for part in path:
-                if not hasattr(place, part):
-                    place.add_module(part, nn.Module())
-                place = getattr(place, part)
-            place.register_parameter(last, nn.Parameter(value.clone()))
+            path, _, last = name.rpartition(".")
+            submodule(root, path).register_parameter(last, nn.Parameter(value.clone()))
         return root
 
     ours = {name: torch.randn_like(value) for name, value in trainer_params().items()}
@@ -172,16 +168,10 @@ def test_adapters_sit_on_attention_alone():
 @pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two workers"])
 def served(request, tmp_path_factory):
     """An engine with experts, and its folder."""
-    pytest.importorskip("vllm")
-    from grpo.policies.handle import InProcessEngine
-    from grpo.policies.inprocess import start_engine, stop_engine
-
     folder = save_family("qwen3-moe", tmp_path_factory.mktemp("experts"))
-    llm = start_engine(str(folder), device=torch.device("cpu"), dtype=torch.float32,
-                       max_model_len=256, max_num_seqs=64, separate_process=True,
-                       tensor_parallel_size=request.param)
-    yield InProcessEngine(llm), folder
-    stop_engine(llm)
+    with running_engine(folder, separate_process=True,
+                        tensor_parallel_size=request.param) as engine:
+        yield engine, folder
 
 
 def way_of(name: str, model, handle, tokenizer, folder):

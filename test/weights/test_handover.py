@@ -11,6 +11,8 @@ import signal
 import stat
 import subprocess
 import sys
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -255,10 +257,7 @@ def test_a_missing_and_a_truncated_file_are_named(handover, tmp_path):
 def test_an_edited_file_is_refused_with_the_field(handover, tmp_path, place, value, complaint):
     raw = json.loads(json.dumps(handover.to_dict()))
     *path, field = place
-    target = raw
-    for key in path:
-        target = target[key]
-    target[field] = value
+    reduce(getitem, path, raw)[field] = value
     file = tmp_path / FILE_NAME
     file.write_text(json.dumps(raw))
     with pytest.raises(HandoverError, match=complaint) as error:
@@ -278,10 +277,7 @@ def test_every_field_is_required(handover):
     for whole in (json.loads(json.dumps(handover.to_dict())), cuda_handover()):
         for *path, field in removals(whole):
             raw = copy.deepcopy(whole)
-            target = raw
-            for key in path:
-                target = target[key]
-            del target[field]
+            del reduce(getitem, path, raw)[field]
             with pytest.raises(HandoverError, match=f"field '{field}' is missing"):
                 Handover.from_dict(raw)
 

@@ -37,6 +37,10 @@ class Copying(SameModule):
         return super().publish()
 
 
+def equal(state, before) -> bool:
+    return all(torch.equal(value, before[name]) for name, value in state.items())
+
+
 @pytest.fixture
 def model(make_model):
     return make_model(dtype=torch.bfloat16)
@@ -110,9 +114,9 @@ def test_the_self_test_leaves_version_and_weights_as_they_were(model):
     weights.version = 7
     WeightProof(weights).self_test(Changing(model))
     assert weights.version == 7 and weights.compared == [ALL, ALL]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert equal(model.state_dict(), before)
     changed, restored = seen
-    assert all(torch.equal(value, before[name]) for name, value in restored.items())
+    assert equal(restored, before)
     assert not any(torch.equal(value, before[name]) for name, value in changed.items())
 
 
@@ -131,7 +135,7 @@ def test_a_way_that_never_arrives_is_found_before_any_step(model, fault):
     with pytest.raises(StaleWeightsError, match="the self-test changed a few values and"):
         proof.self_test(Changing(model))
     assert weights.version == 0
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert equal(model.state_dict(), before)
 
 
 def test_values_are_put_back_where_the_first_update_has_moved_them(model):
@@ -145,9 +149,7 @@ def test_values_are_put_back_where_the_first_update_has_moved_them(model):
 
     weights.publish = moving
     WeightProof(weights).self_test(Changing(model))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(torch.equal(value, before[name]) for name, value in
-               weights.held.state_dict().items())
+    assert equal(model.state_dict(), before) and equal(weights.held.state_dict(), before)
 
 
 def test_an_update_that_fails_in_the_self_test_leaves_the_trainers_weights(model):
@@ -160,7 +162,7 @@ def test_an_update_that_fails_in_the_self_test_leaves_the_trainers_weights(model
     with pytest.raises(RuntimeError, match="the engine is gone"):
         WeightProof(weights).self_test(Changing(model))
     assert weights.version == 0
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert equal(model.state_dict(), before)
 
 
 def test_shared_weights_change_only_while_the_engine_that_serves_others_is_paused(model):

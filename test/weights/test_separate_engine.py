@@ -28,7 +28,16 @@ from grpo.weights.transfer import WeightTransfer
 
 from ..support import REPO, environment, runs, wait_until
 from .faults import Changing, nudge
-from .steps import PROMPTS, gap, load, policy_of, train_once
+from .steps import (
+    PROMPTS,
+    assert_only_its_own_model_is_shared,
+    assert_updates_arrive,
+    gap,
+    load,
+    policy_of,
+    running_engine,
+    train_once,
+)
 from .traces import Traces, killed_while_it_waits
 
 pytestmark = pytest.mark.vllm
@@ -40,15 +49,9 @@ MAX_RANK = 8
 @pytest.fixture(scope="module")
 def served(model_folder):
     """The engine, and what of it must be gone after the last test."""
-    from grpo.policies.handle import InProcessEngine
-    from grpo.policies.inprocess import start_engine, stop_engine
-
     traces = Traces()
-    llm = start_engine(str(model_folder), device=torch.device("cpu"), dtype=torch.float32,
-                       max_model_len=256, max_num_seqs=64, separate_process=True,
-                       max_lora_rank=MAX_RANK)
-    yield InProcessEngine(llm), traces
-    stop_engine(llm)
+    with running_engine(model_folder, separate_process=True, max_lora_rank=MAX_RANK) as engine:
+        yield engine, traces
 
 
 @pytest.fixture
@@ -66,13 +69,9 @@ def test_one_memory_in_two_processes_follows_every_update(handle, model_folder):
     inode = handle.collective_rpc("export_weights", timeout=10)[0]["storages"][0]["handle"]["inode"]
     for pid in (os.getpid(), handle.workers[0].proc.pid):  # the very same file is mapped by both
         assert f" {inode} " in Path(f"/proc/{pid}/maps").read_text()
-    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
     assert gap(model, policy) < 1e-4
-    for version in (1, 2, 3):
-        assert train_once(model, policy, optimizer) > 1e-3
-        assert weights.publish() == version == handle.version
-        assert gap(model, policy) < 1e-4
-        assert weights.differing() == weights.unshared() == []
+    assert_updates_arrive(model, weights, policy)
+    assert handle.version == 3
 
 
 def test_a_run_that_goes_on_draws_what_an_uninterrupted_one_does(handle):
@@ -109,12 +108,8 @@ def test_adapters_in_memory_reach_the_engine_at_every_update(handle, model_folde
     model = make_lora(load(model_folder), r=4, alpha=12)
     weights = LoRASync(model, handle, how=how, timeout=20.0)
     policy = policy_of(handle.llm, weights, lora_request=weights.lora_request)
-    optimizer = MasterAdamW(model.parameters(), lr=3e-2)
-    for version in (1, 2, 3):
-        assert train_once(model, policy, optimizer) > 1e-3
-        assert weights.publish() == version == handle.version
-        assert gap(model, policy) < 1e-4
-        assert weights.differing() == []
+    assert_updates_arrive(model, weights, policy, lr=3e-2)
+    assert handle.version == 3
     with adapters_disabled(model):
         assert gap(model, policy_of(handle.llm)) < 1e-4
         assert gap(model, policy) > 1e-3, "the adapter changed nothing"
@@ -183,24 +178,14 @@ def test_updates_that_are_lost_fail_the_proof_where_no_canary_sees_them(
 def test_another_model_or_type_on_the_other_side_is_refused_by_name(
         handle, model_folder, make_model, tokenizer, tmp_path):
     narrower = make_model(dtype=torch.float32, vocab_size=len(tokenizer))
-    for refused in (lambda: SharedCopy(narrower, handle),
-                    lambda: CheckpointReload(narrower, tokenizer, handle, tmp_path),
+    for refused in (lambda: CheckpointReload(narrower, tokenizer, handle, tmp_path),
                     lambda: WeightTransfer(narrower, handle, backend="gloo")):
         with pytest.raises(LayoutError,
                            match=r"self_attn\.q_proj\.weight: shape \(16, 16\) does not"):
             refused()
     assert list(tmp_path.iterdir()) == []
-    model = load(model_folder, dtype=torch.bfloat16)
-    before = {name: param.data_ptr() for name, param in model.named_parameters()}
-    with pytest.raises(LayoutError, match=r"q_proj\.weight: dtype torch\.bfloat16 here, "
-                                          r"torch\.float32 in the engine"):
-        SharedCopy(model, handle)
-    assert {name: param.data_ptr() for name, param in model.named_parameters()} == before
-    model = load(model_folder)
-    with torch.no_grad():
-        model.model.norm.weight.add_(1.0)
-    with pytest.raises(ValueError, match=r"different weights.*model\.norm\.weight"):
-        SharedCopy(model, handle)
+    assert_only_its_own_model_is_shared(lambda model: SharedCopy(model, handle), model_folder,
+                                        narrower)
     assert handle.alive()
 
 

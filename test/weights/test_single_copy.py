@@ -9,12 +9,20 @@ from grpo import data
 from grpo.objectives import TokenScorer
 from grpo.training.optim import MasterAdamW
 from grpo.weights.canary import Canary, StaleWeightsError
-from grpo.weights.layout import LayoutError
 from grpo.weights.proof import WeightProof
 from grpo.weights.shared import SingleCopy
 
 from .faults import Changing, nudge
-from .steps import PROMPTS, gap, load, policy_of, train_once
+from .steps import (
+    PROMPTS,
+    assert_only_its_own_model_is_shared,
+    assert_updates_arrive,
+    gap,
+    load,
+    policy_of,
+    running_request,
+    train_once,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -50,42 +58,9 @@ def test_every_parameter_lies_in_the_engines_memory(shared):
 def test_log_probs_agree_before_and_after_updates(shared, temperature):
     model, weights, policy = shared
     policy = policy.with_sampling(temperature=temperature)
-    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
     assert gap(model, policy) < 1e-4
-    for version in range(1, 4):
-        assert train_once(model, policy, optimizer) > 1e-3
-        assert weights.publish() == version
-        assert gap(model, policy) < 1e-4
-    assert weights.unshared() == []
-
-
-def test_greedy_output_follows_the_update(shared):
-    model, weights, policy = shared
-    greedy = policy.with_sampling(temperature=0.0)
-    before = greedy.generate_from_ids(PROMPTS)[data.RESPONSE_TOKENS]
-    optimizer = MasterAdamW(model.parameters(), lr=3e-2)
-    for _ in range(3):
-        train_once(model, policy, optimizer)
-        weights.publish()
-    after = greedy.generate_from_ids(PROMPTS)[data.RESPONSE_TOKENS]
-    assert not torch.equal(before, after)
-
-
-def test_rows_carry_the_version_that_sampled_them(shared):
-    _, weights, policy = shared
-    weights.publish()
-    weights.publish()
-    assert policy.generate_from_ids(PROMPTS)[data.POLICY_VERSION].tolist() == [2] * 4
-
-
-def test_canary_passes_while_weights_are_shared(shared):
-    model, weights, policy = shared
-    check = canary(model, weights, policy)
-    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
-    for _ in range(2):
-        train_once(model, policy, optimizer)
-        weights.publish()
-        assert check.check().max_abs_diff < 1e-4
+    assert_updates_arrive(model, weights, policy)
+    assert policy.generate_from_ids(PROMPTS)[data.POLICY_VERSION].tolist() == [3] * 4
 
 
 def test_canary_names_a_parameter_whose_storage_was_replaced(shared):
@@ -97,25 +72,11 @@ def test_canary_names_a_parameter_whose_storage_was_replaced(shared):
         check.check()
 
 
-def test_models_with_other_weights_are_refused(model_folder, engine):
-    model = load(model_folder)
-    with torch.no_grad():
-        model.model.norm.weight.add_(1.0)
-    with pytest.raises(ValueError, match=r"different weights.*model\.norm\.weight"):
-        SingleCopy(model, engine)
-
-
-def test_another_model_or_type_is_refused_by_name_and_stays_as_it_was(
+def test_another_model_is_refused_by_name_and_stays_as_it_was(
         model_folder, make_model, tokenizer, engine):
     narrower = make_model(dtype=torch.float32, vocab_size=len(tokenizer))
-    with pytest.raises(LayoutError, match=r"self_attn\.q_proj\.weight: shape \(16, 16\) does not"):
-        SingleCopy(narrower, engine)
-    model = load(model_folder, dtype=torch.bfloat16)
-    before = {name: param.data_ptr() for name, param in model.named_parameters()}
-    with pytest.raises(LayoutError, match=r"q_proj\.weight: dtype torch\.bfloat16 here, "
-                                          r"torch\.float32 in the engine"):
-        SingleCopy(model, engine)
-    assert {name: param.data_ptr() for name, param in model.named_parameters()} == before
+    assert_only_its_own_model_is_shared(lambda model: SingleCopy(model, engine), model_folder,
+                                        narrower)
 
 
 def test_an_engine_that_stops_leaves_the_others_of_its_process_running(shared, model_folder):
@@ -132,20 +93,10 @@ def test_an_engine_that_stops_leaves_the_others_of_its_process_running(shared, m
 
 
 def test_publish_while_requests_run_is_an_error(shared):
-    from vllm import SamplingParams
-
     _, weights, policy = shared
-    core = policy.engine.llm_engine
-    core.add_request("busy", {"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=20,
-                                                                            ignore_eos=True))
-    core.step()
-    try:
-        with pytest.raises(RuntimeError, match="requests are still running"):
-            weights.publish()
-    finally:
-        core.abort_request(["busy"])
-        while core.has_unfinished_requests():
-            core.step()
+    with running_request(policy.engine), pytest.raises(
+            RuntimeError, match="requests are still running"):
+        weights.publish()
     weights.publish()
 
 

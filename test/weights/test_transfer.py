@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo.weights.canary import StaleWeightsError
-from grpo.weights.channel import Deadline, TransferError
+from grpo.weights.channel import TransferError
 from grpo.weights.fingerprint import Part
 from grpo.weights.layout import LayoutError
 from grpo.weights.proof import WeightProof
@@ -102,20 +102,10 @@ def test_values_are_rounded_to_the_engines_type(make_model, backend):
     assert weights.differing() == []
 
 
-def test_parameters_that_moved_are_exported_again(model):
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_parameters_that_moved_or_were_replaced_are_sent_from_where_they_are(model, backend):
     engine = engine_for(model)
-    weights = transfer(model, engine, backend="ipc")
-    weights.publish()
-    norm = model.model.norm.weight
-    norm.data = norm.data.clone() + 1
-    weights.publish()
-    assert_holds(engine, model)
-    assert engine.log.count("transfer_map") == 2
-
-
-def test_parameters_that_moved_or_were_replaced_are_sent_from_where_they_are(model):
-    engine = engine_for(model)
-    weights = transfer(model, engine)
+    weights = transfer(model, engine, backend=backend)
     weights.publish()
     norm = model.model.norm.weight
     norm.data = norm.data.clone() + 1
@@ -124,10 +114,12 @@ def test_parameters_that_moved_or_were_replaced_are_sent_from_where_they_are(mod
     model.model.norm.weight = torch.nn.Parameter(norm.detach() + 1)
     weights.publish()
     assert_holds(engine, model)
-    last = model.model.layers[0].self_attn.o_proj
-    last.weight.data = last.weight.data.t().clone().t() + 1  # no longer as it is sent
-    weights.publish()
-    assert_holds(engine, model)
+    assert engine.log.count("transfer_map") == (3 if backend == "ipc" else 0)
+    if backend == "gloo":  # memory that is mapped has to be contiguous
+        last = model.model.layers[0].self_attn.o_proj
+        last.weight.data = last.weight.data.t().clone().t() + 1  # no longer as it is sent
+        weights.publish()
+        assert_holds(engine, model)
 
 
 def test_an_update_pauses_sends_resets_counts_and_resumes_in_this_order(model):
@@ -271,14 +263,6 @@ def test_the_rendezvous_listens_on_loopback_only(model):
     engine.intercept["transfer_connect"] = look
     transfer(model, engine).publish()
     assert [port.split(":")[0] for port in ports] == ["0100007F"]
-
-
-def test_a_deadline_says_what_was_waited_for_last():
-    deadline = Deadline(0.01, "publishing", fix="restart it")
-    time.sleep(0.02)
-    with pytest.raises(TransferError, match="publishing: waited 0 s in all, at last for the moon; "
-                                            "restart it"):
-        deadline.left("the moon")
 
 
 # -- a trainer sharded by FSDP2 --------------------------------------------------------------------
