@@ -54,16 +54,9 @@ class Canary:
             tolerance, with what differs, why, and what to do.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        scorer: TokenScorer,
-        weights: WeightSync,
-        *,
-        prompts: list[list[int]],
-        max_tokens: int = 2,
-        tolerance: tuple[float, float] | None = None,
-    ) -> None:
+    def __init__(self, policy: Policy, scorer: TokenScorer, weights: WeightSync, *,
+                 prompts: list[list[int]], max_tokens: int = 2,
+                 tolerance: tuple[float, float] | None = None) -> None:
         self.policy = policy.with_sampling(max_tokens=max_tokens)
         self.scorer, self.weights = scorer, weights
         self._fast = ReplayedScorer(scorer) if isinstance(scorer, TokenScorer) else scorer

@@ -181,7 +181,9 @@ def _first_difference(canary: Canary) -> tuple[str | None, float, bool]:
     prompt = prompts[data.PROMPT_TOKENS][longest][prompts[data.PROMPT_MASK][longest]]
     prompt = prompt[:_PROBE_TOKENS].tolist()
     ours, theirs = trainer_outputs(model, prompt), engine_outputs(canary.policy, prompt)
-    limit = _layer_tolerance(next(model.parameters()))
+    param = next(model.parameters())
+    limit = (CUDA_FLOAT32_LAYER_TOLERANCE if param.is_cuda and param.dtype == torch.float32 else
+             LAYER_TOLERANCE[param.dtype])
     both = [name for name in ours if name in theirs and ours[name].shape == theirs[name].shape]
     greatest = 0.0
     for name in both:
@@ -190,12 +192,6 @@ def _first_difference(canary: Canary) -> tuple[str | None, float, bool]:
             return name, difference, True
         greatest = max(greatest, difference)
     return None, greatest, bool(both)
-
-
-def _layer_tolerance(param: Tensor) -> float:
-    if param.is_cuda and param.dtype == torch.float32:
-        return CUDA_FLOAT32_LAYER_TOLERANCE
-    return LAYER_TOLERANCE[param.dtype]
 
 
 @torch.no_grad()

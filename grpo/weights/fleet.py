@@ -217,27 +217,16 @@ class FleetTransfer(FleetSync):
                                  tensor_parallel_size=tensor_parallel_size)
         self.transfer = WeightTransfer(model, self.fleet, **options)
 
-    @property
-    def version(self) -> int:
-        return self.transfer.version
-
-    @version.setter
-    def version(self, value: int) -> None:
-        self.transfer.version = value
-
     def _publish(self) -> None:
         if self.pool.outdated:
             self.transfer.close()  # newcomers are not in its group
-        self.transfer.publish()
+        self.transfer.version = self.version
+        self.version = self.transfer.publish()
 
     def _refresh(self) -> None:
         self.transfer.close()
-        self.transfer.version -= 1
-        try:
-            self.transfer.publish()
-        except (EngineError, TransferError):
-            self.transfer.version += 1
-            raise
+        self.transfer.version = self.version - 1
+        self.transfer.publish()
 
     def _differing(self, part: Part) -> list[str]:
         return self.transfer.differing(part)

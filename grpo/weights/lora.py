@@ -70,18 +70,9 @@ class LoRASync(WeightSync):
             ``how`` that is impossible, with the reason.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        engine: EngineHandle,
-        *,
-        how: How = "auto",
-        name: str = "policy",
-        adapter_id: int = 1,
-        version: int = 0,
-        timeout: float = 60.0,
-        tell: Tell = tell_nobody,
-    ) -> None:
+    def __init__(self, model: nn.Module, engine: EngineHandle, *, how: How = "auto",
+                 name: str = "policy", adapter_id: int = 1, version: int = 0,
+                 timeout: float = 60.0, tell: Tell = tell_nobody) -> None:
         if how not in get_args(How):
             raise ValueError(f"how={how!r} is unknown; use one of {get_args(How)}")
         if adapter_id < 1:
@@ -141,7 +132,6 @@ class LoRASync(WeightSync):
         return flat({key: adapter.factors() for key, adapter in self.adapters.items()})
 
     def _values(self) -> dict[str, Tensor]:
-        """The factors as the engine keeps them, the scaling folded into B."""
         self.tell("adapters")
         return engine_factors(self.model)
 
@@ -220,9 +210,7 @@ class HTTPLoRASync(WeightSync):
             self.client = self.restart()
         self.lora_name = self.client.load_lora(str(path), name=self.name, version=version)
         self.version = version
-        if path in self.saved:  # the same version again
-            self.saved.remove(path)
-        self.saved.append(path)
+        self.saved = [*(older for older in self.saved if older != path), path]
         while len(self.saved) > self.KEPT:
             shutil.rmtree(self.saved.pop(0), ignore_errors=True)
         return self.version

@@ -141,8 +141,7 @@ class WeightTransfer(WeightSync):
     def _publish(self, deadline: Deadline) -> None:
         wholes = self._gathered()
         try:
-            if self._path is None:
-                self._path = self._connect(deadline)
+            self._connect(deadline)
             deadline.fix = _RETRY
             self.engine.pause(self.pause_mode, timeout=deadline.left("the engine to pause"))
             if self.device.type == "cuda":
@@ -156,9 +155,7 @@ class WeightTransfer(WeightSync):
 
     def _write(self, deadline: Deadline) -> None:
         """As :meth:`_publish`, by all ranks together."""
-        if self._path is None:
-            self._path = WrittenPath(self.model, self.trainer, self.engine, plan=self.plan,
-                                     workers=self.workers, deadline=deadline)
+        self._connect(deadline)
         deadline.fix = _RETRY
         with self.trainer.agreed():
             if self.trainer.leads:
@@ -167,13 +164,19 @@ class WeightTransfer(WeightSync):
         if self.trainer.leads:
             go_on(self.engine, self.version + 1, deadline)
 
-    def _connect(self, deadline: Deadline) -> Any:
-        if self.backend == "ipc":
-            return MappedPath(self.model, self.engine, self.plan, workers=len(self.workers),
-                              deadline=deadline)
-        return DirectPath(self.model, self.engine, self.plan, transport=self.backend,
-                          host=self.host, workers=len(self.workers),
-                          bucket_bytes=self.bucket_bytes, deadline=deadline)
+    def _connect(self, deadline: Deadline) -> None:
+        if self._path is not None:
+            return
+        if self._all_ranks_send:
+            self._path = WrittenPath(self.model, self.trainer, self.engine, plan=self.plan,
+                                     workers=self.workers, deadline=deadline)
+        elif self.backend == "ipc":
+            self._path = MappedPath(self.model, self.engine, self.plan, workers=len(self.workers),
+                                    deadline=deadline)
+        else:
+            self._path = DirectPath(self.model, self.engine, self.plan, transport=self.backend,
+                                    host=self.host, workers=len(self.workers),
+                                    bucket_bytes=self.bucket_bytes, deadline=deadline)
 
     @torch.no_grad()
     def _gathered(self, plan: list[dict[str, Any]] | None = None, part: Part = ALL
