@@ -16,8 +16,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,27 +36,16 @@ _FILES = 2
 
 @dataclass(frozen=True)
 class EmbeddedSpec:
-    """Everything the warm start depends on.
+    """Everything the warm start depends on."""
 
-    Attributes:
-        hidden_size: width of the model; feed-forward is twice that.
-        num_layers: decoder layers.
-        steps: optimizer steps of the warm start.
-        batch_size: solutions a step.
-        learning_rate: peak of AdamW's learning rate.
-        noise: share of solutions in which the carry is forgotten.
-        seed: of the initial weights and of the noise.
-        context: greatest number of tokens the model accepts.
-    """
-
-    hidden_size: int = 128
+    hidden_size: int = 128  # feed-forward is twice as wide
     num_layers: int = 2
     steps: int = 1000
-    batch_size: int = 128
-    learning_rate: float = 2e-3
-    noise: float = 0.7
-    seed: int = 0
-    context: int = 2048
+    batch_size: int = 128  # solutions a step
+    learning_rate: float = 2e-3  # AdamW's, at its peak
+    noise: float = 0.7  # share of solutions in which the carry is forgotten
+    seed: int = 0  # of the initial weights and of the noise
+    context: int = 2048  # greatest number of tokens that the model accepts
 
 
 def byte_tokenizer() -> Any:
@@ -112,8 +100,7 @@ def embedded_model(
 
 def default_cache() -> Path:
     """Where warm starts are kept between runs."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "torchrl-grpo"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torchrl-grpo")
 
 
 def _key(task: ArithmeticTask, spec: EmbeddedSpec) -> str:
@@ -123,27 +110,18 @@ def _key(task: ArithmeticTask, spec: EmbeddedSpec) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One CPU thread: the model is so narrow that several would mostly wait for each other, up to
-    nine tenths of the time when another process uses the same cores."""
-    before = torch.get_num_threads()
-    set_num_threads(1)
-    try:
-        yield
-    finally:
-        set_num_threads(before)
-
-
 def _make(folder: Path, task: ArithmeticTask, spec: EmbeddedSpec) -> None:
     tokenizer = byte_tokenizer()
     logger.info("making the embedded model: %d warm-start steps on additions, %.0f %% of them with "
                 "a forgotten carry; kept in %s", spec.steps, 100 * spec.noise, folder.parent)
-    with torch.random.fork_rng([]):
+    with torch.random.fork_rng([]), ExitStack() as at_end:
         model = small_qwen2(spec, len(tokenizer))
         start = time.monotonic()
-        with _one_thread():
-            loss = warm_start(model, tokenizer, task, spec)
+        # The model is so narrow that several threads would mostly wait for each other, up to nine
+        # tenths of the time when another process uses the same cores.
+        at_end.callback(set_num_threads, torch.get_num_threads())
+        set_num_threads(1)
+        loss = warm_start(model, tokenizer, task, spec)
     logger.info("warm start: %d steps in %.0f s, loss %.3f", spec.steps, time.monotonic() - start,
                 loss)
     # Written aside and renamed, so that an interrupted run leaves no half-made cache entry.
@@ -157,11 +135,8 @@ def _make(folder: Path, task: ArithmeticTask, spec: EmbeddedSpec) -> None:
 
 
 def warm_start(model: nn.Module, tokenizer: Any, task: ArithmeticTask, spec: EmbeddedSpec) -> float:
-    """Teach a fresh model the format, on solutions of which ``spec.noise`` are wrong.
-
-    Returns:
-        The last step's cross-entropy a token, in nats.
-    """
+    """Teach a fresh model the format, on solutions of which ``spec.noise`` are wrong; the last
+    step's cross-entropy, in nats a token."""
     rng = random.Random(spec.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate)
     warm_up = max(1, spec.steps // 10)

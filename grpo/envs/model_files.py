@@ -17,7 +17,7 @@ def write_model(model: Any, folder: Path, weights: dict[str, Tensor]) -> None:
 
     Args:
         model: of Transformers.
-        folder: is made.
+        folder: made if it is not there.
         weights: whole tensors on the CPU, by the names of the model's ``state_dict()``.
     """
     from transformers import GenerationConfig

@@ -55,8 +55,7 @@ def render_all(
     """
     prompts = [Prompt(problem, render(problem, tokenizer)) for problem in problems]
     kept = [prompt for prompt in prompts if len(prompt.tokens) <= max_prompt_tokens]
-    if len(kept) < len(prompts):
-        long = [prompt for prompt in prompts if len(prompt.tokens) > max_prompt_tokens]
+    if long := [prompt for prompt in prompts if len(prompt.tokens) > max_prompt_tokens]:
         longest = max(len(prompt.tokens) for prompt in long)
         names = ", ".join(repr(prompt.problem.id) for prompt in long[:3])
         message = (f"{what}: {len(long)} of {len(prompts)} prompts are longer than "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Any text without special tokens would do.
-_PROBE = "a"
+_PROBE = "a"  # any text without special tokens would do
 
 
 def text_tokens(text: str, tokenizer: Any) -> list[int]:

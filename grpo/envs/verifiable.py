@@ -85,7 +85,6 @@ class VerifiableEnv(EnvBase):
         self.num_prompts, self.group_size = num_prompts, group_size
         self.pad_token_id = int(tokenizer.pad_token_id)
         self.eos_token_ids = torch.tensor(eos_token_ids, dtype=torch.int64)
-        self._ends = eos_token_ids
         self.groups_started = 0
         self.reward_errors = 0
         self.failures: dict[str, str] = {}  # of the last step, as of RewardBatch
@@ -160,9 +159,7 @@ class VerifiableEnv(EnvBase):
             tokens: of its response, end token included.
         """
         width = self.action_spec[data.RESPONSE_TOKENS].shape[-1]
-        tokens = tokens + [self.pad_token_id] * (width - len(tokens))
-        ends = [tokens.index(end) for end in self._ends if end in tokens]
-        self._finished[row] = tokens[:min(ends, default=width)]
+        (self._finished[row],), _ = self._read(data.pad_rows([tokens], width, self.pad_token_id))
         first = row - row % self.group_size
         group = range(first, first + self.group_size)
         if self.group_size > 1 and all(row in self._finished for row in group):
@@ -175,7 +172,11 @@ class VerifiableEnv(EnvBase):
         if finish_reason is not None:  # the policy knows; an action without it is read for EOS
             ended_B = finish_reason.cpu() == data.FINISH_STOP
         scores = self._score(rows)
-        self._report(scores)
+        self.failures = scores.failures
+        self.reward_errors += len(scores.messages)
+        if scores.messages:
+            logger.warning("%d of %d completions got no reward and are left out; first: %s",
+                           len(scores.messages), self.batch_size[0], scores.messages[0])
         out = TensorDict({}, batch_size=self.batch_size)
         for key in (data.PROMPT_TOKENS, data.PROMPT_MASK, data.GROUP_ID):
             out[key] = tensordict[key]
@@ -215,14 +216,6 @@ class VerifiableEnv(EnvBase):
         before_eos = is_eos.int().cumsum(-1) == 0
         rows = [row[keep].tolist() for row, keep in zip(response_BR, before_eos, strict=True)]
         return rows, is_eos.any(-1)
-
-    def _report(self, scores: RewardBatch) -> None:
-        self.failures = scores.failures
-        if not scores.messages:
-            return
-        self.reward_errors += len(scores.messages)
-        logger.warning("%d of %d completions got no reward and are left out; first: %s",
-                       len(scores.messages), self.batch_size[0], scores.messages[0])
 
     def seek(self, group: int) -> None:
         """Let the next reset begin with the group of this number of the run."""

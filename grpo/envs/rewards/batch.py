@@ -27,13 +27,10 @@ class Unusable(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """The score of one completion.
+    """What a row of :class:`RewardBatch` is made of.
 
     Attributes:
-        reward: weighted sum; 0 without one.
-        success: whether the problem counts as solved.
-        fault: why there is no reward, a ``FAULT_*`` of :mod:`grpo.data`.
-        message: the reason as a sentence.
+        message: why there is no reward, as a sentence.
         failure: what tells it from other failures, and the message with the place in the code.
         parts: what each function gave; empty without a reward.
     """
@@ -47,12 +44,8 @@ class Row:
 
 
 def row_without(error: Exception, who: str) -> Row:
-    """The row of a function that raised, was late, or returned no reward.
-
-    Args:
-        error: what it raised, :class:`~grpo.system.deadline.LateError` or :class:`Unusable`.
-        who: names function and problem.
-    """
+    """The row of a function that raised, was late, or returned no reward; ``who`` names it and the
+    problem."""
     late = isinstance(error, LateError)
     fault = data.FAULT_LATE if late else data.FAULT_FAILED
     function = who.partition(",")[0]

@@ -17,6 +17,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo.system.deadline import LateError
@@ -30,17 +32,19 @@ class _GiveUp(SystemExit):
     """Raised in a thread that is late; nobody prints a SystemExit that ends a thread."""
 
 
+@dataclass(eq=False)
 class _Call:
     """One call: what is called, until when, and who gets to say what became of it."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple, seconds: float) -> None:
-        self.fn, self.args, self.seconds = fn, args, seconds
-        self.future: Future = Future()
-        self.deadline = math.inf
-        self.thread: threading.Thread | None = None
-        self.loop: _Loop | None = None
-        self.task: Future | None = None
-        self._open = [True]
+    fn: Callable[..., Any]
+    args: tuple
+    seconds: float
+    future: Future = field(default_factory=Future)
+    deadline: float = math.inf
+    thread: threading.Thread | None = None
+    loop: _Loop | None = None
+    task: Future | None = None
+    _open: list[bool] = field(default_factory=lambda: [True])
 
     def claim(self) -> bool:
         """True for the first caller only: whoever ended the call, or found it late.
@@ -57,8 +61,7 @@ class _Call:
 class CallPool:
     """Run at most ``workers`` calls at a time.
 
-    This is all that rewards need of whatever runs them: :meth:`submit`, which returns a future that
-    is always answered. Threads are started as they are needed, and none keeps the process alive.
+    Threads are started as they are needed, and none keeps the process alive.
 
     Args:
         workers: calls at a time.
@@ -98,7 +101,7 @@ class CallPool:
             seconds: positive.
 
         Returns:
-            What it returned or raised, or :class:`LateError`.
+            A future that is always answered: what it returned or raised, or :class:`LateError`.
         """
         call = _Call(fn, args, seconds)
         with self._lock:
@@ -140,11 +143,9 @@ class CallPool:
     # -- threads -------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        try:
+        with suppress(_GiveUp):  # late, and somebody else has its place
             while self._serve_one():
                 pass
-        except _GiveUp:  # late, and somebody else has its place
-            pass
 
     def _serve_one(self) -> bool:
         with self._lock:

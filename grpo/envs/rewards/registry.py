@@ -10,15 +10,10 @@ from grpo.envs.tasks.base import Problem
 
 
 class RewardResult(NamedTuple):
-    """A reward together with the verifier's yes or no.
+    """A reward together with the verifier's yes or no."""
 
-    Attributes:
-        reward: what the policy is trained on.
-        success: whether the problem counts as solved, in evaluation and logs.
-    """
-
-    reward: float
-    success: bool
+    reward: float  # what the policy is trained on
+    success: bool  # whether the problem counts as solved, in evaluation and logs
 
 
 #: What a completion gets. None leaves the sample out of training.
@@ -135,5 +130,5 @@ def name_of(fn: RewardFn) -> str:
     registered = [name for name, known in _REWARDS.items() if known is fn]
     if registered:
         return repr(registered[0])
-    module = getattr(fn, "__module__", type(fn).__module__)
-    return repr(f"{module}:{getattr(fn, '__qualname__', type(fn).__qualname__)}")
+    named = fn if hasattr(fn, "__qualname__") else type(fn)
+    return repr(f"{named.__module__}:{named.__qualname__}")

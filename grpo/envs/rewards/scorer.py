@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -36,15 +36,8 @@ class _Function:
 
     call: RewardFn
     weight: float
-    label: str
     in_order: bool
     tried: bool = False
-    takes_lists: bool = field(init=False)
-    quick: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.takes_lists = getattr(self.call, "takes_lists", False)
-        self.quick = getattr(self.call, "quick", False)
 
 
 class RewardScorer:
@@ -102,11 +95,9 @@ class RewardScorer:
                 raise ValueError(f"weight={weight} of reward {name_of(fn)} must be finite")
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be a positive number of seconds")
-        names = names or [name_of(fn).strip("'") for fn, _ in functions]
-        self.labels = labels(names)
+        self.labels = labels(names or [name_of(fn).strip("'") for fn, _ in functions])
         self.timeout, self.workers, self.try_first = timeout, workers, try_first
-        self._functions = [_Function(fn, weight, label, in_order=workers == 1) for
-                           (fn, weight), label in zip(functions, self.labels, strict=True)]
+        self._functions = [_Function(fn, weight, workers == 1) for fn, weight in functions]
 
     def __call__(self, completions: Sequence[str], problems: Sequence[Problem]) -> RewardBatch:
         """Score and wait for it; see :meth:`start`."""
@@ -115,14 +106,11 @@ class RewardScorer:
     def start(
         self, completions: Sequence[str], problems: Sequence[Problem]
     ) -> Callable[[], RewardBatch]:
-        """Begin to score.
+        """Begin to score; what is returned waits for the rewards, as long as the deadlines allow.
 
         Args:
             completions: what the model wrote, ``B`` texts without the prompts.
             problems: the problem of each completion.
-
-        Returns:
-            What waits for the rewards, at most as long as the deadlines allow.
 
         Raises:
             ValueError: if the lengths differ.
@@ -145,14 +133,13 @@ class RewardScorer:
         """Make the calls of one function; what is returned waits for an outcome a row."""
         if not completions:
             return list
-        calls = list(zip(completions, problems, strict=True))
-        if fn.takes_lists:
-            calls = [(completions, problems)]
-        wait = self._make(fn, calls)
-        return (lambda: _spread(wait()[0], len(completions))) if fn.takes_lists else wait
+        if getattr(fn.call, "takes_lists", False):
+            wait = self._make(fn, [(completions, problems)])
+            return lambda: _spread(wait()[0], len(completions))
+        return self._make(fn, list(zip(completions, problems, strict=True)))
 
     def _make(self, fn: _Function, calls: list[tuple]) -> Callable[[], list[_Outcome]]:
-        if fn.quick:
+        if getattr(fn.call, "quick", False):
             outcomes = [_outcome(fn.call, *args) for args in calls]
             return lambda: outcomes
         first = []
@@ -260,10 +247,9 @@ def _spread(outcome: _Outcome, count: int) -> list[_Outcome]:
     if isinstance(outcome, Exception):
         return [outcome] * count
     values = outcome.tolist() if hasattr(outcome, "tolist") else outcome
-    if not isinstance(values, list | tuple) or isinstance(values, RewardResult):
-        values = None
-    if values is None or len(values) != count:
-        got = f"{outcome!r:.80}" if values is None else f"{len(values)} rewards"
-        return [Unusable(f"returned {got} for {count} completions; a function that takes lists "
-                         "returns a list with one reward for each")] * count
-    return list(values)
+    listed = isinstance(values, list | tuple) and not isinstance(values, RewardResult)
+    if listed and len(values) == count:
+        return list(values)
+    got = f"{len(values)} rewards" if listed else f"{outcome!r:.80}"
+    return [Unusable(f"returned {got} for {count} completions; a function that takes lists "
+                     "returns a list with one reward for each")] * count

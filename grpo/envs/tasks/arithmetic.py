@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import re
 from collections.abc import Sequence
 
 from grpo.envs.tasks.base import Problem, Task, check_count, register_task
 
-OPERATORS = ("+", "-", "*")
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 #: All pairs of operands are enumerated, so their number has to stay within memory.
 MAX_OPERAND = 999
 
@@ -29,8 +30,8 @@ class ArithmeticTask(Task):
         max_operand: largest operand, 1 to 999; the smallest is 0.
         operators: any of ``"+"``, ``"-"``, ``"*"``.
         seed: of the shuffle.
-        num_train: number of training problems.
-        num_test: number of test problems.
+        num_train: size of the training split.
+        num_test: size of the test split.
 
     Raises:
         ValueError: if an option is out of range, or more problems are asked for than exist.
@@ -59,20 +60,20 @@ class ArithmeticTask(Task):
             raise ValueError(f"max_operand={max_operand} must be at most {MAX_OPERAND}")
         operators = tuple(operators)
         if not operators or set(operators) - set(OPERATORS) or len(set(operators)) < len(operators):
-            raise ValueError(f"{operators=} must be one or more distinct entries of {OPERATORS}")
+            raise ValueError(
+                f"{operators=} must be one or more distinct entries of {tuple(OPERATORS)}")
         check_count("seed", seed)
         check_count("num_train", num_train)
         check_count("num_test", num_test)
 
-        largest = max(abs(_apply(a, op, max_operand)) for op in operators for a in (0, max_operand))
-        self.operand_width = len(str(max_operand))
-        self.answer_width = len(str(largest))
-
+        largest = max(abs(OPERATORS[sign](a, max_operand))
+                      for sign in operators for a in (0, max_operand))
+        self.operand_width, self.answer_width = len(str(max_operand)), len(str(largest))
         rng = random.Random(seed)
         numbers = range(max_operand + 1)
-        families = [(op, a, b) for op in operators for a in numbers for b in numbers[a:]]
+        families = [(sign, a, b) for sign in operators for a in numbers for b in numbers[a:]]
         rng.shuffle(families)
-        triples = [t for op, a, b in families for t in sorted({(a, op, b), (b, op, a)})]
+        triples = [t for sign, a, b in families for t in sorted({(a, sign, b), (b, sign, a)})]
         test, rest = triples[:num_test], triples[num_test:]
         if test and rest and rest[0] == test[-1][::-1]:
             del rest[0]  # the cut went between mirror images: the second one belongs to no split
@@ -88,28 +89,20 @@ class ArithmeticTask(Task):
             test=[self.problem(*triple) for triple in test],
             source=f"all a {' '.join(operators)} b with 0 <= a, b <= {max_operand}")
 
-    def problem(self, a: int, operator: str, b: int) -> Problem:
-        """The problem ``a operator b``, laid out as everywhere in this task."""
-        text = f"{a:0{self.operand_width}d}{operator}{b:0{self.operand_width}d}"
-        answer = self._format(_apply(a, operator, b))
+    def problem(self, a: int, sign: str, b: int) -> Problem:
+        """The problem ``a sign b``, laid out as everywhere in this task."""
+        text = f"{a:0{self.operand_width}d}{sign}{b:0{self.operand_width}d}"
+        answer = self._format(OPERATORS[sign](a, b))
         return Problem(prompt=f"{text}=", answer=answer, id=f"arithmetic/{text}")
 
     def slip(self, problem: Problem) -> str:
         """The answer of someone who forgets to carry; the right one where nothing is carried.
 
         Warm-starting a fresh model on a mix of slips and right answers gives it the format, a
-        systematic mistake, and something left to learn from rewards. The slips:
-
-        * addition: each column is added modulo 10, no carry (``17+25 -> 32``);
-        * subtraction: each column of larger minus smaller modulo 10, no borrow (``42-17 -> 35``),
-          with the sign of the true result;
-        * multiplication: each column of partial products modulo 10, no carry (``12*15 -> 150``).
-
-        Args:
-            problem: a problem of this task.
-
-        Returns:
-            Text as wide as the answer.
+        systematic mistake, and something left to learn from rewards. A slip is as wide as the
+        answer and has its sign. Each column is computed modulo 10: sums without the carry
+        (``17+25 -> 32``), larger minus smaller without the borrow (``42-17 -> 35``), and partial
+        products without the carry (``12*15 -> 170``).
 
         Raises:
             ValueError: if the prompt is no arithmetic problem.
@@ -122,29 +115,17 @@ class ArithmeticTask(Task):
         match = re.fullmatch(r"([0-9]+)([-+*])([0-9]+)=", str(problem.prompt))
         if match is None:
             raise ValueError(f"problem {problem.id!r} is no arithmetic problem: {problem.prompt!r}")
-        return self._without_carry(int(match[1]), match[2], int(match[3]))
-
-    def _without_carry(self, a: int, operator: str, b: int) -> str:
-        high, low = self._columns(max(a, b)), self._columns(min(a, b))
-        columns = [0] * (2 * self.operand_width)
+        (a, b), sign = sorted((match[1], match[3]), reverse=True), match[2]
+        high, low = ([int(digit) for digit in reversed(number)] for number in (a, b))
+        columns = [0] * (len(high) + len(low))
         for i, x in enumerate(high):
-            if operator == "+":
-                columns[i] = x + low[i]
-            elif operator == "-":
-                columns[i] = x - low[i]
-            else:
+            if sign == "*":
                 for j, y in enumerate(low):
                     columns[i + j] += x * y
+            else:
+                columns[i] = OPERATORS[sign](x, low[i])
         magnitude = sum(column % 10 * 10**place for place, column in enumerate(columns))
-        return self._format(-magnitude if operator == "-" and a < b else magnitude)
-
-    def _columns(self, number: int) -> list[int]:
-        """Decimal digits, ones first."""
-        return [int(digit) for digit in reversed(f"{number:0{self.operand_width}d}")]
+        return self._format(-magnitude if problem.answer.startswith("-") else magnitude)
 
     def _format(self, number: int) -> str:
         return f"{'-' * (number < 0)}{abs(number):0{self.answer_width}d}"
-
-
-def _apply(a: int, operator: str, b: int) -> int:
-    return {"+": a + b, "-": a - b, "*": a * b}[operator]

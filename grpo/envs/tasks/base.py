@@ -52,9 +52,7 @@ class Task:
     default_reward: ClassVar[str]
 
     def __init__(self, *, train: Sequence[Problem], test: Sequence[Problem], source: str) -> None:
-        self.train = tuple(train)
-        self.test = tuple(test)
-        self.source = source
+        self.train, self.test, self.source = tuple(train), tuple(test), source
 
     def split(self, name: Literal["train", "test"]) -> tuple[Problem, ...]:
         """The problems of one split, never empty.
@@ -134,7 +132,7 @@ def make_task(name: str, /, **options: object) -> Task:
         **options: keyword-only options of the task's constructor.
 
     Raises:
-        ValueError: if the task is unknown, or has no such option (it would be ignored).
+        ValueError: see :func:`check_options`.
 
     Examples:
         >>> make_task("arithmetic", max_operand=9, num_train=80, num_test=10).name

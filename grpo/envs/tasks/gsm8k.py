@@ -80,19 +80,16 @@ class Gsm8kTask(Task):
             else:
                 rows = _read_hub(dataset, config, split)
             # Rows are read one by one, so a limit of 0 does not even open the source.
-            problems = [
-                _problem(row, where, system, id=f"gsm8k/{split}/{i}")
-                for i, (where, row) in enumerate(islice(rows, limit))]
+            problems = [_problem(row, where, system, id=f"gsm8k/{split}/{i}")
+                        for i, (where, row) in enumerate(islice(rows, limit))]
             if limit is not None and len(problems) < limit:
                 raise ValueError(
                     f"env.task.num_{split}={limit}, but the {split} split has only "
                     f"{len(problems)} rows; lower it, or set it to null for all of them")
             return problems
 
-        super().__init__(
-            train=load("train", num_train),
-            test=load("test", num_test),
-            source=f"{dataset} ({config})" if data_path is None else str(data_path))
+        super().__init__(train=load("train", num_train), test=load("test", num_test),
+                         source=f"{dataset} ({config})" if data_path is None else str(data_path))
 
 
 def _read_jsonl(folder: Path, split: str) -> Iterator[tuple[str, object]]:
@@ -115,7 +112,6 @@ def _read_jsonl(folder: Path, split: str) -> Iterator[tuple[str, object]]:
 
 
 def _read_hub(dataset: str, config: str, split: str) -> Iterator[tuple[str, object]]:
-    """Yield ``(place, row)`` of a data set on the hub."""
     if importlib.util.find_spec("datasets") is None:
         raise ImportError(
             f"reading {dataset!r} from the hub needs the datasets package: pip install datasets "
