@@ -59,9 +59,8 @@ class Chart:
 
     Attributes:
         name: file name and anchor.
-        title: heading.
         note: what it shows and what is healthy.
-        lines: the lines; a chart without data for any of them is left out.
+        lines: a chart without data for any of them is left out.
         text: how a value is written.
         floor: lowest end of the value axis, or None to fit the data.
         span: what the value axis shows at least, so that rounding does not look like movement.
@@ -80,7 +79,6 @@ class Chart:
     kind: Literal["lines", "ratio", "times"] = "lines"
 
     def has_data(self, history: History) -> bool:
-        """Whether the run has a value to draw."""
         return any(history.series(line.name)[0] for line in self.lines)
 
 

@@ -57,39 +57,11 @@ _UNICODE = _Glyphs()
 _ASCII = _Glyphs("\\n", "...", "yes", "no", "|", "+", "-", "_.-=^")
 
 
-class _Progress:
-    """What the display needs to know of the steps so far."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.metrics: dict[str, float] = {}
-        self.rewards: list[float] = []
-        self.accuracies: list[float] = []
-        self._step_seconds: deque[float] = deque(maxlen=20)
-        self._updated_at: float | None = None
-
-    def update(self, step: int, metrics: Mapping[str, float], now: float) -> None:
-        steps = step - self.step
-        if self._updated_at is not None and steps > 0:
-            self._step_seconds.append((now - self._updated_at) / steps)
-        self.step, self._updated_at = step, now
-        self.metrics = dict(metrics)
-        for key, history in ((REWARD, self.rewards), (ACCURACY, self.accuracies)):
-            if math.isfinite(metrics.get(key, math.nan)):
-                history.append(float(metrics[key]))
-
-    def seconds_left(self, total_steps: int) -> float | None:
-        """Time for the remaining steps at the pace of the last ones; None if not known yet."""
-        paces = self._step_seconds or [self.metrics.get(STEP_TIME, math.nan)]
-        pace = sum(paces) / len(paces)
-        return pace * max(total_steps - self.step, 0) if math.isfinite(pace) else None
-
-
-def _trend(history: Sequence[float]) -> float | None:
+def _trend(history: Sequence[float]) -> float:
     """Mean of the last :data:`TREND_STEPS` values minus that of the first ones; of fewer, as long
     as both would overlap."""
     k = min(TREND_STEPS, len(history) // 2)
-    return (sum(history[-k:]) - sum(history[:k])) / k if k else None
+    return (sum(history[-k:]) - sum(history[:k])) / k if k else 0.0
 
 
 def _sparkline(history: Sequence[float], bars: str, width: int = 16) -> str:
@@ -106,7 +78,7 @@ class Console:
     """The terminal side of a run; use it as a context manager around the training loop.
 
     Args:
-        total_steps: number of steps of the run, at least 1.
+        total_steps: of the run.
         console: the Rich console to write to; by default one on standard output.
 
     Raises:
@@ -128,17 +100,17 @@ class Console:
         self.total_steps = total_steps
         self._out = console or RichConsole(highlight=False)
         self._glyphs = _ASCII if self._out.options.ascii_only else _UNICODE
-        self._progress = _Progress()
         self._clock = time.monotonic
         self._live: Live | None = None
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the output is a terminal that can redraw lines."""
-        return self._out.is_terminal and not self._out.is_dumb_terminal
+        self._step = 0
+        self._metrics: dict[str, float] = {}
+        self._rewards: list[float] = []
+        self._accuracies: list[float] = []
+        self._step_seconds: deque[float] = deque(maxlen=20)
+        self._updated_at: float | None = None
 
     def __enter__(self) -> Console:
-        if self.is_live:
+        if self._out.is_terminal and not self._out.is_dumb_terminal:
             self._live = Live(get_renderable=self._render, console=self._out, transient=True)
             self._live.start()
         return self
@@ -230,7 +202,13 @@ class Console:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a finished step, 1 to ``total_steps``; 0 is before training."""
-        self._progress.update(step, metrics, self._clock())
+        now, steps = self._clock(), step - self._step
+        if self._updated_at is not None and steps > 0:
+            self._step_seconds.append((now - self._updated_at) / steps)
+        self._step, self._updated_at, self._metrics = step, now, dict(metrics)
+        for key, history in ((REWARD, self._rewards), (ACCURACY, self._accuracies)):
+            if math.isfinite(metrics.get(key, math.nan)):
+                history.append(float(metrics[key]))
         if self._live is None:
             self._print(self._plain_line())
             return
@@ -240,72 +218,69 @@ class Console:
 
     def _count(self) -> str:
         total = str(self.total_steps)
-        return f"step {self._progress.step:>{len(total)}}/{total}"
+        return f"step {self._step:>{len(total)}}/{total}"
+
+    def _seconds_left(self) -> float | None:
+        """Time for the remaining steps at the pace of the last ones; None if not known yet."""
+        paces = self._step_seconds or [self._metrics.get(STEP_TIME, math.nan)]
+        pace = sum(paces) / len(paces)
+        return pace * max(self.total_steps - self._step, 0) if math.isfinite(pace) else None
 
     def _learning(self, *, live: bool = False) -> Text:
         """Reward, held-out accuracy and throughput of a step; ``live`` keeps the last accuracy."""
-        progress, parts = self._progress, []
-        if REWARD in progress.metrics:
-            reward = Text.assemble("reward ", (f"{progress.metrics[REWARD]:.3f}", "bold"))
-            reward.append(self._arrow(_trend(progress.rewards), "{:.3f}"))
-            bars = _sparkline(progress.rewards, self._glyphs.bars) if live else ""
+        metrics, parts = self._metrics, []
+        if REWARD in metrics:
+            reward = Text.assemble("reward ", (f"{metrics[REWARD]:.3f}", "bold"))
+            reward.append(self._arrow(_trend(self._rewards), "{:.3f}"))
+            bars = _sparkline(self._rewards, self._glyphs.bars) if live else ""
             reward.append(f" {bars}" if bars else "", style="cyan")
-            if parts_of := ", ".join(f"{name} {progress.metrics[f'reward/{name}/mean']:.3f}"
-                                     for name in reward_parts(progress.metrics)):
+            if parts_of := ", ".join(f"{name} {metrics[f'reward/{name}/mean']:.3f}"
+                                     for name in reward_parts(metrics)):
                 reward.append(f" ({parts_of})")
             parts.append(reward)
-        if progress.accuracies and (live or ACCURACY in progress.metrics):
-            first, last = progress.accuracies[0], progress.accuracies[-1]
+        if self._accuracies and (live or ACCURACY in metrics):
+            first, last = self._accuracies[0], self._accuracies[-1]
             accuracy = Text.assemble("held-out ", (f"{last:.1%}", "bold"))
-            change = 100 * (last - first) if len(progress.accuracies) > 1 else None
-            parts.append(accuracy.append(self._arrow(change, "{:.1f}")))
-        if TOKENS_PER_SECOND in progress.metrics:
-            parts.append(Text(f"{progress.metrics[TOKENS_PER_SECOND]:,.0f} tok/s"))
+            parts.append(accuracy.append(self._arrow(100 * (last - first), "{:.1f}")))
+        if TOKENS_PER_SECOND in metrics:
+            parts.append(Text(f"{metrics[TOKENS_PER_SECOND]:,.0f} tok/s"))
         return Text("  ").join(parts)
 
-    def _arrow(self, change: float | None, form: str) -> Text:
-        if change is None:
-            return Text()
+    def _arrow(self, change: float, form: str) -> Text:
         size = form.format(abs(change))
         if float(size) == 0:
             return Text()
         sign, style = (self._glyphs.up, "green") if change > 0 else (self._glyphs.down, "red")
         return Text(f" {sign}{size}", style=style)
 
-    def _phases(self) -> str:
-        """The longest phases of the last step, those above one percent of it."""
-        phases = phase_times(self._progress.metrics)
+    def _times(self, form: str) -> str:
+        """What the last step took, and in ``form`` its longest phases, those above one percent."""
+        if STEP_TIME not in self._metrics:
+            return ""
+        phases = phase_times(self._metrics)
         floor = 0.01 * sum(phases.values())
         longest = sorted(phases.items(), key=lambda item: -item[1])[:4]
         shown = [f"{name} {format_duration(s)}" for name, s in longest if s > floor]
-        return f" {self._glyphs.dot} ".join(shown)
+        took = f"step time {format_duration(self._metrics[STEP_TIME])}"
+        return took + (form.format(f" {self._glyphs.dot} ".join(shown)) if shown else "")
 
     def _plain_line(self) -> Text:
-        progress = self._progress
-        parts = [Text(self._count()), self._learning()]
-        if STEP_TIME in progress.metrics:
-            phases = self._phases()
-            took = f"step time {format_duration(progress.metrics[STEP_TIME])}"
-            parts.append(Text(took + (f" ({phases})" if phases else "")))
-        if left := progress.seconds_left(self.total_steps):
-            parts.append(Text(f"left {format_duration(left)}"))
+        left = self._seconds_left()
+        parts = [Text(self._count()), self._learning(), Text(self._times(" ({})")),
+                 Text(f"left {format_duration(left)}" if left else "")]
         return Text("  ").join(part for part in parts if part.plain)
 
     def _render(self) -> Group:
         """The three live lines; each fits 80 columns and is cut, not wrapped, below that."""
-        progress = self._progress
-        left = progress.seconds_left(self.total_steps)
-        status = ("done" if progress.step >= self.total_steps else
+        left = self._seconds_left()
+        status = ("done" if self._step >= self.total_steps else
                   "starting" if left is None else f"left {format_duration(left)}")
         bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True),
                          padding=(0, 1), expand=True)
         bar.add_row(Text(self._count(), style="bold"),
-                    ProgressBar(total=self.total_steps, completed=progress.step),
+                    ProgressBar(total=self.total_steps, completed=self._step),
                     Text(status, style="dim"))
-        lines = [self._learning(live=True)]
-        if STEP_TIME in progress.metrics:
-            took = f"step time {format_duration(progress.metrics[STEP_TIME])}  {self._phases()}"
-            lines.append(Text(took, style="dim"))
+        lines = [self._learning(live=True), Text(self._times("  {}"), style="dim")]
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
         return Group(bar, *(line for line in lines if line.plain))

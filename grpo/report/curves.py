@@ -88,11 +88,8 @@ def _write_png(
 
 
 def _draw(axes: Axes, history: History, chart: Chart) -> int:
-    """Draw one chart: its data, a quiet grid, and a legend above that gives the last values.
-
-    Returns:
-        The number of rows of the legend.
-    """
+    """Draw one chart: its data, a quiet grid, and a legend above that gives the last values; the
+    number of rows of the legend."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     {"lines": _draw_lines, "ratio": _draw_ratio, "times": _draw_times}[chart.kind](
@@ -141,8 +138,8 @@ def _draw_ratio(axes: Axes, history: History, chart: Chart) -> None:
         ("policy/ratio_min", "policy/ratio_max", "min to max", 0.14),
         ("policy/ratio_p01", "policy/ratio_p99", "1% to 99%", 0.32),
     ):
-        both = History(tuple(row for row in history.rows if None not in (row.get(low),
-                                                                         row.get(high))))
+        both = History(tuple(row for row in history.rows
+                             if None not in (row.get(low), row.get(high))))
         x, bottom = thin(*both.series(low))
         _, top = thin(*both.series(high))
         if len(x) == 1:

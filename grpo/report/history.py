@@ -39,12 +39,11 @@ class History:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that have a row."""
         return [row["step"] for row in self.rows]
 
     @property
     def names(self) -> list[str]:
-        """Names of all metrics, sorted."""
+        """Of all metrics, sorted."""
         return sorted({name for row in self.rows for name in row} - {"step", "time"})
 
     def series(self, name: str) -> tuple[list[int], list[float]]:

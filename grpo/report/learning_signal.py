@@ -42,15 +42,10 @@ def has_signal(metrics: Mapping[str, float | None]) -> bool:
 
 @dataclass(frozen=True)
 class Silence:
-    """Iterations in a row without a signal.
+    """Iterations in a row without a signal."""
 
-    Attributes:
-        rows: their metrics, at least one.
-        whole: whether they are all iterations of the run.
-    """
-
-    rows: Sequence[Mapping[str, float | None]]
-    whole: bool
+    rows: Sequence[Mapping[str, float | None]]  # their metrics, at least one
+    whole: bool  # whether they are all iterations of the run
 
     def __str__(self) -> str:
         """What was seen, and what to try."""
@@ -84,14 +79,8 @@ class Silence:
 
 
 def silence_at_end(rows: Iterable[Mapping[str, float | None]]) -> Silence | None:
-    """The iterations without a signal that a run ended with.
-
-    Args:
-        rows: metrics of all steps, in order; steps without training are passed over.
-
-    Returns:
-        None where the last iteration had a signal, or only a few had none.
-    """
+    """The iterations without a signal that a run ended with, from the metrics of all its steps;
+    None where the last iteration had a signal, or only a few had none."""
     trained = [row for row in rows if _EQUAL_GROUPS in row]
     heard = max((i for i, row in enumerate(trained) if has_signal(row)), default=-1)
     silent = trained[heard + 1 :]

@@ -28,24 +28,15 @@ SAMPLES_FILE = "samples.jsonl"
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion of an evaluation, as people want to see it: not trained on, so it has no
-    advantage.
-
-    Attributes:
-        prompt: what the model was asked, as text.
-        completion: what it answered, as text.
-        reward: reward of the completion; NaN when the reward function failed.
-        success: the verifier's yes or no.
-        truncated: whether the length limit cut the completion.
-        answer: the reference answer, as text; empty if the task has none.
-    """
+    """One completion of an evaluation, as people want to see it; not trained on, it has no
+    advantage."""
 
     prompt: str
     completion: str
-    reward: float
-    success: bool
-    truncated: bool
-    answer: str
+    reward: float  # NaN when the reward function failed
+    success: bool  # the verifier's yes or no
+    truncated: bool  # whether the length limit cut the completion
+    answer: str  # the reference's; empty if the task has none
 
 
 class MetricLogger:
@@ -111,12 +102,11 @@ def write_atomically(path: Path, text: str, *, errors: str = "backslashreplace")
 
 
 class JsonlLogger(MetricLogger):
-    """One JSON object a line, flushed after each call.
+    """One JSON object a line, in a :class:`~grpo.system.line_file.LineFile`.
 
     A metrics line is ``{"step": int, "time": unix seconds, name: number or null, ...}``; a samples
     line is ``step``, ``time`` and the fields of one :class:`Sample`. NaN and infinities become
-    ``null``, since JSON has no other word for them. Lines are appended to an existing file, and
-    wait where the disk is full (:class:`~grpo.system.line_file.LineFile`).
+    ``null``, since JSON has no other word for them.
 
     Args:
         path: file for metrics; parent folders are made. Samples go to ``samples.jsonl`` beside it.
@@ -140,9 +130,9 @@ class JsonlLogger(MetricLogger):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line; ValueError if a metric is called ``step`` or ``time``."""
-        for name in ("step", "time"):
-            if name in metrics:
-                raise ValueError(f"metric name {name!r} is reserved for the row itself; rename it")
+        if taken := {"step", "time"} & metrics.keys():
+            raise ValueError(
+                f"metric name {min(taken)!r} is reserved for the row itself; rename it")
         self._metrics.append(_dump(_row(step, metrics)))
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -241,8 +231,8 @@ class TensorBoardLogger(MetricLogger):
 
     Args:
         dir: folder for event files.
-        purge_step: when resuming, the first step to be logged anew; TensorBoard hides older
-            records from there on.
+        purge_step: of a resumed run, the first step to be logged anew; older records from there on
+            are hidden.
     """
 
     def __init__(self, dir: Path | str, *, purge_step: int | None = None) -> None:
@@ -289,15 +279,9 @@ class LoggerGroup(MetricLogger):
 
 
 def make_loggers(
-    backends: Sequence[LoggerBackend],
-    *,
-    run_dir: Path | str,
-    config: Mapping[str, Any],
-    project: str = "grpo",
-    name: str | None = None,
-    group: str | None = None,
-    wandb_mode: WandbMode = "online",
-    resume_step: int | None = None,
+    backends: Sequence[LoggerBackend], *, run_dir: Path | str, config: Mapping[str, Any],
+    project: str = "grpo", name: str | None = None, group: str | None = None,
+    wandb_mode: WandbMode = "online", resume_step: int | None = None,
 ) -> LoggerGroup:
     """Build the loggers of a run. JSON lines are always written, to ``run_dir/metrics.jsonl``.
 
@@ -305,12 +289,12 @@ def make_loggers(
         backends: further destinations, any of ``wandb`` and ``tensorboard``.
         run_dir: folder of the run.
         config: resolved configuration, for backends that store it.
-        project: W&B project.
-        name: W&B run name, by default the name of ``run_dir``.
-        group: W&B group.
+        project: of W&B, like the next three.
+        name: of the run, by default that of ``run_dir``.
+        group: of the run.
         wandb_mode: ``online``, ``offline`` or ``disabled``.
-        resume_step: last step of the checkpoint the run goes on from; later lines are dropped, and
-            W&B continues the same run behind the last step that it has. None starts a new run.
+        resume_step: last step of the checkpoint the run goes on from; later lines are dropped. None
+            starts a new run.
 
     Raises:
         ValueError: if a backend is unknown.
@@ -340,12 +324,12 @@ def make_loggers(
         raise FileExistsError(
             f"{run_dir} already holds the metrics of a run: resume it from its checkpoint, "
             "or choose another run directory")
-    jsonl = JsonlLogger(run_dir / METRICS_FILE)
+    jsonl, purge_step = JsonlLogger(run_dir / METRICS_FILE), None
     loggers: list[MetricLogger] = [jsonl]
     if resume_step is not None:
         jsonl.truncate_after(resume_step)
+        purge_step = resume_step + 1
     if "tensorboard" in backends:
-        purge_step = None if resume_step is None else resume_step + 1
         loggers.append(TensorBoardLogger(run_dir / "tensorboard", purge_step=purge_step))
     if "wandb" in backends:
         loggers.append(WandbLogger(

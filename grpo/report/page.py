@@ -6,6 +6,7 @@ import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
@@ -83,8 +84,7 @@ def write_report(run_dir: Path | str, *, title: str, config: Mapping[str, Any]) 
 def _facts(run_dir: Path, history: History) -> list[str]:
     """Of which run the page is, which steps, and when it got there."""
     facts = [run_dir.resolve().name]
-    if history.rows:
-        steps = history.steps
+    if steps := history.steps:
         facts.append(f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}")
         last = history.rows[-1].get("time")
         if last is not None:
@@ -141,9 +141,7 @@ def _tiles(history: History) -> list[_Tile]:
 
 def _notices(history: History) -> list[str]:
     """What a reader should know before trusting the curves, in sentences."""
-    notices = []
-    if not history.rows:
-        notices.append("No step has been recorded.")
+    notices = [] if history.rows else ["No step has been recorded."]
     if silence := silence_at_end(history.rows):
         text = str(silence)
         notices.append(f"{text[0].upper()}{text[1:]}.")
@@ -158,10 +156,11 @@ def _notices(history: History) -> list[str]:
     _, cut = history.series("tokens/truncated_fraction")
     if cut and cut[-1] > 0.2:
         notices.append(f"{cut[-1]:.0%} of the completions of the last step were cut by the limit.")
+    rejected = "atropos/groups_rejected_"
     for name, value in (history.rows[-1] if history.rows else {}).items():
-        kind, prefix, reason = name.partition("atropos/groups_rejected_")
-        if prefix and not kind and value:
-            notices.append(f"{value:,.0f} groups of environments were left out ({reason}).")
+        if name.startswith(rejected) and value:
+            notices.append(f"{value:,.0f} groups of environments were left out "
+                           f"({name.removeprefix(rejected)}).")
     holes = {name for row in history.rows for name, value in row.items()
              if value is None and name.startswith(("loss/", "train/", "policy/"))}
     if holes:
@@ -193,23 +192,19 @@ def _samples(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     steps = pick_steps([row["step"] for row in rows])
     columns = [[row for row in rows if row["step"] == step] for step in steps]
-    shared = set.intersection(*({row["prompt"] for row in column} for column in columns)
-                              ) if columns else set()
-    if shared:
-        # The same prompt side by side says most; of several answers the first stands for it.
-        prompts = list(dict.fromkeys(r["prompt"] for r in columns[0] if r["prompt"] in shared))
-        found = [{row["prompt"]: row for row in reversed(column)} for column in columns]
-        table = [[column[prompt] for column in found] for prompt in prompts[:_MAX_ROWS]]
-    else:
-        table = list(zip_longest(*columns))[:_MAX_ROWS]
+    # The same prompt side by side says most; of several answers the first stands for it.
+    first = [{row["prompt"]: row for row in reversed(column)} for column in columns]
+    shared = [prompt for prompt in dict.fromkeys(row["prompt"] for row in rows)
+              if all(prompt in column for column in first)]
+    table = [[column[prompt] for column in first] for prompt in shared] or zip_longest(*columns)
     names = ["start", "middle", "end"] if len(steps) == 3 else ["start", "end"]
-    return {"heads": list(zip(names, steps, strict=False)), "rows": table, "shared": bool(shared)}
+    return {"heads": list(zip(names, steps, strict=False)), "rows": list(table)[:_MAX_ROWS],
+            "shared": bool(shared)}
 
 
 def _cut(text: str) -> str:
-    if len(text) <= _MAX_CHARS:
-        return text
-    return f"{text[:_MAX_CHARS]}… ({len(text) - _MAX_CHARS:,} more characters)"
+    more = len(text) - _MAX_CHARS
+    return f"{text[:_MAX_CHARS]}… ({more:,} more characters)" if more > 0 else text
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -240,18 +235,15 @@ def _groups(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def _metrics(history: History) -> list[tuple[str, list[str]]]:
     """First, last, least and greatest value of each metric, and in how many steps it is."""
-    found = {name: history.series(name)[1] for name in history.names}
     return [(name, [f"{number:,.4g}" for number in (
         values[0], values[-1], min(values), max(values), len(values))])
-        for name, values in found.items() if values]
+        for name in history.names if (values := history.series(name)[1])]
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that matter for a result; absent ones are left out."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found | {"system": f"{platform.system()} {platform.machine()}"}

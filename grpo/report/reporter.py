@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -70,9 +71,8 @@ class Reporter:
         A run that ends ``early`` gets no tick; nor does one whose rewards never told completions
         apart, which ends with a warning.
         """
-        report: Path | str
         try:
-            report = write_report(self.run_dir, title=title, config=config)
+            report: Path | str = write_report(self.run_dir, title=title, config=config)
         except OSError as error:  # the metrics that it is drawn from are kept
             report = f"not written: {error}"
         silence = silence_at_end(History.read(self.run_dir).rows)
@@ -84,15 +84,12 @@ class Reporter:
             self.console.warn(str(silence))
 
     def _samples(self, batch: TensorDictBase, problems: Sequence[Problem]) -> list[Sample]:
-        reward = torch.where(batch[data.REWARD_ERROR], torch.nan, batch[data.REWARD])
-        rows = range(batch.batch_size[0])
         return [Sample(
-            prompt=self._text(batch[i][data.PROMPT_TOKENS], batch[i][data.PROMPT_MASK]),
-            completion=self._text(batch[i][data.TOKENS], batch[i][data.ASSISTANT_MASK]),
-            reward=float(reward[i]),
-            success=bool(batch[i][data.SUCCESS]),
-            truncated=bool(batch[i][data.TRUNCATED]),
-            answer=problems[i].answer) for i in rows]
+            prompt=self._text(row[data.PROMPT_TOKENS], row[data.PROMPT_MASK]),
+            completion=self._text(row[data.TOKENS], row[data.ASSISTANT_MASK]),
+            reward=math.nan if row[data.REWARD_ERROR] else float(row[data.REWARD]),
+            success=bool(row[data.SUCCESS]), truncated=bool(row[data.TRUNCATED]),
+            answer=problem.answer) for row, problem in zip(batch, problems, strict=True)]
 
     def _text(self, tokens: torch.Tensor, mask: torch.Tensor) -> str:
         return self.tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=True)

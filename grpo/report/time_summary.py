@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ _WARM_UP = 3
 # A share of the step below which nothing is worth a word.
 _MUCH = 0.1
 
+#: A run's ``metrics.jsonl``.
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -24,9 +26,6 @@ def phase_table(rows: Rows) -> list[str]:
 
     Medians are those of the steady steps, the greatest and total times those of the whole run. An
     evaluation is no part of a step, so it has no share of it.
-
-    Args:
-        rows: a run's ``metrics.jsonl``.
     """
     rows = [row for row in rows if STEP_TIME in row]
     if not rows:
@@ -35,11 +34,10 @@ def phase_table(rows: Rows) -> list[str]:
     step = middle[STEP_TIME]
     lines = [f"a step took {step:.3g} s (median of {len(_steady(rows))})",
              f"  {'phase':<12} {'median':>10} {'share':>5}{'greatest':>10}{'total':>10}"]
-    seconds: dict[str, list[float]] = {}
+    seconds = defaultdict(list)
     for row in rows:
-        for phase, value in phase_times(row).items():
-            seconds.setdefault(phase, []).append(value)
-    seconds["step"] = [row[STEP_TIME] for row in rows]
+        for phase, value in {**phase_times(row), "step": row[STEP_TIME]}.items():
+            seconds[phase].append(value)
     for phase, values in sorted(seconds.items(), key=lambda item: -sum(item[1])):
         # What happened in the warm-up alone has no steady median.
         median = middle.get(f"time/{phase}", statistics.median(values))
@@ -61,11 +59,8 @@ def greatest_memory(device: torch.device) -> str:
 
 
 def bottleneck(rows: Rows) -> list[str]:
-    """Who of an asynchronous run was idle, which groups were refused, and what to change.
-
-    Args:
-        rows: a run's ``metrics.jsonl``; without a step there is nothing to say.
-    """
+    """Who of an asynchronous run was idle, which groups were refused, and what to change; nothing
+    for a run without a step."""
     rows = [row for row in rows if STEP_TIME in row]
     if not rows:
         return []

@@ -88,7 +88,6 @@ class Child:
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
     def last_lines(self, count: int = 30) -> list[str]:
-        """The end of the log."""
         return last_lines(self.log_path, count)
 
     def stop(self, *, timeout: float = GRACE) -> None:
@@ -113,14 +112,11 @@ class Child:
 
 
 def end_group(group: int, *, timeout: float = 5.0) -> None:
-    """Kill all processes of a group, Python's resource tracker last.
+    """Kill all processes of a group whose leader has not been waited for; Python's resource tracker
+    last, ``timeout`` seconds later.
 
     The tracker ends by itself when the others have, after it removed the shared memory and the
     semaphores that they could not; killed with them it would leave those until the next boot.
-
-    Args:
-        group: whose leader this process has started and not waited for.
-        timeout: seconds until the tracker is killed too.
     """
     deadline = time.monotonic() + timeout
     while (members := _members(group)) and time.monotonic() < deadline:
@@ -179,8 +175,6 @@ exec "$@"
 @contextmanager
 def variables_for_children(variables: Mapping[str, str]) -> Iterator[None]:
     """Processes that are started meanwhile, by whatever library, find these in their environment.
-
-    ``CUDA_VISIBLE_DEVICES`` does not reach this process itself once it has counted its GPUs.
 
     Examples:
         >>> with variables_for_children({"CUDA_VISIBLE_DEVICES": "2"}):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
-# Loops of an OpenMP thread that waits, some ten microseconds, before it lets go of its core. GNU's
-# default is 300,000 loops, which two processes on the same cores spend waiting for each other.
-_SPINS = "3000"
-# GNU's own variable outranks OpenMP's, which other runtimes read.
-_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": _SPINS}
-_OTHER_RUNTIMES = ("KMP_BLOCKTIME",)
+# How long an OpenMP thread waits before it lets go of its core. GNU's own variable, which outranks
+# OpenMP's, counts loops: these take ten microseconds, and its default of 300,000 is what two
+# processes on the same cores would spend waiting for each other.
+_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
+_OTHER_RUNTIME = "KMP_BLOCKTIME"
 # Left to itself vLLM for CPUs binds each worker to cores counted from the first, whoever is there.
-_BINDING = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def share_cores(environment: MutableMapping[str, str] = os.environ) -> dict[str, str]:
@@ -31,9 +30,8 @@ def share_cores(environment: MutableMapping[str, str] = os.environ) -> dict[str,
         >>> share_cores({"OMP_WAIT_POLICY": "ACTIVE"})
         {'OMP_WAIT_POLICY': 'ACTIVE', 'VLLM_CPU_OMP_THREADS_BIND': 'nobind'}
     """
-    if not any(name in environment for name in (*_WAITING, *_OTHER_RUNTIMES)):
+    names = (*_WAITING, _OTHER_RUNTIME)
+    if not any(name in environment for name in names):
         environment.update(_WAITING)
-    for name, value in _BINDING.items():
-        environment.setdefault(name, value)
-    return {name: environment[name] for name in (*_WAITING, *_OTHER_RUNTIMES, *_BINDING)
-            if name in environment}
+    environment.setdefault(_BINDING, "nobind")
+    return {name: environment[name] for name in (*names, _BINDING) if name in environment}

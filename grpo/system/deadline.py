@@ -6,7 +6,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any, TypeVar
+
+from grpo.system.threads import in_background
 
 T = TypeVar("T")
 
@@ -25,7 +28,7 @@ def call_with_deadline(fn: Callable[..., T], *args: Any, seconds: float) -> T:
     Args:
         fn: what to call.
         *args: its arguments.
-        seconds: positive.
+        seconds: greater than 0.
 
     Raises:
         LateError: naming the limit. What ``fn`` raises surfaces unchanged.
@@ -40,7 +43,11 @@ def call_with_deadline(fn: Callable[..., T], *args: Any, seconds: float) -> T:
     """
     if threading.current_thread() is threading.main_thread():
         return _with_alarm(fn, args, seconds)
-    return _in_own_thread(fn, args, seconds)
+    call = in_background(fn, *args)
+    wait([call], seconds)
+    if not call.done():
+        raise LateError(f"took longer than {seconds:g} s")
+    return call.result()
 
 
 def _with_alarm(fn: Callable[..., T], args: tuple, seconds: float) -> T:
@@ -59,24 +66,3 @@ def _with_alarm(fn: Callable[..., T], args: tuple, seconds: float) -> T:
         if outer_delay:  # somebody else's alarm, which goes on
             left = outer_delay - (time.monotonic() - started)
             signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3), outer_interval)
-
-
-def _in_own_thread(fn: Callable[..., T], args: tuple, seconds: float) -> T:
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(fn(*args))
-        except BaseException as error:  # raised again in the caller's thread
-            errors.append(error)
-
-    # A daemon, so that a call that never returns does not keep the process alive.
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise LateError(f"took longer than {seconds:g} s")
-    return results[0]

@@ -15,6 +15,7 @@ import hmac
 import ipaddress
 import logging
 import socket
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
@@ -84,17 +85,15 @@ async def fault(request: Request, error: Exception) -> Response:
     return ApiError(f"{type(error).__name__}: {error}", status=500, type="server_error").response()
 
 
+@dataclass(frozen=True)
 class _Guard:
     """Refuse requests without the token or with too great a body, before any route sees them."""
 
-    def __init__(
-        self, app: ASGIApp, *, token: str | None, max_body_bytes: int,
-        open_paths: tuple[str, ...], advice: str,
-    ) -> None:
-        self.app = app
-        self.token = None if token is None else token.encode()
-        self.max_body_bytes, self.open_paths = max_body_bytes, open_paths
-        self.advice = advice
+    app: ASGIApp
+    token: str | None
+    max_body_bytes: int
+    open_paths: tuple[str, ...]
+    advice: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -105,7 +104,8 @@ class _Guard:
                              type="forbidden")
             return await error.response()(scope, receive, send)
         if self.token is not None and scope["path"] not in self.open_paths and not (
-                hmac.compare_digest(_secret(headers.get(b"authorization", b"")), self.token)):
+                hmac.compare_digest(_secret(headers.get(b"authorization", b"")),
+                                    self.token.encode())):
             error = ApiError("this server wants the header 'Authorization: Bearer <token>' with "
                              "the token it was started with", status=401,
                              type="authentication_error")

@@ -47,30 +47,13 @@ def is_loopback(host: str) -> bool:
 
 
 def http_request(
-    host: str,
-    port: int,
-    method: str,
-    path: str,
-    body: bytes | None = None,
-    *,
-    token: str | None = None,
-    timeout: float,
-    on_line: Callable[[bytes], None] | None = None,
+    host: str, port: int, method: str, path: str, body: bytes | None = None, *,
+    token: str | None = None, timeout: float, on_line: Callable[[bytes], None] | None = None,
 ) -> tuple[int, bytes]:
-    """Send a request with a JSON body over a connection of its own.
+    """Send a request with a JSON body over a connection of its own; status and body of the answer.
 
-    Args:
-        host: of the server.
-        port: of the server.
-        method: such as ``POST``.
-        path: with its query.
-        body: JSON.
-        token: access token of the server.
-        timeout: seconds for all of it.
-        on_line: gets each line of an answer that is no refusal, as soon as it is there.
-
-    Returns:
-        Status and body of the answer; without the lines that were given to ``on_line``.
+    ``on_line`` gets each line of an answer that is no refusal as soon as it is there, and the body
+    is what is left. The other arguments are those of :class:`~grpo.system.json_client.JsonClient`.
 
     Raises:
         TimeoutError: if the whole answer is not here after ``timeout`` seconds.
@@ -112,8 +95,7 @@ def _read(
     sock: socket.socket, response: http.client.HTTPResponse, deadline: float,
     on_line: Callable[[bytes], None] | None,
 ) -> bytes:
-    """The body, or what follows its last line; each piece waits only as long as the call has left.
-    """
+    """The body, or what follows its last line."""
     pieces = []
     # From Python 3.12.3 on the last piece closes the response, and the socket with it.
     while not response.isclosed():

@@ -48,23 +48,15 @@ class Impatient(AutoHTTPProtocol):
         super().connection_lost(error)
 
     def _watch(self) -> None:
-        if not self._headless():
+        if self.cycle is not None and not self.cycle.response_complete:
             self._stop()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(HEAD_SECONDS, self._give_up)
-
-    def _headless(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+            self._deadline = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
     def _stop(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-    def _give_up(self) -> None:
-        self._deadline = None
-        if self._headless():
-            self.transport.close()
 
 
 def _connections() -> int:

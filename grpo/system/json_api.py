@@ -28,11 +28,7 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        type: str = "invalid_request_error",
+        self, message: str, *, status: int = 400, type: str = "invalid_request_error",
         param: str | None = None,
     ) -> None:
         super().__init__(message)
@@ -95,16 +91,13 @@ async def read_body(request: Request, model: type[Model]) -> Model:
     if error["type"] == "extra_forbidden":
         raise ApiError(f"unknown field {field!r}; known are {', '.join(model.model_fields)}",
                        param=field)
-    where = f"{field}={shorten(value.get(field))}: " if field and field in value else ""
-    where = where or (f"{field}: " if field else "")
+    given = f"={shorten(value[field])}" if field in value else ""
+    where = f"{field}{given}: " if field else ""
     raise ApiError(where + error["msg"].removeprefix("Value error, "), param=field)
 
 
 def shorten(value: Any, limit: int = 80) -> str:
-    """``repr`` of a value for an error message, cut to ``limit`` characters.
-
-    It takes no longer for great or deeply nested values.
-    """
+    """``repr`` of a value cut to ``limit`` characters, which takes no longer for great values."""
     text = _BRIEF.repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

@@ -78,7 +78,7 @@ class JsonClient:
         self, method: str, path: str, body: Any = None, *, timeout: float | None = None,
         on_line: Callable[[bytes], None] | None = None,
     ) -> bytes:
-        """One request; returns the answer as it came.
+        """Like :meth:`call`, but returns the answer as it came.
 
         Args:
             method: such as ``POST``.
@@ -86,9 +86,6 @@ class JsonClient:
             body: sent as JSON.
             timeout: seconds for all of it.
             on_line: gets each line of the answer as soon as it is there.
-
-        Raises:
-            CallError: as for :meth:`call`.
         """
         what = f"{method} {self.url}{path}"
         timeout = self.timeout if timeout is None else timeout

@@ -9,15 +9,8 @@ from typing import Any
 
 
 def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
-    """Call ``function`` in a thread that cannot keep the process alive when it hangs.
-
-    Args:
-        function: what to call.
-        *args: its arguments.
-        **kwargs: its keywords.
-
-    Returns:
-        A future of what it returns or raises.
+    """Call ``function`` in a thread that cannot keep the process alive when it hangs; the future
+    has what it returns or raises.
 
     Examples:
         >>> in_background(max, 1, 2).result(timeout=10)
@@ -31,5 +24,6 @@ def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Fu
         except BaseException as error:  # noqa: BLE001  handed to whoever waits for the future
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name=f"call-{function.__name__}").start()
+    name = getattr(function, "__name__", type(function).__name__)
+    threading.Thread(target=run, daemon=True, name=f"call-{name}").start()
     return future

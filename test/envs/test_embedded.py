@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -22,11 +22,11 @@ def task():
 
 @pytest.fixture
 def trainings(monkeypatch):
-    """How often a warm start has really run."""
+    """The number of threads of each warm start that has really run."""
     ran = []
 
     def counted(*args, **kwargs):
-        ran.append(1)
+        ran.append(torch.get_num_threads())
         return warm_start(*args, **kwargs)
 
     monkeypatch.setattr(embedded, "warm_start", counted)
@@ -45,35 +45,28 @@ def test_a_warm_start_is_made_once_and_loads_with_its_tokenizer(task, trainings,
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_warm_start_takes_one_thread_and_gives_the_others_back(task, tmp_path, monkeypatch):
-    before, during = torch.get_num_threads(), []
-
-    def counted(*args, **kwargs):
-        during.append(torch.get_num_threads())
-        return warm_start(*args, **kwargs)
-
-    monkeypatch.setattr(embedded, "warm_start", counted)
+def test_a_warm_start_takes_one_thread_and_gives_the_others_back(task, trainings, tmp_path):
+    before = torch.get_num_threads()
     embedded.set_num_threads(2)
     try:
         embedded_model(task, SPEC, cache_dir=tmp_path)
-        assert (during, torch.get_num_threads()) == ([1], 2)
+        assert (trainings, torch.get_num_threads()) == ([1], 2)
     finally:
         embedded.set_num_threads(before)
 
 
-@pytest.mark.parametrize("change", [
-    {"hidden_size": 32}, {"num_layers": 2}, {"steps": 3}, {"batch_size": 5},
-    {"learning_rate": 1e-3}, {"noise": 0.1}, {"seed": 1}, {"context": 64}])
-def test_every_field_of_the_specification_has_its_own_cache_entry(task, change):
-    assert embedded._key(task, replace(SPEC, **change)) != embedded._key(task, SPEC)
-
-
-def test_other_training_problems_have_their_own_cache_entry(task):
-    key = embedded._key(task, SPEC)
-    same = make_task("arithmetic", max_operand=9, num_train=60, num_test=10)
-    other = make_task("arithmetic", max_operand=9, num_train=59, num_test=10)
-    assert embedded._key(same, SPEC) == key
-    assert embedded._key(other, SPEC) != key
+def test_all_that_a_warm_start_depends_on_has_its_own_cache_entry(task, tmp_path):
+    same, other = (make_task("arithmetic", max_operand=9, num_train=count, num_test=10)
+                   for count in (60, 59))
+    changes = {"hidden_size": 32, "num_layers": 2, "steps": 3, "batch_size": 5,
+               "learning_rate": 1e-3, "noise": 0.1, "seed": 1, "context": 64}
+    assert changes.keys() == asdict(SPEC).keys()
+    folder = embedded_model(task, SPEC, cache_dir=tmp_path)
+    assert embedded_model(same, SPEC, cache_dir=tmp_path) == folder
+    entries = {folder, embedded_model(other, SPEC, cache_dir=tmp_path),
+               *(embedded_model(task, replace(SPEC, **{name: value}), cache_dir=tmp_path)
+                 for name, value in changes.items())}
+    assert len(entries) == 2 + len(changes)
 
 
 @pytest.mark.parametrize("at", ["tokenizer", "rename"])
@@ -140,8 +133,7 @@ def test_where_something_is_carried_the_share_of_slips_is_the_noise(task, noise)
     assert sum(slips) / len(slips) == pytest.approx(noise, abs=0.0 if noise in (0, 1) else 0.1)
 
 
-def test_a_warm_start_learns():
-    task = make_task("arithmetic", max_operand=9, num_train=60, num_test=10)
+def test_a_warm_start_learns(task):
     spec = replace(SPEC, hidden_size=32, steps=1, batch_size=64, noise=0.0)
     first = warm_start(small_qwen2(spec, 258), byte_tokenizer(), task, spec)
     spec = replace(spec, steps=60, learning_rate=1e-2)

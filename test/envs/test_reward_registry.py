@@ -7,22 +7,13 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from grpo.envs.rewards import (
-    RewardResult,
-    RewardScorer,
-    exact_match,
-    get_reward,
-    register_reward,
-    reward_names,
-)
-from grpo.envs.tasks import Problem
+from grpo.envs.rewards import RewardResult, RewardScorer, exact_match, get_reward
+from grpo.envs.rewards.registry import register_reward, reward_names
 
-
-def problems(count):
-    return [Problem(prompt="6*7=", answer="42", id=f"p{i}") for i in range(count)]
+from .test_reward_scorer import problems
 
 
 def constant(value):
@@ -98,10 +89,6 @@ class TestSum:
         assert batch.error.tolist() == [False] * 3
         assert batch.messages == []
 
-    def test_no_completions_give_empty_tensors(self):
-        batch = compute_rewards([(exact_match, 1.0)], [], [])
-        assert batch.reward.shape == batch.success.shape == batch.error.shape == (0,)
-
     @given(st.lists(st.tuples(st.floats(-100, 100), st.floats(-10, 10)), min_size=1, max_size=5))
     def test_is_weighted(self, terms):
         batch = score_one(*((constant(value), weight) for value, weight in terms))
@@ -109,11 +96,13 @@ class TestSum:
         assert batch.reward.item() == pytest.approx(expected, rel=1e-5, abs=1e-4)
 
     @given(st.lists(st.sampled_from(["42", "41", "raise", "none"]), max_size=20))
+    @example([])
     def test_rows_do_not_depend_on_each_other(self, completions):
         def fn(completion, problem):
             return {"42": 1.0, "41": 0.0, "none": None}[completion]  # KeyError on "raise"
 
         batch = compute_rewards([(fn, 1.0)], completions, problems(len(completions)))
+        assert batch.reward.shape == batch.success.shape == (len(completions),)
         assert batch.reward.tolist() == [float(c == "42") for c in completions]
         assert batch.error.tolist() == [c in ("raise", "none") for c in completions]
         assert len(batch.messages) == int(batch.error.sum())
@@ -140,14 +129,6 @@ class TestSuccess:
 
 
 class TestFailures:
-    def failing_row(self, value):
-        """Scores of a row whose second function returns ``value``, beside a good row."""
-
-        def second(completion, problem):
-            return value if problem.id == "p1" else 1.0
-
-        return compute_rewards([(exact_match, 1.0), (second, 0.5)], ["42", "42"], problems(2))
-
     @pytest.mark.parametrize(("value", "reason"), [
         (None, "returned None"),
         (math.nan, "nan, which is not finite"),
@@ -158,14 +139,15 @@ class TestFailures:
         ("1.0", "returned '1.0'; return a float"),
         ((1.0, True), "returned (1.0, True); return a float")])
     def test_value_that_is_no_reward_marks_its_row_alone(self, value, reason):
-        batch = self.failing_row(value)
+        def second(completion, problem):
+            return value if problem.id == "p1" else 1.0
+
+        batch = compute_rewards([(exact_match, 1.0), (second, 0.5)], ["42", "42"], problems(2))
         assert batch.error.tolist() == [False, True]
         assert batch.reward.tolist() == [1.5, 0.0]
         assert batch.success.tolist() == [True, False]
-        assert len(batch.messages) == 1
-        assert "second" in batch.messages[0]
-        assert "'p1'" in batch.messages[0]
-        assert reason in batch.messages[0]
+        (message,) = batch.messages
+        assert all(part in message for part in ("second", "'p1'", reason))
 
     def test_exception_is_reported_with_function_problem_reason_and_place(self):
         def parse(completion, problem):

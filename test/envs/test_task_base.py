@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo.envs.rewards import reward_names
-from grpo.envs.tasks import ArithmeticTask, Problem, Task, make_task, register_task, task_names
+from grpo.envs.tasks import ArithmeticTask, Problem, Task, make_task, register_task
 from grpo.envs.tasks.base import check_count
 
 
@@ -26,12 +26,6 @@ class TestProblem:
 
 
 class TestSplit:
-    def test_returns_the_problems_of_the_split(self):
-        other = Problem(prompt="2+2=", answer="4", id="p1")
-        task = one_problem_task(test=[other])
-        assert task.split("train")[0].id == "p0"
-        assert task.split("test") == (other,)
-
     @pytest.mark.parametrize("split", ["train", "test"])
     def test_empty_split_names_task_split_source_and_fix(self, split):
         task = one_problem_task(**{split: []})
@@ -39,6 +33,7 @@ class TestSplit:
             task.split(split)
         for part in (repr(task.name), repr(split), "a test", f"num_{split}"):
             assert part in str(error.value)
+        assert task.split({"train": "test", "test": "train"}[split])[0].id == "p0"
 
     def test_unknown_split_lists_the_known_ones(self):
         with pytest.raises(ValueError, match="'validation'; use 'train' or 'test'"):
@@ -81,9 +76,6 @@ class TestRegistry:
     @pytest.mark.parametrize("name", ["arithmetic", "gsm8k"])
     def test_default_reward_is_registered(self, name):
         assert make_task(name, num_train=0, num_test=0).default_reward in reward_names()
-
-    def test_names_are_listed(self):
-        assert {"arithmetic", "gsm8k"} <= set(task_names())
 
 
 @pytest.mark.parametrize("value", [-1, 1.0, "3", True, None])

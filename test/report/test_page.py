@@ -24,20 +24,10 @@ HOSTILE = "<script>alert('x')</script> & \"quoted\" \u202e \ud800 ```</pre>"
 
 
 def metrics(step: int) -> dict[str, float]:
-    values = {
-        "reward/mean": 0.1 + 0.004 * step,
-        "reward/std": 0.4,
-        "policy/entropy": 1.0 / step,
-        "policy/ratio_min": 0.5,
-        "policy/ratio_p01": 0.9,
-        "policy/ratio_p50": 1.0,
-        "policy/ratio_p99": 1.1,
-        "policy/ratio_max": 1.5,
-        "time/step": 2.0,
-        "time/generate": 1.2,
-        "time/train": 0.5,
-        "tokens/per_second": 1000.0 + step,
-    }
+    values = {"reward/mean": 0.1 + 0.004 * step, "reward/std": 0.4, "policy/entropy": 1.0 / step,
+              "policy/ratio_min": 0.5, "policy/ratio_p01": 0.9, "policy/ratio_p50": 1.0,
+              "policy/ratio_p99": 1.1, "policy/ratio_max": 1.5, "time/step": 2.0,
+              "time/generate": 1.2, "time/train": 0.5, "tokens/per_second": 1000.0 + step}
     return values | ({"eval/accuracy": step / 200} if step % 20 == 0 else {})
 
 
@@ -54,16 +44,12 @@ def charts_of(page: str) -> set[str]:
     return set(re.findall(r'<figure id="(\w+)">', page))
 
 
-def image(path: Path) -> np.ndarray:
+def has_color(path: Path, role: str) -> bool:
+    from matplotlib.colors import to_rgb
     from matplotlib.image import imread
 
-    return imread(path)[..., :3]
-
-
-def has_color(path: Path, role: str) -> bool:
-    text = PALETTE[role][0]
-    rgb = np.array([int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    return bool((np.abs(image(path) - rgb).max(-1) < 0.01).any())
+    off = np.abs(imread(path)[..., :3] - to_rgb(PALETTE[role][0])).max(-1)
+    return bool((off < 0.01).any())
 
 
 class Checker(html.parser.HTMLParser):
@@ -162,7 +148,6 @@ def test_credentials_are_hidden(full_page):
 
 
 def test_versions_are_those_installed(full_page):
-
     assert versions()["torch"] in full_page
     assert versions()["torch"].split("+")[0] == torch.__version__.split("+")[0]
 
@@ -174,20 +159,23 @@ def test_png_curves_show_the_lines(full_run):
         assert has_color(full_run / "curves/overview.png", role)
 
 
-@pytest.mark.parametrize(
-    ("rows", "notice"),
-    [
-        ({}, "No step has been recorded."),
-        ({1: {"loss/objective": math.nan}}, "Not finite in at least one step: loss/objective."),
-        ({1: {"reward/errors": 2.0}, 2: {"reward/errors": 1.0}}, "3 completions got no reward"),
-        ({1: {"tokens/truncated_fraction": 0.5}}, "50% of the completions of the last step"),
-        ({1: {"reward/zero_variance_groups": 1.0, "reward/mean": 0.0, "reward/std": 0.0}},
-         "Nothing to learn from: every completion got the reward 0 in the only iteration. Check"),
-    ],
-)
-def test_what_a_reader_must_know_is_said(tmp_path, monkeypatch, rows, notice):
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write the page of a run, without its PNG files; its text."""
     monkeypatch.setattr("grpo.report.page.write_png_curves", lambda history, folder: [])
-    page = write_report(record(tmp_path, rows, {}), title="t", config={}).read_text()
+    return lambda rows, samples: write_report(
+        record(tmp_path, rows, samples), title="t", config={}).read_text()
+
+
+@pytest.mark.parametrize(("rows", "notice"), [
+    ({}, "No step has been recorded."),
+    ({1: {"loss/objective": math.nan}}, "Not finite in at least one step: loss/objective."),
+    ({1: {"reward/errors": 2.0}, 2: {"reward/errors": 1.0}}, "3 completions got no reward"),
+    ({1: {"tokens/truncated_fraction": 0.5}}, "50% of the completions of the last step"),
+    ({1: {"reward/zero_variance_groups": 1.0, "reward/mean": 0.0, "reward/std": 0.0}},
+     "Nothing to learn from: every completion got the reward 0 in the only iteration. Check")])
+def test_what_a_reader_must_know_is_said(write, rows, notice):
+    page = write(rows, {})
     assert notice in page
     assert Checker(page).open == []
 
@@ -207,13 +195,10 @@ def test_one_step_draws_a_point_a_band_and_a_bar():
     assert "median  1" in drawn["ratio"]
 
 
-def test_samples_with_different_prompts_and_failed_rewards(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo.report.page.write_png_curves", lambda history, folder: [])
-    samples = {
+def test_samples_with_different_prompts_and_failed_rewards(write):
+    page = write({}, {
         1: [sample(prompt="first")],
-        9: [sample(prompt="second", reward=math.nan, success=False), sample(truncated=True)],
-    }
-    page = write_report(record(tmp_path, {}, samples), title="t", config={}).read_text()
+        9: [sample(prompt="second", reward=math.nan, success=False), sample(truncated=True)]})
     assert "so each has its own" in page
     assert "advantage" not in page  # they are of evaluations
     assert "✗ none" in page and "cut by the length limit" in page
@@ -240,11 +225,10 @@ def test_rows_of_a_step_are_joined_and_later_values_win():
 
 
 def test_phases_fill_up_the_step():
-    rows = [
-        {"step": 0, "time": 1e9, "eval/accuracy": 0.1},
-        {"step": 1, "time/step": 3.0, "time/train": 2.0},
-        {"step": 2, "time/step": 1.0, "time/train": None, "time/eval": 0.5, "time/canary": 0.01},
-    ]
+    rows = [{"step": 0, "time": 1e9, "eval/accuracy": 0.1},
+            {"step": 1, "time/step": 3.0, "time/train": 2.0},
+            {"step": 2, "time/step": 1.0, "time/train": None, "time/eval": 0.5,
+             "time/canary": 0.01}]
     steps, phases = phase_seconds(History.from_rows(rows))
     assert steps == [1, 2]
     # The evaluation is no part of its step, and the canary's hundredth could not be seen.
@@ -281,9 +265,5 @@ def test_picked_steps_are_logged_ones_with_both_ends(steps):
 
 def test_flatten_keeps_empty_groups_and_unset_credentials():
     config = {"a": {}, "wandb": {"api_key": None}, "tokenizer": "t", "x": {"auth_token": "s"}}
-    assert flatten(config) == {
-        "a": {},
-        "wandb.api_key": None,
-        "tokenizer": "t",
-        "x.auth_token": "(hidden)",
-    }
+    assert flatten(config) == {"a": {}, "wandb.api_key": None, "tokenizer": "t",
+                               "x.auth_token": "(hidden)"}

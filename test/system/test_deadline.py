@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from grpo.envs.rewards import RewardScorer
 from grpo.envs.tasks import Problem
 from grpo.system.deadline import call_with_deadline
+from grpo.system.threads import in_background
 
 PROBLEM = Problem(prompt="1+1=", answer="2", id="p1")
 
@@ -42,15 +42,8 @@ def test_a_late_row_is_an_error_and_the_others_keep_their_reward(fn):
 
 
 def test_the_deadline_holds_outside_the_main_thread():
-    found = []
-
-    def work():
-        found.append(scorer(sleeps_on_request)(["hang", "fine"], [PROBLEM] * 2))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(5)
-    assert found[0].error.tolist() == [True, False]
+    found = in_background(scorer(sleeps_on_request), ["hang", "fine"], [PROBLEM] * 2).result(5)
+    assert found.error.tolist() == [True, False]
 
 
 def test_errors_surface_unchanged_in_both_places():
@@ -59,18 +52,8 @@ def test_errors_surface_unchanged_in_both_places():
 
     with pytest.raises(KeyError, match="mine"):
         call_with_deadline(fails, seconds=1.0)
-    caught = []
-
-    def work():
-        try:
-            call_with_deadline(fails, seconds=1.0)
-        except KeyError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(5)
-    assert caught
+    with pytest.raises(KeyError, match="mine"):
+        in_background(call_with_deadline, fails, seconds=1.0).result(5)
 
 
 def test_an_alarm_of_somebody_else_goes_on():
