@@ -6,18 +6,16 @@ They run in a Python of their own, because atroposlib needs an older transformer
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-from pathlib import Path
+import functools
 
 import pytest
 import torch
 
+from grpo.envs.tokenizer_files import save_tokenizer
 from grpo.server.engine_process import EngineProcess, server_command
 
-CHECKS = Path(__file__).parent / "atroposlib_checks"
+from .conftest import CHECKS
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
@@ -27,12 +25,8 @@ def model(tmp_path_factory, tokenizer):
     from grpo.envs.embedded import EmbeddedSpec, small_qwen2
 
     folder = tmp_path_factory.mktemp("model")
-    model = small_qwen2(EmbeddedSpec(), len(tokenizer))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {
-        "tokenizer_class": "PreTrainedTokenizerFast"}))
+    small_qwen2(EmbeddedSpec(), len(tokenizer)).save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     return folder
 
 
@@ -61,27 +55,12 @@ def server(python, model, tmp_path_factory):
 
 
 @pytest.fixture
-def run(python, server, model, adapter, tmp_path):
-    """Run atroposlib's pytest on files of ``atroposlib_checks`` or modules of its own."""
-    empty = tmp_path / "empty.ini"
-    empty.write_text("[pytest]\nasyncio_mode = auto\n")
-
-    def run(*targets, at_least):
-        completed = subprocess.run(
-            [python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-c", str(empty),
-             "--confcutdir", str(CHECKS), "--rootdir", str(CHECKS), "--import-mode=importlib",
-             "-p", "atroposlib.tests.conftest", "--run-gpu", *map(str, targets)],
-            cwd=tmp_path, capture_output=True, text=True, timeout=240,
-            env=os.environ | {"GRPO_PEER_URL": server.url, "GRPO_PEER_MODEL": str(model),
-                              "GRPO_PEER_ADAPTER": str(adapter), "HF_HUB_OFFLINE": "1",
-                              # Their tests give no key, which later openai clients refuse.
-                              "OPENAI_ADMIN_KEY": "none", "PYTHONPATH": ""})
-        assert completed.returncode == 0, completed.stdout + completed.stderr
-        passed = re.search(r"(\d+) passed", completed.stdout)
-        assert passed and int(passed[1]) >= at_least, completed.stdout
-        assert "skipped" not in completed.stdout, completed.stdout
-
-    return run
+def run(peer_tests, server, model, adapter):
+    """Run tests that call our server."""
+    # Their tests give no key, which later openai clients refuse.
+    return functools.partial(
+        peer_tests, "-p", "atroposlib.tests.conftest", "--run-gpu", OPENAI_ADMIN_KEY="none",
+        GRPO_PEER_URL=server.url, GRPO_PEER_MODEL=str(model), GRPO_PEER_ADAPTER=str(adapter))
 
 
 def test_its_own_server_tests_pass(run):
