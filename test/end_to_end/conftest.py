@@ -4,16 +4,51 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from grpo.config.schema import load_config
 from grpo.report.loggers import read_jsonl
+from grpo.run.assemble import assemble
+from grpo.training.checkpoint import Checkpoint
+from grpo.training.trainer import Trainer
 
+from ..config.configs import composed
 from ..support import REPO, environment, wait_until, with_variable
+from ..training import runs
 
 SCRIPT = REPO / "sota-implementations" / "grpo" / "grpo.py"
+ASYNC = SCRIPT.with_name("grpo-async.py")
+#: A run in this process; :func:`train` adds the model.
+TINY = ("inference_model.backend=transformers", "env.num_envs=4", "env.repeats=4",
+        "env.task.num_train=20", "env.task.num_test=4", "env.task.max_operand=9",
+        "train.eval_frequency=0", "train.checkpoint_frequency=0",
+        f"env.reward='{runs.__name__}:by_text'")
+
+
+@pytest.fixture(autouse=True)
+def needs_vllm(request) -> None:
+    if request.node.get_closest_marker("vllm"):
+        pytest.importorskip("vllm")
+
+
+@pytest.fixture
+def train(model_folder, tmp_path, monkeypatch) -> Iterator[Callable[..., Trainer]]:
+    """Run the trainer of grpo.py in a folder below ``tmp_path``, from a checkpoint if asked."""
+    # Drawing the report takes seconds; that it is drawn is tested with the runs of the command.
+    monkeypatch.setattr("grpo.report.reporter.write_report", lambda run_dir, **_: run_dir)
+
+    def run(name: str, *overrides: str, checkpoint: Checkpoint | None = None) -> Trainer:
+        config = load_config(composed("grpo", f"model.name={model_folder}", *TINY, *overrides))
+        trainer = assemble(config, tmp_path / name, checkpoint, at_end)
+        trainer.fit()
+        return trainer
+
+    with ExitStack() as at_end:
+        yield run
 
 
 class Runner:

@@ -11,7 +11,6 @@ from ..config.configs import composed
 from ..support import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-pytest.importorskip("vllm")
 
 TINY = ("model.warm_start_steps=20", "env.num_envs=8", "env.repeats=4",
         "train.total_dialog_turns=96", "train.eval_frequency=0", "train.checkpoint_frequency=2",

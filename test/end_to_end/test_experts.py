@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .conftest import SCRIPT
+from .conftest import ASYNC
 from .test_arrangements import LORA, PROCESS, check_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-pytest.importorskip("vllm")
 
-ASYNC = SCRIPT.with_name("grpo-async.py")
 RUN = ("env.num_envs=4", "env.repeats=4", "train.max_steps=3", "train.eval_frequency=0",
        "train.checkpoint_frequency=0", "inference_model.backend=vllm",
        "env.reward=negative_length", "optimizer.lr=1e-3", "optimizer.schedule=constant",

@@ -4,46 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import ExitStack
 
 import pytest
 import torch
 
-from grpo.config.schema import load_config
 from grpo.policies.base import Policy
 from grpo.report.loggers import read_jsonl
-from grpo.run.assemble import assemble
 from grpo.run.identity import identity_changes
 from grpo.training.checkpoint import find_checkpoint
 from grpo.weights.adapters import adapters, adapters_disabled, load_adapter_tensors
 from grpo.weights.layout import base_parameters
 
-from ..config.configs import composed
 from ..training import runs
 
 peft = pytest.importorskip("peft")
 
-TINY = ("inference_model.backend=transformers", "env.num_envs=4", "env.repeats=4",
-        "env.task.num_train=20", "env.task.num_test=4", "env.task.max_operand=9",
-        "train.total_dialog_turns=64", "train.eval_frequency=0", "train.checkpoint_frequency=2",
-        f"env.reward='{runs.__name__}:by_text'", "optimizer.lr=1e-2", "optimizer.schedule=constant",
-        "optimizer.warmup_steps=0", "train.kl_to_ref_coeff=0.05", "train_model.lora.enabled=true",
-        "train_model.lora.r=4", "train_model.lora.alpha=8")
+LORA = ("train.total_dialog_turns=64", "train.checkpoint_frequency=2", "optimizer.lr=1e-2",
+        "optimizer.schedule=constant", "optimizer.warmup_steps=0", "train.kl_to_ref_coeff=0.05",
+        "train_model.lora.enabled=true", "train_model.lora.r=4", "train_model.lora.alpha=8")
 
 
 @pytest.fixture
-def run(model_folder, tmp_path, monkeypatch):
-    """Run the trainer of grpo.py in a folder below ``tmp_path``, from a checkpoint if asked."""
-    monkeypatch.setattr("grpo.report.reporter.write_report", lambda run_dir, **_: run_dir)
-
-    def fit(name: str, *overrides: str, checkpoint=None):
-        values = composed("grpo", f"model.name={model_folder}", *TINY, *overrides)
-        trainer = assemble(load_config(values), tmp_path / name, checkpoint, at_end)
-        trainer.fit()
-        return trainer
-
-    with ExitStack() as at_end:
-        yield fit
+def run(train):
+    """Run the trainer with adapters."""
+    return lambda name, *overrides, **options: train(name, *LORA, *overrides, **options)
 
 
 def values_of(model) -> dict[str, torch.Tensor]:

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 
 import pytest
 
-from grpo.config.schema import load_config
 from grpo.report.loggers import read_jsonl
-from grpo.run.assemble import assemble
-
-from ..config.configs import composed
-from ..training import runs
-
-TINY = ("inference_model.backend=transformers", "env.num_envs=4", "env.repeats=4",
-        "env.task.num_train=20", "env.task.num_test=4", "env.task.max_operand=9",
-        "train.total_dialog_turns=48", "train.eval_frequency=0", "train.checkpoint_frequency=0",
-        f"env.reward='{runs.__name__}:by_text'", "optimizer.lr=1e-3")
 
 
 def zero(completion: str, problem) -> float:
@@ -25,17 +14,13 @@ def zero(completion: str, problem) -> float:
 
 
 @pytest.fixture
-def fit(model_folder, tmp_path, monkeypatch):
-    """Run the trainer of grpo.py; metrics of each iteration."""
-    # Drawing the report takes seconds; that it is drawn is tested with the runs of the command.
-    monkeypatch.setattr("grpo.report.reporter.write_report", lambda run_dir, **_: run_dir)
+def fit(train, tmp_path):
+    """Run the trainer; metrics of each iteration."""
 
     def run(*overrides: str) -> list[dict]:
-        values = composed("grpo", f"model.name={model_folder}", *TINY, *overrides)
-        with ExitStack() as at_end:
-            assemble(load_config(values), tmp_path, None, at_end).fit()
-        assert (tmp_path / "final_model" / "config.json").exists()
-        rows = read_jsonl(tmp_path / "metrics.jsonl")
+        train("run", "train.total_dialog_turns=48", "optimizer.lr=1e-3", *overrides)
+        assert (tmp_path / "run" / "final_model" / "config.json").exists()
+        rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
         assert [row["step"] for row in rows] == [0, 1, 2, 3]
         for row in rows[1:]:
             assert {"reward/mean", "loss/objective", "policy/entropy", "policy/ratio_p50",

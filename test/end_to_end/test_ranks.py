@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,6 @@ from ..training.runs import timeless
 from .test_arrangements import LORA, PROCESS, TINY, check_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-pytest.importorskip("vllm")
 
 # At a constant learning rate a run that is made longer is the same run.
 RUN = (*TINY, PROCESS, "train.checkpoint_frequency=1", "optimizer.schedule=constant")
@@ -54,10 +54,8 @@ def test_a_rank_that_is_killed_ends_the_run_which_can_go_on(runner):
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in
-            open(f"/proc/{pid}/task/{pid}/children", encoding="ascii").read().split()]
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_rank(pid: int) -> bool:
-    with open(f"/proc/{pid}/cmdline", "rb") as command:
-        return b"grpo.run.rank_worker" in command.read()
+    return "grpo.run.rank_worker" in Path(f"/proc/{pid}/cmdline").read_text()

@@ -21,8 +21,6 @@ SMALL = ("model.warm_start_steps=20", "env.num_envs=8", "env.repeats=4",
     pytest.param(("backend=vllm", "engine=process"), marks=[pytest.mark.vllm, pytest.mark.slow]),
     ("backend=transformers",)], ids=" ".join)
 def test_killed_run_resumes_with_the_metrics_of_an_uninterrupted_one(runner, options):
-    if "backend=vllm" in options:
-        pytest.importorskip("vllm")
     chosen = (*SMALL, *(f"inference_model.{option}" for option in options))
     runner.run(*chosen, "train.exp_name=whole", "hydra.run.dir=outputs/whole")
     killed_dir = runner.folder / "outputs" / "killed"

@@ -20,8 +20,6 @@ TINY = ("model.warm_start_steps=20", "env.num_envs=4", "env.repeats=4",
     pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]), "transformers"])
 def test_rewarding_short_answers_gives_empty_ones_within_15_steps(runner, backend):
     """The trivial task that fails when ratios, signs or weight updates are wrong."""
-    if backend == "vllm":
-        pytest.importorskip("vllm")
     runner.run(f"inference_model.backend={backend}", "env.reward=negative_length",
                "model.warm_start_steps=150", "env.num_envs=64", "train.total_dialog_turns=7680",
                "inference_model.max_tokens=8", "train.eval_frequency=0", "optimizer.lr=3e-3",
@@ -35,7 +33,6 @@ def test_rewarding_short_answers_gives_empty_ones_within_15_steps(runner, backen
 
 @pytest.mark.vllm
 def test_a_run_leaves_model_report_metrics_and_samples(runner):
-    pytest.importorskip("vllm")
     output = runner.run(*TINY, "hydra.run.dir=outputs/a", "logging.backends=[tensorboard,wandb]",
                         "logging.wandb_mode=offline")
     run_dir = runner.folder / "outputs" / "a"
@@ -70,7 +67,6 @@ def test_final_model_loads_in_transformers(runner):
 @pytest.mark.vllm
 def test_a_finished_model_can_be_trained_further(runner):
     """``final_model/`` is loaded by Transformers and by vLLM, or this run could not start."""
-    pytest.importorskip("vllm")
     runner.run(*TINY, "hydra.run.dir=outputs/a")
     tiny = [option for option in TINY if not option.startswith("model.")]
     output = runner.run(*tiny, f"model.name={runner.folder}/outputs/a/final_model",
@@ -95,7 +91,6 @@ def test_the_length_may_be_given_in_passes_over_the_problems(runner):
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_gsm8k_runs_on_real_rows(runner, gsm8k_folder):
-    pytest.importorskip("vllm")
     runner.run("--config-name", "grpo_gsm8k", f"env.data_path={gsm8k_folder}", "env.num_envs=4",
                "env.repeats=4", "env.task.num_test=8", "inference_model.max_tokens=16",
                "train.total_dialog_turns=32", "hydra.run.dir=outputs/gsm8k")

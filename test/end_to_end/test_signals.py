@@ -6,35 +6,32 @@ import signal
 
 import pytest
 
-from .conftest import SCRIPT
+from .conftest import ASYNC, SCRIPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ASYNC = SCRIPT.with_name("grpo-async.py")
 RUN = ("model.warm_start_steps=20", "env.num_envs=8", "env.repeats=4", "train.eval_frequency=0",
        "train.checkpoint_frequency=0", "optimizer.schedule=constant", "optimizer.lr=1e-3",
        "train.total_dialog_turns=320000")
-HERE = "inference_model.backend=transformers"
-VLLM = [pytest.mark.vllm]
+HERE, VLLM = "inference_model.backend=transformers", "inference_model.backend=vllm"
+PROCESS = "inference_model.engine=process"
 
 KINDS = {
     "sync": (SCRIPT, (HERE,)),
-    "vllm": (SCRIPT, ("inference_model.backend=vllm",)),
-    "process": (SCRIPT, ("inference_model.backend=vllm", "inference_model.engine=process")),
-    "ranks": (SCRIPT, ("inference_model.backend=vllm", "inference_model.engine=process",
-                       "inference_model.weight_sync=transfer", "train_model.num_devices=2")),
+    "vllm": (SCRIPT, (VLLM,)),
+    "process": (SCRIPT, (VLLM, PROCESS)),
+    "ranks": (SCRIPT, (VLLM, PROCESS, "inference_model.weight_sync=transfer",
+                       "train_model.num_devices=2")),
     "async": (ASYNC, (HERE, "inference_model.num_devices=2", "train.staleness=1")),
 }
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=[] if HERE in options else VLLM)
+    pytest.param(kind, marks=[pytest.mark.vllm] if VLLM in options else [])
     for kind, (_, options) in KINDS.items()])
 def test_a_signal_ends_a_run_with_its_code_and_resume_auto_goes_on(runner, kind, number):
     script, options = KINDS[kind]
-    if HERE not in options:
-        pytest.importorskip("vllm")
     if script == ASYNC:
         pytest.importorskip("ray")
     process = runner.start(*RUN, *options, "hydra.run.dir=outputs/run", script=script)
