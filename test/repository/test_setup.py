@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import email
 import importlib.metadata as metadata
-import importlib.util
 import os
 import re
 import runpy
@@ -14,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import setuptools
@@ -30,53 +30,46 @@ from grpo.run.cli.launch import parser
 from ..config.configs import composed_like
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import setup_env  # noqa: E402
+
 TARGETS = ("setup", "atropos-env", "train", "train-atropos", "test", "lint", "clean", "help")
 
 
-def load_setup_env():
-    spec = importlib.util.spec_from_file_location("setup_env", ROOT / "tools" / "setup_env.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-setup_env = load_setup_env()
-
-
 @pytest.fixture
-def setup_arguments(monkeypatch):
-    """What setup.py hands to setuptools."""
-    captured = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **arguments: captured.update(arguments))
+def setup_py(monkeypatch):
+    """The names of setup.py and, as ``arguments``, what it hands to setuptools."""
+    arguments = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **given: arguments.update(given))
     monkeypatch.chdir(ROOT)
-    runpy.run_path(str(ROOT / "setup.py"))
-    return captured
+    return SimpleNamespace(arguments=arguments, **runpy.run_path(str(ROOT / "setup.py")))
 
 
 def make(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     # Without the variables of an outer make, such as the one that runs these tests.
     outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "GRPO_DEVICE", "ARGS", "PYTHON")
     environ = {name: value for name, value in os.environ.items() if name not in outer}
-    command = ["make", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True)
+    return subprocess.run(["make", *arguments], cwd=cwd, env=environ, capture_output=True,
+                          text=True)
 
 
 # setup.py
 
 
-def test_pins_accept_the_environment_that_runs_the_tests(setup_arguments):
-    for line in setup_arguments["install_requires"]:
+def test_pins_accept_the_environment_that_runs_the_tests(setup_py):
+    for line in setup_py.arguments["install_requires"]:
         requirement = Requirement(line)
         version = metadata.version(requirement.name)
         assert requirement.specifier.contains(version, prereleases=True), f"{line}: have {version}"
 
 
-def test_the_package_states_the_version_that_is_installed(setup_arguments):
-    assert grpo.__version__ == setup_arguments["version"]
+def test_the_package_states_the_version_that_is_installed(setup_py):
+    assert grpo.__version__ == setup_py.arguments["version"]
 
 
-def test_every_extra_is_a_list_of_valid_requirements(setup_arguments):
-    extras = setup_arguments["extras_require"]
+def test_every_extra_is_a_list_of_valid_requirements(setup_py):
+    extras = setup_py.arguments["extras_require"]
     # None of atroposlib, which needs another version of transformers, so another environment.
     assert set(extras) == {"vllm", "vllm-cpu", "lora", "ray", "optim", "datasets", "logging", "dev"}
     for lines in extras.values():
@@ -84,8 +77,9 @@ def test_every_extra_is_a_list_of_valid_requirements(setup_arguments):
     assert set(extras["logging"]) <= set(extras["dev"])
 
 
-def test_every_import_of_the_package_is_declared(setup_arguments):
-    lines = sum(setup_arguments["extras_require"].values(), setup_arguments["install_requires"])
+def test_every_import_of_the_package_is_declared(setup_py):
+    lines = sum(setup_py.arguments["extras_require"].values(),
+                setup_py.arguments["install_requires"])
     declared = {Requirement(line).name.lower() for line in lines}
     distributions = metadata.packages_distributions()
     undeclared = set()
@@ -115,23 +109,15 @@ def targets(markdown: str) -> list[str]:
     return [target for target in found if target]
 
 
-@pytest.fixture
-def setup_module(monkeypatch):
-    """The names of setup.py."""
-    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
-    monkeypatch.chdir(ROOT)
-    return runpy.run_path(str(ROOT / "setup.py"))
-
-
-def test_the_long_description_has_no_link_that_is_dead_on_an_index(setup_module):
+def test_the_long_description_has_no_link_that_is_dead_on_an_index(setup_py):
     readme, address = (ROOT / "README.md").read_text(), "https://example.org/of/grpo"
     relative = [target for target in targets(readme) if "://" not in target]
     assert relative  # or nothing is shown here
-    without = setup_module["long_description"](readme, "")
+    without = setup_py.long_description(readme, "")
     assert all("://" in target for target in targets(without))
     code = re.findall(r"^```.*?^```$", readme, flags=re.MULTILINE | re.DOTALL)
     assert re.findall(r"^```.*?^```$", without, flags=re.MULTILINE | re.DOTALL) == code
-    linked = targets(setup_module["long_description"](readme, address))
+    linked = targets(setup_py.long_description(readme, address))
     assert len(linked) == len(targets(readme)) and all("://" in target for target in linked)
     for target in linked:
         if target.startswith(address):
@@ -140,12 +126,18 @@ def test_the_long_description_has_no_link_that_is_dead_on_an_index(setup_module)
             assert place.is_dir() if kind == "tree" else place.is_file(), target
 
 
-def test_a_wheel_tells_an_index_what_it_is(tmp_path):
+@pytest.fixture
+def build(tmp_path):
+    """Run a command of setup.py on a copy of it."""
     for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
+    return lambda *command: subprocess.run([sys.executable, "setup.py", "-q", *command],
+                                           cwd=tmp_path, check=True, capture_output=True)
+
+
+def test_a_wheel_tells_an_index_what_it_is(build, tmp_path):
     (tmp_path / "config").mkdir()
-    command = [sys.executable, "setup.py", "-q", "dist_info"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    build("dist_info")
     path, = tmp_path.glob("*.dist-info/METADATA")
     found = email.message_from_string(path.read_text())
     assert found["Name"] == "torchrl-grpo"
@@ -161,13 +153,10 @@ def test_a_wheel_tells_an_index_what_it_is(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_built_package_carries_the_recipes_and_the_page(tmp_path):
-    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
-        shutil.copy(ROOT / name, tmp_path)
+def test_a_built_package_carries_the_recipes_and_the_page(build, tmp_path):
     for name in ("grpo", "config"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", "built"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    build("build_py", "--build-lib", "built")
     recipes = {path.relative_to(ROOT / "config") for path in (ROOT / "config").rglob("*.yaml")}
     assert recipes
     shipped = tmp_path / "built" / "grpo" / "run" / "recipes"
@@ -200,25 +189,18 @@ def test_an_unknown_device_names_field_value_and_choices():
 
 
 def test_uv_looks_where_pip_looks():
-    pip_config = (
-        ":env:.find-links='/more /wheels'\n"
-        "global.find-links='/overridden'\n"
-        "global.index-url='https://mirror.example/simple'\n"
-        "global.extra-index-url='file:///a\\nfile:///b'\n"
-        "global.no-color='true'\n"
-    )
+    pip_config = (":env:.find-links='/more /wheels'\n"
+                  "global.find-links='/overridden'\n"
+                  "global.index-url='https://mirror.example/simple'\n"
+                  "global.extra-index-url='file:///a\\nfile:///b'\n"
+                  "global.no-color='true'\n")
     assert setup_env.uv_environment(pip_config, {}) == {
-        "UV_FIND_LINKS": "/more,/wheels",
-        "UV_DEFAULT_INDEX": "https://mirror.example/simple",
-        "UV_INDEX": "file:///a file:///b",
-        "UV_INDEX_STRATEGY": "unsafe-best-match",
-    }
+        "UV_FIND_LINKS": "/more,/wheels", "UV_DEFAULT_INDEX": "https://mirror.example/simple",
+        "UV_INDEX": "file:///a file:///b", "UV_INDEX_STRATEGY": "unsafe-best-match"}
 
 
-@given(
-    option=st.sampled_from(sorted(setup_env.UV_VARIABLES)),
-    values=st.lists(st.from_regex(r"[a-z0-9:/'\"=+]+", fullmatch=True), min_size=1, max_size=4),
-)
+@given(option=st.sampled_from(sorted(setup_env.UV_VARIABLES)), values=st.lists(
+    st.from_regex(r"[a-z0-9:/'\"=+]+", fullmatch=True), min_size=1, max_size=4))
 def test_every_option_of_pip_reaches_uv_unless_uv_has_its_own(option, values):
     variable = setup_env.UV_VARIABLES[option]
     pip_config = f"install.{option}={' '.join(values)!r}"
@@ -238,20 +220,6 @@ def test_a_failing_step_shows_its_last_lines_and_the_log(tmp_path, monkeypatch):
     assert "line 0." in (tmp_path / "setup.log").read_text()
 
 
-@pytest.mark.parametrize(("same_kind", "kept"), [(True, True), (False, False)])
-def test_the_environment_is_rebuilt_only_for_another_device(tmp_path, monkeypatch, same_kind, kept):
-    venv = tmp_path / ".venv"
-    created = []
-    monkeypatch.setattr(setup_env, "VENV", venv)
-    monkeypatch.setattr(setup_env, "VENV_PYTHON", venv / "python")
-    monkeypatch.setattr(setup_env, "run", lambda *command, what: created.append(what))
-    setup_env.prepare_venv("cpu")
-    (venv / "python").touch()
-    setup_env.prepare_venv("cpu" if same_kind else "cuda")
-    assert (venv / "python").exists() == kept
-    assert len(created) == (1 if kept else 2)
-
-
 @pytest.fixture
 def venv(tmp_path, monkeypatch):
     """A .venv that is made without a command; that of a set-up that is killed stops half-way."""
@@ -268,6 +236,14 @@ def venv(tmp_path, monkeypatch):
 
     monkeypatch.setattr(setup_env, "run", run)
     return venv
+
+
+@pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("cuda", False)])
+def test_the_environment_is_rebuilt_only_for_another_device(venv, device, kept):
+    setup_env.prepare_venv("cpu")
+    (venv / "installed").touch()
+    setup_env.prepare_venv(device)
+    assert (venv / "installed").exists() == kept and (venv / "bin" / "pip").exists()
 
 
 def test_a_virtual_environment_of_the_users_own_is_not_removed(venv):
@@ -291,20 +267,15 @@ def test_a_set_up_that_was_cut_short_is_taken_up_again(venv, monkeypatch):
 
 
 @pytest.mark.parametrize("install", [setup_env.install_cpu, setup_env.install_cuda])
-def test_what_the_readme_trains_on_is_installed(install, setup_arguments):
-    class Recorder:
-        arguments = ()
+def test_what_the_readme_trains_on_is_installed(install, setup_py):
+    installed = []
 
-        def install(self, *arguments, what):
-            self.arguments = arguments
+    def record(*arguments, what):
+        installed[:] = map(str, arguments)
 
-        def install_without(self, unwanted, *arguments, what):
-            self.arguments = arguments
-
-    recorder = Recorder()
-    install(recorder)
-    extras = re.search(r"\.\[(.*)\]", " ".join(map(str, recorder.arguments))).group(1).split(",")
-    assert set(extras) <= set(setup_arguments["extras_require"])
+    install(SimpleNamespace(install=record, install_without=record))
+    extras = re.search(r"\.\[(.*)\]", " ".join(installed)).group(1).split(",")
+    assert set(extras) <= set(setup_py.arguments["extras_require"])
     assert "datasets" in extras  # which reads GSM8K from the hub
 
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import setup_atropos  # noqa: E402
 
 
 @pytest.fixture
-def setup_atropos():
-    spec = importlib.util.spec_from_file_location("setup_atropos", ROOT / "tools/setup_atropos.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def commands(setup_atropos, monkeypatch):
+def commands(monkeypatch):
     """The commands that would run; making a virtual environment makes its folder."""
     seen = []
 
@@ -35,7 +29,7 @@ def commands(setup_atropos, monkeypatch):
     return seen
 
 
-def test_what_is_imported_goes_in_and_no_torch(setup_atropos, commands, tmp_path, capsys):
+def test_what_is_imported_goes_in_and_no_torch(commands, tmp_path, capsys):
     setup_atropos.main(["--venv", str(tmp_path / "new")])
     made, atroposlib, imported, verified = commands
     assert made[1:3] == ["-m", "venv"]
@@ -47,14 +41,12 @@ def test_what_is_imported_goes_in_and_no_torch(setup_atropos, commands, tmp_path
     assert capsys.readouterr().out.splitlines()[-1].endswith("transformers 4.57.6")
 
 
-def test_all_leaves_the_choice_to_atroposlib_but_not_that_of_transformers(setup_atropos, commands,
-                                                                         tmp_path):
+def test_all_leaves_the_choice_to_atroposlib_but_not_that_of_transformers(commands, tmp_path):
     setup_atropos.main(["--venv", str(tmp_path / "new"), "--all"])
     assert commands[1][4:] == ["atroposlib==0.4.0", "transformers>=4.50,<5"]
 
 
-def test_it_is_kept_for_the_same_interpreter_and_made_anew_for_another(setup_atropos, commands,
-                                                                       tmp_path):
+def test_it_is_kept_for_the_same_interpreter_and_made_anew_for_another(commands, tmp_path):
     venv = tmp_path / "new"
     for _ in range(2):
         setup_atropos.prepare_venv(venv)
@@ -66,7 +58,7 @@ def test_it_is_kept_for_the_same_interpreter_and_made_anew_for_another(setup_atr
 
 
 @pytest.mark.parametrize("names", [["thesis.tex"], ["pyvenv.cfg"], ["kind", "thesis.tex"]])
-def test_a_folder_that_was_not_made_here_is_not_removed(setup_atropos, commands, tmp_path, names):
+def test_a_folder_that_was_not_made_here_is_not_removed(commands, tmp_path, names):
     for name in names:
         (tmp_path / name).touch()
     with pytest.raises(setup_atropos.SetupError, match="was not made by this set-up.*name another "
@@ -75,14 +67,14 @@ def test_a_folder_that_was_not_made_here_is_not_removed(setup_atropos, commands,
     assert sorted(path.name for path in tmp_path.iterdir()) == names and not commands
 
 
-def test_a_file_is_not_removed_either(setup_atropos, commands, tmp_path):
+def test_a_file_is_not_removed_either(commands, tmp_path):
     (tmp_path / "notes").touch()
     with pytest.raises(setup_atropos.SetupError, match="was not made by this set-up"):
         setup_atropos.prepare_venv(tmp_path / "notes")
     assert (tmp_path / "notes").exists()
 
 
-def test_one_that_was_cut_short_is_made_anew(setup_atropos, commands, tmp_path, monkeypatch):
+def test_one_that_was_cut_short_is_made_anew(commands, tmp_path, monkeypatch):
     venv = tmp_path / "deeper" / "new"
 
     def killed(*command, what):
@@ -96,7 +88,7 @@ def test_one_that_was_cut_short_is_made_anew(setup_atropos, commands, tmp_path, 
     assert len(commands) == 1 and not (venv / "half").exists()
 
 
-def test_a_failing_step_shows_the_end_of_its_output(setup_atropos):
+def test_a_failing_step_shows_the_end_of_its_output():
     with pytest.raises(setup_atropos.SetupError, match=r"what it imports failed \(exit 3\):\n"
                                                        r"    no such package\n(.|\n)*network"):
         setup_atropos.run("sh", "-c", "echo no such package >&2; exit 3", what="what it imports")

@@ -1,4 +1,5 @@
-"""docs/weights.md: its commands run, its keys, names and messages are those of the code."""
+"""docs/weights.md: its commands run, its names are those of the code; and the keys and messages of
+both guides are."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from grpo.server.serve import check, parser
 from grpo.training.checkpoint import save_trained
 from grpo.weights.adapters import make_lora
 
-from ..config.configs import composed
+from ..config.configs import SECTIONS, composed
 from ..support import REPO, blocks, code_in, commands, environment, finished, table_rows
 
-GUIDE = (REPO / "docs" / "weights.md").read_text()
+GUIDE, OBJECTIVES = ((REPO / "docs" / name).read_text() for name in ("weights.md", "objectives.md"))
 SCRIPT = "python sota-implementations/grpo/grpo.py"
 SERVER = "python -m grpo.server.serve"
 SMALLER = ["model.warm_start_steps=5", "env.num_envs=2", "env.repeats=2",
@@ -85,21 +86,25 @@ def test_every_engine_and_way_has_a_row():
     assert set(names) >= {*get_args(EngineKind), *get_args(Sync)}
 
 
-def test_every_key_in_the_guide_exists():
-    keys = {key for text in code_in(GUIDE)
-            for key in re.findall(r"(?<![\w./-])((?:train_model|inference_model|train|maxent|"
-                                  r"ref_model|optimizer)\.[a-z0-9_.]*[a-z0-9_])", text)}
-    assert len(keys) > 12
-    for key in keys:
+@pytest.mark.parametrize(("page", "least"), [(GUIDE, 12), (OBJECTIVES, 40)],
+                         ids=["weights", "objectives"])
+def test_every_configuration_key_of_a_guide_exists(page, least):
+    key = rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z_][a-z0-9_.]*(?<!\.))(?![\w(])"
+    keys = {name for text in code_in(page) for name in re.findall(key, text)} - {"train.yaml"}
+    assert len(keys) > least
+    for name in keys:
         section = Config
-        for part in key.split("."):
-            assert part in section.model_fields, key
+        for part in name.split("."):
+            assert part in section.model_fields, name
             section = section.model_fields[part].annotation
 
 
-@pytest.mark.parametrize("given, text", [
-    (code_in(row[0])[0], code_in(row[1])[0]) for row in table_rows(GUIDE, "8 Errors and their fix")
-    if len(row) == 3 and code_in(row[0]) and "=" in row[0]])
-def test_configuration_error_of_the_guide_is_raised_with_its_message(given, text):
-    with pytest.raises(ConfigError, match=re.escape(text)):
-        load_config(composed("grpo", *shlex.split(given)))
+@pytest.mark.parametrize(("given", "message"), [
+    (code_in(row[0])[0], code_in(row[1])[0])
+    for row in (*table_rows(GUIDE, "8 Errors and their fix"),
+                *table_rows(OBJECTIVES, "14 Errors and their fix"))
+    if len(row) == 3 and "=" in row[0]])
+def test_configuration_error_of_a_guide_is_raised_with_its_message(given, message):
+    values = composed("grpo", *shlex.split(given))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(values)
