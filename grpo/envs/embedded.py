@@ -30,8 +30,7 @@ from grpo.envs.tokenizer_files import save_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Raised when other files are written: 2, a tokenizer that transformers 4 reads.
-_FILES = 2
+_FILES = 2  # raised when other files are written; 2: a tokenizer that transformers 4 reads
 
 
 @dataclass(frozen=True)
@@ -82,15 +81,13 @@ def small_qwen2(spec: EmbeddedSpec, vocabulary: int) -> nn.Module:
 def embedded_model(
     task: ArithmeticTask, spec: EmbeddedSpec, *, cache_dir: Path | None = None
 ) -> Path:
-    """Folder of the warm-started model and its tokenizer, made if it is not cached.
+    """Folder of the model, warm-started on a task's training problems, and of its tokenizer; made
+    if it is not cached.
 
     Args:
-        task: whose training problems the warm start uses; its test problems are never seen.
-        spec: size of the model and of the warm start.
+        task: its test problems are never seen.
+        spec: of the model and of the warm start.
         cache_dir: default ``$XDG_CACHE_HOME/torchrl-grpo`` or ``~/.cache/torchrl-grpo``.
-
-    Returns:
-        A folder that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
     """
     folder = (cache_dir or default_cache()) / f"embedded-{_key(task, spec)}"
     if not (folder / "config.json").exists():

@@ -15,10 +15,7 @@ def write_model(model: Any, folder: Path, weights: dict[str, Tensor]) -> None:
     such as Vicuna's with a ``temperature`` but no ``do_sample``. What a model came with is none of
     the trainer's business, so it is written as it was.
 
-    Args:
-        model: of Transformers.
-        folder: made if it is not there.
-        weights: whole tensors on the CPU, by the names of the model's ``state_dict()``.
+    The weights are whole tensors on the CPU, by the names of the model's ``state_dict()``.
     """
     from transformers import GenerationConfig
     from transformers.utils import GENERATION_CONFIG_NAME

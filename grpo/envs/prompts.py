@@ -42,13 +42,8 @@ def render(problem: Problem, tokenizer: Any) -> list[int]:
 def render_all(
     problems: Sequence[Problem], tokenizer: Any, *, max_prompt_tokens: int, what: str
 ) -> list[Prompt]:
-    """Render problems and leave out, counted and logged, those that are too long.
-
-    Args:
-        problems: of one split.
-        tokenizer: Hugging Face tokenizer.
-        max_prompt_tokens: longest prompt that is kept.
-        what: names the split in messages.
+    """Render problems and leave out, counted and logged under the name ``what``, those that are too
+    long.
 
     Raises:
         ValueError: if no prompt is short enough.

@@ -15,10 +15,8 @@ def text_tokens(text: str, tokenizer: Any) -> list[int]:
     without. A text that already begins with them does not get them twice. Those that a tokenizer
     appends, such as ``</s>``, are not: they would tell the model that the text is over.
 
-    Args:
-        text: plain text; one that a chat template has rendered brings its own special tokens, and
-            is tokenized with ``add_special_tokens=False`` instead.
-        tokenizer: Hugging Face tokenizer.
+    A text that a chat template has rendered brings its own special tokens, and is tokenized with
+    ``add_special_tokens=False`` instead.
 
     Raises:
         ValueError: if the tokenizer's special tokens are not a prefix and a suffix of the text's.

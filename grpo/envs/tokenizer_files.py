@@ -12,11 +12,8 @@ from typing import Any
 
 
 def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
-    """Write a fast tokenizer so that ``AutoTokenizer`` of transformers 4 and 5 loads the same one.
-
-    Args:
-        tokenizer: Hugging Face tokenizer.
-        folder: where its files go; may hold a model.
+    """Write a fast tokenizer so that ``AutoTokenizer`` of transformers 4 and 5 loads the same one;
+    the folder may hold a model.
 
     Examples:
         >>> import tempfile
@@ -40,14 +37,8 @@ def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
 
 
 def environment_tokenizer(model: str | Path, folder: str | Path) -> Path:
-    """Copy a model's tokenizer to ``folder`` in the form that environments load.
-
-    Args:
-        model: folder or hub id, as for ``AutoTokenizer.from_pretrained``.
-        folder: made if it is not there.
-
-    Returns:
-        ``folder``, for ``--env.tokenizer_name`` and ``--openai.tokenizer_name``.
+    """Copy the tokenizer of a model, a folder or hub id, in the form that environments load:
+    ``folder``, which is returned, is for ``--env.tokenizer_name`` and ``--openai.tokenizer_name``.
     """
     from transformers import AutoTokenizer
 

@@ -21,26 +21,24 @@ logger = logging.getLogger(__name__)
 
 
 class _Begun(NamedTuple):
-    """A group whose rewards have been started: its tokens, and what waits for the scores."""
+    """A group whose rewards have been started."""
 
-    rows: list[list[int]]
+    rows: list[list[int]]  # its tokens
     wait: Callable[[], RewardBatch]
 
 
 class VerifiableEnv(EnvBase):
     """Prompts as observations, whole responses as actions, one step an episode.
 
-    A batch holds ``num_prompts`` groups of ``group_size`` rows with the same prompt. All entries
-    are dense tensors (see :mod:`grpo.data`), so the environment runs under TorchRL's collectors as
-    well as ours.
+    All entries are dense tensors (see :mod:`grpo.data`), so the environment runs under TorchRL's
+    collectors as well as ours.
 
     Args:
         prompts: what to draw from, see :func:`grpo.envs.prompts.render_all`.
-        score: texts and problems to rewards; groups are scored as they are finished, see
-            :meth:`row_finished`.
+        score: groups are scored as they are finished, see :meth:`row_finished`.
         tokenizer: turns response tokens into text for the reward.
-        num_prompts: different prompts a batch.
-        group_size: completions of each prompt.
+        num_prompts: groups a batch.
+        group_size: rows of a group, which have the same prompt.
         max_prompt_tokens: ``P``, the padded width of prompts.
         max_response_tokens: ``R``, the padded width of responses.
         eos_token_ids: tokens that end a response.
@@ -48,8 +46,7 @@ class VerifiableEnv(EnvBase):
         shuffle: False draws the prompts in order, for evaluation.
 
     Raises:
-        ValueError: for a group size below 2 with training (shuffled) prompts: a completion
-            without siblings has no group-relative advantage.
+        ValueError: for a group size below 2 with training (shuffled) prompts.
 
     Examples:
         >>> from torchrl.envs import check_env_specs
@@ -60,18 +57,9 @@ class VerifiableEnv(EnvBase):
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        score: RewardScorer,
-        tokenizer: Any,
-        *,
-        num_prompts: int,
-        group_size: int,
-        max_prompt_tokens: int,
-        max_response_tokens: int,
-        eos_token_ids: tuple[int, ...],
-        seed: int = 0,
-        shuffle: bool = True,
+        self, prompts: Sequence[Prompt], score: RewardScorer, tokenizer: Any, *, num_prompts: int,
+        group_size: int, max_prompt_tokens: int, max_response_tokens: int,
+        eos_token_ids: tuple[int, ...], seed: int = 0, shuffle: bool = True,
     ) -> None:
         if shuffle and group_size < 2:
             raise ValueError(f"env.repeats={group_size}: a group needs at least 2 completions, "
@@ -142,9 +130,8 @@ class VerifiableEnv(EnvBase):
                                                 self.pad_token_id)
         out[data.PROMPT_MASK] = torch.arange(width) < sizes[:, None]
         # Counted on over the whole run, so that rows of different batches never share a group.
-        first = self.groups_started
-        out[data.GROUP_ID] = (first + torch.arange(self.num_prompts)).repeat_interleave(
-            self.group_size)
+        groups = torch.arange(self.groups_started, self.groups_started + self.num_prompts)
+        out[data.GROUP_ID] = groups.repeat_interleave(self.group_size)
         self.groups_started += self.num_prompts
         nothing = RewardBatch.of_rows([Row()] * rows, self.score.labels)
         return out.update(self._entries(nothing))
@@ -152,11 +139,8 @@ class VerifiableEnv(EnvBase):
     def row_finished(self, row: int, tokens: list[int]) -> None:
         """A policy has finished a row of the batch: the last of a group starts its rewards.
 
-        They run while other groups are generated; :meth:`step` waits for them.
-
-        Args:
-            row: its number in the batch of the last :meth:`reset`.
-            tokens: of its response, end token included.
+        They run while other groups are generated; :meth:`step` waits for them. ``tokens`` are those
+        of the response, end token included.
         """
         width = self.action_spec[data.RESPONSE_TOKENS].shape[-1]
         (self._finished[row],), _ = self._read(data.pad_rows([tokens], width, self.pad_token_id))

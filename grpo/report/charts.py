@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Literal
 
 from grpo.report.history import History
@@ -25,10 +26,8 @@ PALETTE = {
     "gray": ("#98a1b0", "#6b7482"),
 }
 #: Colours of the phases of a step, from the bottom of its bar to the top.
-PHASES = {
-    "generate": "blue", "reward": "amber", "train": "violet", "optimizer": "pink", "sync": "green",
-    "canary": "teal", "eval": "red", "other": "gray",
-}
+PHASES = {"generate": "blue", "reward": "amber", "train": "violet", "optimizer": "pink",
+          "sync": "green", "canary": "teal", "eval": "red", "other": "gray"}
 
 
 @dataclass(frozen=True)
@@ -85,14 +84,15 @@ class Chart:
 def charts_of(history: History) -> tuple[Chart, ...]:
     """The charts of a run: :data:`CHARTS`, and one of its rewards where it has several."""
     colors = [role for role in PALETTE if role not in ("ink", "muted", "line")]
-    lines = tuple(Line(f"reward/{name}/mean", name, colors[i % len(colors)])
-                  for i, name in enumerate(reward_parts(history.names)))
-    if not lines:
+    names = reward_parts(history.names)
+    if not names:
         return CHARTS
-    parts = Chart("rewards", "Each reward", "Mean of each reward function, before its weight.",
+    lines = tuple(Line(f"reward/{name}/mean", name, color)
+                  for name, color in zip(names, cycle(colors), strict=False))
+    chart = Chart("rewards", "Each reward", "Mean of each reward function, before its weight.",
                   lines)
-    first_small = next(i for i, chart in enumerate(CHARTS) if not chart.wide)
-    return (*CHARTS[:first_small], parts, *CHARTS[first_small:])
+    wide = sum(chart.wide for chart in CHARTS)
+    return (*CHARTS[:wide], chart, *CHARTS[wide:])
 
 
 #: Of every run, in the order of the page.

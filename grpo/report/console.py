@@ -166,13 +166,8 @@ class Console:
         self._out.print(table)
 
     def finish(self, paths: Mapping[str, Path], headline: str, *, tick: bool = True) -> None:
-        """End the display: the result in one line, and where everything lies.
-
-        Args:
-            paths: places by name.
-            headline: the result.
-            tick: False for a run that ended early, or had nothing to learn from.
-        """
+        """End the display: the result in one line, and where everything lies; a run that ended
+        early, or had nothing to learn from, gets no ``tick``."""
         self._stop_live()
         mark, style = self._mark(tick)
         headline = self._encodable(headline)

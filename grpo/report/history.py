@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,8 @@ def thin(steps: Sequence[int], values: Sequence[float], *, limit: int = 300) -> 
     if n <= limit:
         return list(steps), list(values)
     edges = [i * n // limit for i in range(limit + 1)]
-    groups = list(zip(edges[:-1], edges[1:], strict=True))
-    return tuple([sum(column[a:b]) / (b - a) for a, b in groups] for column in (steps, values))
+    return tuple([sum(column[a:b]) / (b - a) for a, b in pairwise(edges)]
+                 for column in (steps, values))
 
 
 def smooth(values: Sequence[float]) -> list[float]:

@@ -89,11 +89,7 @@ def silence_at_end(rows: Iterable[Mapping[str, float | None]]) -> Silence | None
 
 
 class SignalWarning(MetricLogger):
-    """Say so when iterations in a row had nothing to learn from.
-
-    Args:
-        warn: shows a warning.
-        every: iterations after which it is repeated.
+    """Say so when iterations in a row had nothing to learn from, and again after ``every`` more.
 
     Examples:
         >>> watch = SignalWarning(lambda text: print(text[:60]))

@@ -43,9 +43,6 @@ def write_report(run_dir: Path | str, *, title: str, config: Mapping[str, Any]) 
         config: resolved configuration; nested mappings are shown by group, and values of keys that
             name a credential are hidden.
 
-    Returns:
-        The path of ``report.html``.
-
     Raises:
         FileNotFoundError: if the folder holds no ``metrics.jsonl``.
 
@@ -57,8 +54,6 @@ def write_report(run_dir: Path | str, *, title: str, config: Mapping[str, Any]) 
         ...     logger.log(1, {"reward/mean": 0.25})
         >>> write_report(run_dir, title="GSM8K", config={"seed": 42}).name
         'report.html'
-        >>> sorted(path.name for path in (run_dir / "curves").iterdir())
-        ['accuracy.png', 'overview.png', 'reward.png']
     """
     run_dir = Path(run_dir)
     if not (run_dir / METRICS_FILE).exists():
@@ -94,13 +89,13 @@ def _facts(run_dir: Path, history: History) -> list[str]:
 
 @dataclass(frozen=True)
 class _Tile:
-    """A headline number, what it was at first, and its change, whose sign colours the detail."""
+    """A headline number."""
 
     label: str
     value: str
     detail: str = ""
-    first: str = ""
-    change: float = 0.0
+    first: str = ""  # the value at first
+    change: float = 0.0  # its sign colours the detail
 
 
 def _tiles(history: History) -> list[_Tile]:
@@ -145,10 +140,9 @@ def _notices(history: History) -> list[str]:
     if silence := silence_at_end(history.rows):
         text = str(silence)
         notices.append(f"{text[0].upper()}{text[1:]}.")
-    errors = sum(history.series("reward/errors")[1])
+    errors, skipped, late = (sum(history.series(f"reward/{name}")[1])
+                             for name in ("errors", "skipped", "timeouts"))
     if errors:
-        skipped = sum(history.series("reward/skipped")[1])
-        late = sum(history.series("reward/timeouts")[1])
         why = [f"for {errors - skipped - late:,.0f} the reward failed",
                *([f"for {late:,.0f} it took too long"] if late else []),
                *([f"{skipped:,.0f} were left out by it"] if skipped else [])]

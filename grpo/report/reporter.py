@@ -21,15 +21,8 @@ from grpo.report.page import write_report
 
 
 class Reporter:
-    """Console, loggers and the final report behind one object.
-
-    Args:
-        console: the screen.
-        loggers: metrics and samples on disk and elsewhere.
-        tokenizer: turns rows into text.
-        run_dir: folder of the run.
-        num_samples: completions shown and saved at each evaluation.
-    """
+    """Console, loggers and the final report behind one object; ``num_samples`` completions are
+    shown and saved at each evaluation."""
 
     def __init__(
         self, console: Console, loggers: MetricLogger, tokenizer: Any, *, run_dir: Path,

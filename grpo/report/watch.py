@@ -12,11 +12,8 @@ _FAR = 0.1
 
 
 class AlignmentWarning(MetricLogger):
-    """Say so, with what to check, when the trainer's log-probs are far from the sampled ones.
-
-    Args:
-        warn: shows a warning.
-        every: steps after which a warning is repeated.
+    """Say so, with what to check, when the trainer's log-probs are far from the sampled ones, and
+    again after ``every`` steps.
 
     Examples:
         >>> watch = AlignmentWarning(lambda text: print(text[:17]))

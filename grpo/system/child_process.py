@@ -51,7 +51,6 @@ class Child:
                 ["/bin/sh", "-c", _WATCHED, "sh", str(GRACE), *command], stdin=subprocess.PIPE,
                 stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})},
                 start_new_session=True, cwd=cwd)
-        self._stopped = False
 
     @property
     def pid(self) -> int:
@@ -60,7 +59,7 @@ class Child:
 
     def alive(self) -> bool:
         """True while the command itself runs; what it started may outlive it until the stop."""
-        return not self._stopped and self._ended() is None
+        return self.exit_code() is None
 
     def wait(self, *, timeout: float) -> bool:
         """Wait until the command has ended; False if it has not after ``timeout`` seconds."""
@@ -73,9 +72,10 @@ class Child:
 
     def exit_code(self) -> int | None:
         """The command's exit code, minus the signal that ended it, or None while it runs."""
-        if self._stopped:
+        if self._process.returncode is not None:
             return self._process.returncode
-        ended = self._ended()
+        # WNOWAIT leaves the dead process's id reserved, so that stop() cannot hit another's.
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -95,7 +95,7 @@ class Child:
 
         Without effect if that was done before. Returns when the whole group is gone.
         """
-        if self._stopped:
+        if self._process.returncode is not None:
             return
         if self.alive():
             os.kill(self.pid, signal.SIGTERM)
@@ -104,11 +104,6 @@ class Child:
         end_group(self.pid)
         self._process.wait()
         self._process.stdin.close()
-        self._stopped = True
-
-    def _ended(self) -> os.waitid_result | None:
-        # WNOWAIT leaves the dead process's id reserved, so that stop() cannot hit another's.
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 def end_group(group: int, *, timeout: float = 5.0) -> None:
@@ -156,9 +151,8 @@ def last_lines(path: Path, count: int = 30) -> list[str]:
 
 def log_tail(path: Path, count: int = 30) -> str:
     """The end of a log, set for the end of an error message."""
-    lines = last_lines(path, count)
-    text = "\n".join(f"  | {line}" for line in lines) if lines else "  (nothing was written)"
-    return f"; the end of {path}:\n{text}"
+    text = "\n".join(f"  | {line}" for line in last_lines(path, count))
+    return f"; the end of {path}:\n{text or '  (nothing was written)'}"
 
 
 # $1: seconds that the group may take to end; the rest: the command, which takes the shell's place.
@@ -196,6 +190,5 @@ def variables_for_children(variables: Mapping[str, str]) -> Iterator[None]:
 def package_environment() -> dict[str, str]:
     """Variables with which a child finds this very package, whatever lies in the folder that it is
     started in."""
-    here = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": here + (os.pathsep + path if path else ""), "PYTHONSAFEPATH": "1"}
+    folders = (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "PYTHONSAFEPATH": "1"}

@@ -18,13 +18,8 @@ def share_cores(environment: MutableMapping[str, str] = os.environ) -> dict[str,
     """Let idle threads sleep and bind none to a core, unless the environment says otherwise.
 
     OpenMP reads its variables when it is loaded: a command calls this before anything imports
-    PyTorch. Later calls reach only the processes that are started afterwards.
-
-    Args:
-        environment: the process's own; changed in place.
-
-    Returns:
-        The variables as they are now, for processes that do not inherit them.
+    PyTorch. Later calls reach only the processes that are started afterwards. The variables are
+    returned, too, for processes that do not inherit them.
 
     Examples:
         >>> share_cores({"OMP_WAIT_POLICY": "ACTIVE"})

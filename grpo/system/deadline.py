@@ -25,11 +25,6 @@ def call_with_deadline(fn: Callable[..., T], *args: Any, seconds: float) -> T:
     such as one big regular expression, is interrupted when it returns. In other threads ``fn`` runs
     in a thread of its own, which is left behind when it is late.
 
-    Args:
-        fn: what to call.
-        *args: its arguments.
-        seconds: greater than 0.
-
     Raises:
         LateError: naming the limit. What ``fn`` raises surfaces unchanged.
 

@@ -18,11 +18,8 @@ def server_of(app: Any, *, grace: int) -> uvicorn.Server:
     """A server for an application; whoever holds a connection without asking loses it.
 
     ``X-Forwarded-For`` is not read, because anybody can write it. More connections than half of the
-    files that this process may open are answered with 503.
-
-    Args:
-        app: ASGI application.
-        grace: seconds that running requests have when the server is told to stop.
+    files that this process may open are answered with 503. Running requests have ``grace`` seconds
+    when the server is told to stop.
     """
     return uvicorn.Server(uvicorn.Config(
         app, http=Impatient, ws="none", lifespan="off", log_level="warning", access_log=False,

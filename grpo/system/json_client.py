@@ -38,7 +38,7 @@ class JsonClient:
         unreachable: raised where nobody answers, and what to do then.
 
     Raises:
-        ValueError: for an address that is not ``http://host:port``.
+        ValueError: for another address.
     """
 
     refused: ClassVar[type[CallError]]

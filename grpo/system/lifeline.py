@@ -28,14 +28,13 @@ def bind(host: str, port: int) -> socket.socket:
         ...     sock.getsockname()[1] > 0
         True
     """
+    if not 0 <= port < 1 << 16:
+        raise OSError(errno.EINVAL, f"port {port} is none; choose one from 1 to 65535, or 0 for "
+                      "any that is free")
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-    except OverflowError:
-        sock.close()
-        raise OSError(errno.EINVAL, f"port {port} is none; choose one from 1 to 65535, or 0 for "
-                      "any that is free") from None
     except OSError as error:
         sock.close()
         holder = holder_of(port) if error.errno == errno.EADDRINUSE else None
@@ -57,11 +56,8 @@ def leave_interrupts_to_parent() -> None:
 
 
 def exit_with_parent(*, grace: float = GRACE) -> None:
-    """End this process and its group when standard input is closed: the parent has died.
-
-    Args:
-        grace: seconds to end by SIGTERM before SIGKILL.
-    """
+    """End this process and its group when standard input is closed: the parent has died. Between
+    SIGTERM and SIGKILL they have ``grace`` seconds."""
     # Nobody else may read the pipe or hold it open.
     lifeline = os.dup(0)
     with open(os.devnull, "rb") as nothing:

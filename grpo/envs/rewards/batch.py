@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -14,8 +15,8 @@ from grpo import data
 from grpo.system import deadline
 from grpo.system.deadline import LateError
 
-#: How many different failures are kept to be shown, and how many frames of each.
-SHOWN_FAILURES, _SHOWN_FRAMES = 3, 4
+# How many different failures are kept to be shown, and how many frames of each.
+_FAILURES, _FRAMES = 3, 4
 #: Files of this package that make the calls; their frames say nothing about the function.
 _CALLERS = {deadline.__file__,
             *(str(Path(__file__).with_name(f"{name}.py")) for name in ("pool", "scorer"))}
@@ -56,7 +57,7 @@ def row_without(error: Exception, who: str) -> Row:
     place = frames[-1]
     reason = f"{type(error).__name__}: {error}"
     lines = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-             for frame in frames if frame.filename not in _CALLERS][-_SHOWN_FRAMES:]
+             for frame in frames if frame.filename not in _CALLERS][-_FRAMES:]
     return Row(fault=fault, message=f"{who}: {reason} ({place.filename}:{place.lineno})",
                failure=(f"{function} {type(error).__name__} {place.filename}:{place.lineno}",
                         "\n     ".join([f"{who}: {reason}", *lines])))
@@ -125,9 +126,8 @@ def first_failures(found: Iterable[dict[str, str]]) -> dict[str, str]:
     first: dict[str, str] = {}
     for failures in found:
         for kind, text in failures.items():
-            if kind in first or len(first) < SHOWN_FAILURES:
-                first.setdefault(kind, text)
-    return first
+            first.setdefault(kind, text)
+    return dict(islice(first.items(), _FAILURES))
 
 
 class RewardsFailed(RuntimeError):
@@ -150,10 +150,10 @@ def check_failures(
     """Refuse scores of which a broken reward function has left too few.
 
     Args:
-        fault_B: int64 ``[B]``, ``FAULT_*`` of :mod:`grpo.data`. Samples that a function leaves out
-            on purpose have not failed.
-        failures: what they were, as of :attr:`RewardBatch.failures`.
-        limit: greatest share of failed and late rows.
+        fault_B: as :attr:`RewardBatch.fault`.
+        failures: as :attr:`RewardBatch.failures`.
+        limit: greatest share of failed and late rows; samples that a function leaves out on purpose
+            are neither.
         when: begins the message.
 
     Raises:

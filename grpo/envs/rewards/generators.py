@@ -30,8 +30,7 @@ class GlobalGenerators:
         """Whether anything has been drawn or seeded since."""
         now = GlobalGenerators()
         return not (self.python == now.python and self.torch.equal(now.torch)
-                    and all(np.array_equal(a, b) for a, b in zip(self.numpy, now.numpy,
-                                                                 strict=True))
+                    and all(map(np.array_equal, self.numpy, now.numpy))
                     and (self.cuda is None or self.cuda.equal(now.cuda)))
 
     def restore(self) -> None:

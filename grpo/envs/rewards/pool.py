@@ -63,9 +63,6 @@ class CallPool:
 
     Threads are started as they are needed, and none keeps the process alive.
 
-    Args:
-        workers: calls at a time.
-
     Examples:
         >>> pool = CallPool(2)
         >>> pool.submit(max, 1, 2, seconds=1.0).result()
@@ -93,16 +90,8 @@ class CallPool:
         self._next_look = math.inf
 
     def submit(self, fn: Callable[..., Any], *args: Any, seconds: float) -> Future:
-        """Call ``fn(*args)`` as soon as there is a place; the deadline counts from then on.
-
-        Args:
-            fn: a function, or one that is declared ``async def``.
-            *args: its arguments.
-            seconds: positive.
-
-        Returns:
-            A future that is always answered: what it returned or raised, or :class:`LateError`.
-        """
+        """Call or await ``fn(*args)`` as soon as there is a place; the deadline counts from then
+        on. The future is always answered: what was returned or raised, or :class:`LateError`."""
         call = _Call(fn, args, seconds)
         with self._lock:
             if self._watcher is None:

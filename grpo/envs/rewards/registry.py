@@ -115,10 +115,8 @@ def get_reward(name: str) -> RewardFn:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # found, but it imports something that is missing
-        raise ValueError(
-            f"reward {name!r}: there is no module {error.name!r}; "
-            "install it, or put its folder on PYTHONPATH"
-        ) from error
+        raise ValueError(f"reward {name!r}: there is no module {error.name!r}; install it, or put "
+                         "its folder on PYTHONPATH") from error
     fn = getattr(module, attribute, None)
     if not callable(fn):
         raise ValueError(f"reward {name!r}: module {module_name!r} has no function {attribute!r}")

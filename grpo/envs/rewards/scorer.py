@@ -58,16 +58,17 @@ class RewardScorer:
     none does, a row succeeds when the first function gives at least 1.
 
     Args:
-        functions: with their finite weights in the sum. Each is called with a completion and its
-            problem, or with lists of both, see :func:`~grpo.envs.rewards.registry.batch_reward`.
-        timeout: seconds that a call may take.
+        functions: with their finite weights in the sum, at least one. Each is called with a
+            completion and its problem, or with lists, see
+            :func:`~grpo.envs.rewards.registry.batch_reward`.
+        timeout: seconds that a call may take, greater than 0.
         workers: calls at a time; 1: in order, as above.
         names: of the functions, for metrics; None: their own.
         try_first: False leaves out the trial of the first call, for environments beside an engine
             that draws random numbers itself.
 
     Raises:
-        ValueError: if there is no function, a weight is not finite, or the timeout is not positive.
+        ValueError: if there is no function, or a number is out of its range.
 
     Examples:
         >>> from grpo.envs.rewards import get_reward
@@ -80,13 +81,8 @@ class RewardScorer:
     """
 
     def __init__(
-        self,
-        functions: Sequence[tuple[RewardFn, float]],
-        *,
-        timeout: float = DEFAULT_TIMEOUT,
-        workers: int = DEFAULT_WORKERS,
-        names: Sequence[str] | None = None,
-        try_first: bool = True,
+        self, functions: Sequence[tuple[RewardFn, float]], *, timeout: float = DEFAULT_TIMEOUT,
+        workers: int = DEFAULT_WORKERS, names: Sequence[str] | None = None, try_first: bool = True,
     ) -> None:
         if not functions:
             raise ValueError("fns_with_weights is empty; give at least one (function, weight)")
@@ -106,11 +102,8 @@ class RewardScorer:
     def start(
         self, completions: Sequence[str], problems: Sequence[Problem]
     ) -> Callable[[], RewardBatch]:
-        """Begin to score; what is returned waits for the rewards, as long as the deadlines allow.
-
-        Args:
-            completions: what the model wrote, ``B`` texts without the prompts.
-            problems: the problem of each completion.
+        """Begin to score texts without their prompts, each for its own problem; what is returned
+        waits for the rewards, as long as the deadlines allow.
 
         Raises:
             ValueError: if the lengths differ.
@@ -182,7 +175,7 @@ class RewardScorer:
 
     def _row(self, outcomes: list[_Outcome], problem: Problem) -> Row:
         """Weighted sum of one row, or why it has none."""
-        total, verdict, first_success, parts = 0.0, None, None, []
+        total, parts = 0.0, []
         for fn, value in zip(self._functions, outcomes, strict=True):
             who = f"reward {name_of(fn.call)}, problem {problem.id!r}"
             if isinstance(value, Exception):
@@ -199,14 +192,11 @@ class RewardScorer:
                     f"returned {reward!r:.80}, which is not finite in float32"), who)
             parts.append(float(reward))
             total += fn.weight * float(reward)
-            if isinstance(value, RewardResult) and verdict is None:
-                verdict = bool(value.success)
-            if first_success is None:
-                first_success = bool(reward >= 1.0)
         if not abs(total) <= _FLOAT32_MAX:
             return row_without(Unusable(f"the weighted sum {total} is not finite in float32"),
                                f"problem {problem.id!r}")
-        return Row(total, first_success if verdict is None else verdict, parts=parts)
+        verdicts = [bool(value.success) for value in outcomes if isinstance(value, RewardResult)]
+        return Row(total, verdicts[0] if verdicts else parts[0] >= 1.0, parts=parts)
 
 
 def labels(names: Sequence[str]) -> tuple[str, ...]:

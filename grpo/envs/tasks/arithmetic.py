@@ -47,13 +47,8 @@ class ArithmeticTask(Task):
     default_reward = "exact_match"
 
     def __init__(
-        self,
-        *,
-        max_operand: int = 49,
-        operators: Sequence[str] = ("+",),
-        seed: int = 0,
-        num_train: int = 2200,
-        num_test: int = 256,
+        self, *, max_operand: int = 49, operators: Sequence[str] = ("+",), seed: int = 0,
+        num_train: int = 2200, num_test: int = 256,
     ) -> None:
         check_count("max_operand", max_operand, minimum=1)
         if max_operand > MAX_OPERAND:

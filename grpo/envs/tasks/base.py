@@ -125,11 +125,7 @@ def check_options(name: str, options: Mapping[str, object]) -> None:
 
 
 def make_task(name: str, /, **options: object) -> Task:
-    """Build a registered task.
-
-    Args:
-        name: as given to :func:`register_task`.
-        **options: keyword-only options of the task's constructor.
+    """Build a registered task with options of its constructor.
 
     Raises:
         ValueError: see :func:`check_options`.

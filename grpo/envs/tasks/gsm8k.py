@@ -57,13 +57,8 @@ class Gsm8kTask(Task):
     default_reward = "gsm8k"
 
     def __init__(
-        self,
-        *,
-        data_path: str | Path | None = None,
-        dataset: str = DATASET,
-        config: str = CONFIG,
-        num_train: int | None = None,
-        num_test: int | None = None,
+        self, *, data_path: str | Path | None = None, dataset: str = DATASET, config: str = CONFIG,
+        num_train: int | None = None, num_test: int | None = None,
         system_prompt: str | None = SYSTEM_PROMPT,
     ) -> None:
         if data_path is not None and (dataset, config) != (DATASET, CONFIG):
@@ -122,10 +117,9 @@ def _read_hub(dataset: str, config: str, split: str) -> Iterator[tuple[str, obje
         rows = datasets.load_dataset(dataset, config, split=split)
     except OSError as error:  # not found, no access, no network
         raise FileNotFoundError(
-            f"cannot load data set {dataset!r}, config {config!r}, split {split!r}: {error}; "
-            "check env.dataset and the network, or set env.data_path to a folder with "
-            "train.jsonl and test.jsonl"
-        ) from error
+            f"cannot load data set {dataset!r}, config {config!r}, split {split!r}: {error}; check "
+            "env.dataset and the network, or set env.data_path to a folder with train.jsonl and "
+            "test.jsonl") from error
     for number, row in enumerate(rows):
         yield f"{dataset}, split {split}, row {number}", row
 
