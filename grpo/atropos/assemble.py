@@ -1,10 +1,11 @@
-"""Finished groups, from wherever they come, until a batch of whole groups is full."""
+"""Gathers finished groups from any source until they fill a batch."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from tensordict import TensorDict
@@ -20,36 +21,37 @@ from grpo.data import NO_VERSION
 
 logger = logging.getLogger(__name__)
 
-#: Groups that have finished, after waiting at most so many seconds for one; each is given once.
+#: Waits at most so many seconds for a group, and returns those that have finished since last time.
 GroupSource = Callable[[float], Sequence[ScoredGroup]]
 
 
+@dataclass(eq=False)
 class StreamSource:
     """A :class:`~grpo.atropos.stream.BatchStream` as a source of groups.
 
-    A batch of the API is acknowledged after all of its groups were trained on or left out, however
-    they were spread over the trainer's batches: when more is asked for, or where the stream holds
-    it, when a checkpoint was saved.
+    The groups of one batch of the API may be spread over several batches of the trainer. It is
+    acknowledged after all of them were trained on or left out: when more is asked for or, if the
+    stream holds acknowledgements back, when a checkpoint was saved.
 
     Args:
-        stream: that is being fetched; its ``timeout`` is set at each call.
+        stream: has been started; its ``timeout`` is set at each call.
         checks: called before each question; each raises if something that the run depends on is
             gone, such as an environment. May grow.
     """
 
-    def __init__(self, stream: BatchStream, checks: Sequence[Callable[[], None]] = ()) -> None:
-        self.stream, self.checks = stream, checks
-        self._said: set[str] = set()
-        self._away = False
+    stream: BatchStream
+    checks: Sequence[Callable[[], None]] = ()
+    _said: set[str] = field(default_factory=set, init=False)  # reasons
+    _away: bool = field(default=False, init=False)
 
     @property
     def trouble(self) -> str | None:
-        """Why there can be no group, whatever the environments do; None if they can send some."""
+        """Why the API does not answer; None while it does."""
         return self.stream.unreachable
 
     @property
     def silence(self) -> str | None:
-        """Why environments that are registered send nothing, where that was noticed."""
+        """Why registered environments send nothing; None if no check has found out."""
         return next((check.message for check in self.checks if isinstance(check, SilenceCheck)),
                     None)
 
@@ -61,11 +63,11 @@ class StreamSource:
         return Counter(groups_repeated=self.stream.repeated, **rejected)
 
     def used(self, groups: Sequence[ScoredGroup]) -> None:
-        """Groups that will be trained on before the next call, or are left out."""
+        """Take note of groups that will be trained on before the next call, or are left out."""
         self.stream.used(groups)
 
     def saved(self) -> None:
-        """A checkpoint knows what was trained on."""
+        """Acknowledge what was trained on, now that a checkpoint has it."""
         self.stream.acknowledge()
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,13 +97,14 @@ class StreamSource:
                     _say_left_out(reason, message)
 
 
+@dataclass(eq=False)
 class GroupAssembler:
     """Collect whole groups of any sizes for batches of at most ``rows`` rows, in order.
 
     Args:
-        source: where groups come from; asked only while a batch is not full. What it counts as
-            ``counts`` is reported. A method ``used`` is told which groups are in a batch or left
-            out; a ``state_dict`` goes into checkpoints, and ``saved`` is called after each.
+        source: where groups come from, asked while a batch is not full. It may have the further
+            members of :class:`StreamSource`: ``counts``, ``used``, ``saved`` and the state for
+            checkpoints.
         converter: makes the batch.
         rows: greatest number of rows of a batch.
         version: the policy's present version.
@@ -122,29 +125,26 @@ class GroupAssembler:
         [0, 0, 1, 1]
     """
 
-    def __init__(
-        self,
-        source: GroupSource,
-        converter: GroupConverter,
-        *,
-        rows: int,
-        version: Callable[[], int] = lambda: 0,
-        records: Records | None = None,
-    ) -> None:
-        if rows < 1:
-            raise ValueError(f"rows={rows} must be at least 1")
-        self.source, self.converter, self.rows = source, converter, rows
-        self.version, self.records = version, records
-        self.counts: Counter[str] = Counter()
-        self._waiting: deque[tuple[ScoredGroup, Sampled | None]] = deque()
+    source: GroupSource
+    converter: GroupConverter
+    _: KW_ONLY
+    rows: int
+    version: Callable[[], int] = lambda: 0
+    records: Records | None = None
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+    _waiting: deque[tuple[ScoredGroup, Sampled | None]] = field(default_factory=deque, init=False)
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"rows={self.rows} must be at least 1")
 
     @property
     def waiting_rows(self) -> int:
-        """Rows of the groups that are here."""
-        return sum(len(group.tokens) for group, _ in self._waiting)
+        """Rows of the groups that are in no batch yet."""
+        return sum(len(group) for group, _ in self._waiting)
 
     def poll(self, timeout: float) -> bool:
-        """Whether a batch is full, after asking the source once if it is not."""
+        """Ask the source once unless a batch is full already; whether one is full then."""
         self._drop_stale()
         if self.waiting_rows < self.rows:
             for group in self.source(timeout):
@@ -160,12 +160,13 @@ class GroupAssembler:
         """
         chosen: list[tuple[ScoredGroup, Sampled | None]] = []
         rows = 0
-        while self._waiting and rows + len(self._waiting[0][0].tokens) <= self.rows:
+        while self._waiting and rows + len(self._waiting[0][0]) <= self.rows:
             chosen.append(self._waiting.popleft())
-            rows += len(chosen[-1][0].tokens)
-        self._used(group for group, _ in chosen)
-        return self.converter([group for group, _ in chosen],
-                              sampled=[known for _, known in chosen], version=self.version())
+            rows += len(chosen[-1][0])
+        groups = [group for group, _ in chosen]
+        self._ask_source("used", groups)
+        return self.converter(groups, sampled=[known for _, known in chosen],
+                              version=self.version())
 
     def metrics(self) -> dict[str, float]:
         """Everything that is counted, since the start."""
@@ -175,17 +176,17 @@ class GroupAssembler:
                                        for key, value in self.records.counts.items()})
         return {f"atropos/{name}": float(value) for name, value in counts.items()}
 
-    def _used(self, groups: Iterable[ScoredGroup]) -> None:
-        if (used := getattr(self.source, "used", None)) is not None:
-            used([*groups])
+    def _ask_source(self, method: str, *args: Any) -> Any:
+        """Call a method that the source need not have; None without it."""
+        return getattr(self.source, method, lambda *_: None)(*args)
 
     def _receive(self, group: ScoredGroup) -> None:
-        if len(group.tokens) > self.rows:
-            self._used([group])
+        if len(group) > self.rows:
+            self._ask_source("used", [group])
             self.counts["groups_too_large"] += 1
             logger.warning("a group of %d rows is left out, because it does not fit a batch of %d; "
                            "raise the batch size, or lower the environment's group_size",
-                           len(group.tokens), self.rows)
+                           len(group), self.rows)
             return
         try:
             self.converter.check(group)
@@ -194,7 +195,7 @@ class GroupAssembler:
             if not self.counts[counted]:
                 _say_left_out(error.reason, str(error))
             self.counts[counted] += 1
-            self._used([group])
+            self._ask_source("used", [group])
             return
         known = None if self.records is None else self.records.restore(group)
         self._waiting.append((group, known))
@@ -208,19 +209,17 @@ class GroupAssembler:
             (stale if _all_older(*one, oldest) else fresh).append(one)
         self._waiting = fresh
         self.counts["groups_stale"] += len(stale)
-        self._used(group for group, _ in stale)
+        self._ask_source("used", [group for group, _ in stale])
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, for checkpoints, and what the source wants to know again. Groups that wait are
-        not saved: a hub gives out again what was not trained on."""
-        source = getattr(self.source, "state_dict", None)
+        """Counters and the source's state, for checkpoints. Groups that wait are not saved: a hub
+        hands out again what was not trained on."""
         return {"converter": self.converter.state_dict(), "counts": dict(self.counts),
-                "source": None if source is None else source()}
+                "source": self._ask_source("state_dict")}
 
     def saved(self) -> None:
-        """A checkpoint has the last :meth:`state_dict`, and what came of the batches until then."""
-        if (saved := getattr(self.source, "saved", None)) is not None:
-            saved()
+        """Tell the source that a checkpoint has the last :meth:`state_dict`."""
+        self._ask_source("saved")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.converter.load_state_dict(state["converter"])
@@ -230,7 +229,7 @@ class GroupAssembler:
 
 
 def _say_left_out(reason: str, message: str) -> None:
-    """Once for each reason: an environment that is wrong is so with each of its groups."""
+    """Called once a reason, because the fault of an environment is in all of its groups."""
     logger.warning("a group is left out (%s): %s. All of them are counted, as "
                    "atropos/groups_rejected_%s", reason, message, reason)
 

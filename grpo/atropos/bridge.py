@@ -19,6 +19,7 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI
@@ -37,6 +38,7 @@ from grpo.system.json_api import ApiError
 _BEYOND_A_TEMPERATURE = {"ignore_eos": False, "seed": None}
 
 
+@dataclass(eq=False, kw_only=True)
 class Bridge:
     """Requests on one side, a policy on the other; safe to use from several threads.
 
@@ -62,34 +64,27 @@ class Bridge:
         ...     bridge.reply(call, [5, 1], [-0.7, -0.1], versions=[(0, 2)])
     """
 
-    def __init__(
-        self,
-        *,
-        tokenizer: Any,
-        eos_token_ids: Sequence[int],
-        max_model_len: int,
-        vocab_size: int,
-        model_names: tuple[str, ...],
-        records: Records | None = None,
-        temperature_only: bool = True,
-        max_waiting: int = 16_384,
-        request_timeout: float = 1200.0,
-    ) -> None:
-        if max_waiting < 1:
-            raise ValueError(f"max_waiting={max_waiting} must be at least 1")
-        if not request_timeout > 0:
-            raise ValueError(f"request_timeout={request_timeout} must be positive seconds")
-        self.tokenizer, self.eos_token_ids = tokenizer, tuple(eos_token_ids)
-        self.max_model_len, self.vocab_size = max_model_len, vocab_size
-        self.model_names = model_names
-        self.records = Records() if records is None else records
-        self.temperature_only, self.max_waiting = temperature_only, max_waiting
-        self.request_timeout = request_timeout
-        self.counts: Counter[str] = Counter()
-        self.closed: str | None = None
-        self._waiting: deque[Call] = deque()
-        self._open: set[Call] = set()  # somebody waits for these, whoever has taken them
-        self._arrived = threading.Condition()
+    tokenizer: Any
+    eos_token_ids: Sequence[int]
+    max_model_len: int
+    vocab_size: int
+    model_names: tuple[str, ...]
+    records: Records = field(default_factory=Records)
+    temperature_only: bool = True
+    max_waiting: int = 16_384
+    request_timeout: float = 1200.0
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+    closed: str | None = field(default=None, init=False)
+    _waiting: deque[Call] = field(default_factory=deque, init=False)
+    # Calls that a client waits for, whether they were taken or not.
+    _open: set[Call] = field(default_factory=set, init=False)
+    _arrived: threading.Condition = field(default_factory=threading.Condition, init=False)
+
+    def __post_init__(self) -> None:
+        if self.max_waiting < 1:
+            raise ValueError(f"max_waiting={self.max_waiting} must be at least 1")
+        if not self.request_timeout > 0:
+            raise ValueError(f"request_timeout={self.request_timeout} must be positive seconds")
 
     # -- the driver's side ------------------------------------------------------------------------
 

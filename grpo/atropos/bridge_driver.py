@@ -19,7 +19,7 @@ class BridgeDriver:
     """Let a sampler answer calls as they come.
 
     No thread is started: whoever calls :meth:`advance` drives the engine, usually the collector
-    while it waits for rewards. So weights never change during a step, and after :meth:`drain`
+    while it waits for groups. So weights never change during a step, and after :meth:`drain`
     nothing runs that an update could disturb. Requests that arrive meanwhile wait in the bridge.
 
     Args:
@@ -28,12 +28,9 @@ class BridgeDriver:
             and length are heeded, up to the ``max_tokens`` of the policy.
         sampler: of :mod:`grpo.policies.driver`; its policy says which version the weights have.
         max_running: calls in the engine at a time; None: all that wait.
-        linger: seconds that an idle engine waits for further calls after the first. It is for
-            samplers that answer several at once, but take no more while they do.
-        make: how to build vLLM's types; imports vLLM where it is needed and left out.
-
-    Raises:
-        RuntimeError: from :meth:`drain`, if the engine does not finish in time.
+        linger: seconds that an idle engine waits for further calls after the first; for samplers
+            that answer several at once, but take no more while they do.
+        make: how to build vLLM's types; default: vLLM is imported if the bridge needs it.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class BridgeDriver:
         self._step()
 
     def drain(self, timeout: float = 600.0) -> None:
-        """Finish what runs without taking more."""
+        """Finish what runs and take no more; RuntimeError if that needs more than ``timeout`` s."""
         deadline = time.monotonic() + timeout
         while self._running:
             if time.monotonic() > deadline:
@@ -96,14 +93,15 @@ class BridgeDriver:
         for call in calls:
             alike.setdefault(self._sampling(call), []).append(call)
         for sampling, group in alike.items():
-            # A call of the policy with a row for each: no two draw the same random numbers.
+            # Counted as one call of the policy with a row for each, so that no two calls of the
+            # bridge draw the same random numbers.
             for number, call in enumerate(group):
                 self._add(call, Job([call.prompt], sampling, policy.calls, number, len(group)))
             policy.calls += 1
 
     def _sampling(self, call: Call) -> Sampling:
         sampling = self.policy.sampling
-        if self._make is not None:  # what is asked is in the parameters
+        if self._make is not None:  # what the request asks is in the parameters
             return sampling
         return replace(sampling, temperature=call.ask.fields.temperature,
                        max_tokens=min(call.max_tokens, sampling.max_tokens))

@@ -27,14 +27,13 @@ class AtroposBridgeEnv(EnvBase):
     """The inference requests that unmodified Atropos environments make, a batch at a time.
 
     An observation is a batch of prompts that environments want continued, an action their
-    continuations. :meth:`step` sends the replies; every row is an episode of one step. Its reward
-    is not known then: an environment scores a group when all its rows and turns are there, or
-    never. So no step waits for one. Rows come with ``reward_error`` set (no reward), and what was
-    said is kept in ``bridge.records``, where a scored group finds it
-    (:class:`~grpo.atropos.collector.AtroposCollector`).
+    continuations, and every row an episode of one step. No step waits for a reward, because an
+    environment scores a group when all its rows and turns are there, or never: rows come with
+    ``reward_error`` set. What was sampled is kept in ``bridge.records``, where a scored group finds
+    it (:class:`~grpo.atropos.collector.AtroposCollector`).
 
     A batch that environments do not fill has rows with ``"active"`` False, whose prompt is one
-    padding token; their action is ignored. Besides the prompt a row has what its request asks for:
+    padding token; their action is ignored. A row also has what its request asks for,
     ``("request", "temperature")`` float32 ``[B, 1]`` and ``("request", "max_tokens")`` int64
     ``[B, 1]``; :class:`RequestedSampling` makes a policy heed it.
 
@@ -44,7 +43,7 @@ class AtroposBridgeEnv(EnvBase):
         max_prompt_tokens: ``P``; requests with longer prompts are refused.
         max_response_tokens: ``R``; replies are at most so long.
         pad_token_id: fill value of the token tensors.
-        linger: seconds that a batch which is not full waits for more after its first request.
+        linger: seconds to wait for further requests after the first one of a batch.
         timeout: seconds that :meth:`reset` waits for the first request.
 
     Raises:
@@ -222,31 +221,18 @@ class RequestedSampling(TensorDictModuleBase):
         self.out_keys = policy.out_keys
         self._variants: dict[tuple[float, int], Policy] = {}
 
-    @property
-    def calls(self) -> int:
-        """Calls of the policy so far, which fix its random numbers."""
-        return self.policy.calls
-
-    @calls.setter
-    def calls(self, value: int) -> None:
-        self.policy.calls = value
-
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         B, P = tensordict[data.PROMPT_TOKENS].shape
         R = self.policy.sampling.max_tokens
         out = self._empty(B, P, R)
-        wanted = zip(tensordict[TEMPERATURE].flatten().tolist(),
-                     tensordict[MAX_TOKENS].flatten().tolist(), strict=True)
         groups: dict[tuple[float, int], list[int]] = {}
-        for i, (options, active) in enumerate(
-                zip(wanted, tensordict[ACTIVE].flatten().tolist(), strict=True)):
-            if active:
-                groups.setdefault((options[0], min(options[1], R)), []).append(i)
+        for i in tensordict[ACTIVE].flatten().nonzero().flatten().tolist():
+            options = tensordict[TEMPERATURE][i].item(), int(tensordict[MAX_TOKENS][i])
+            groups.setdefault((options[0], min(options[1], R)), []).append(i)
         for options, rows in groups.items():
             index = torch.tensor(rows)
-            part = self._variant(*options)(
-                tensordict[index].select(*self.policy.in_keys))
+            part = self._variant(*options)(tensordict[index].select(*self.policy.in_keys))
             for key in self.out_keys:
                 if out[key].ndim == 1:
                     out[key][index] = part[key]
@@ -255,7 +241,7 @@ class RequestedSampling(TensorDictModuleBase):
         return tensordict.update(out)
 
     def _variant(self, temperature: float, max_tokens: int) -> Policy:
-        # float32 in the batch; the request's number had fewer digits.
+        # The batch has it as float32, with digits that the request's number did not have.
         key = (float(f"{temperature:.6g}"), max_tokens)
         if key not in self._variants:
             self._variants[key] = self.policy.with_sampling(temperature=key[0],

@@ -24,7 +24,7 @@ class BridgeServer:
         bridge: what answers.
         host: address to listen on.
         port: 0 chooses a free one.
-        token: wanted from clients; must be given to listen on other than loopback addresses.
+        token: wanted from clients; needed unless ``host`` is a loopback address.
         max_body_bytes: greater requests are refused.
 
     Attributes:

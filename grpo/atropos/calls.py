@@ -1,4 +1,4 @@
-"""One continuation that an environment waits for, and what it asks for."""
+"""A continuation that an environment waits for, and how it is to be sampled."""
 
 from __future__ import annotations
 
@@ -28,22 +28,14 @@ class Ask:
 
 @dataclass(eq=False)
 class Call:
-    """One continuation that an environment waits for.
+    """One continuation that an environment waits for."""
 
-    Attributes:
-        prompt: token ids.
-        ask: the request's options.
-        index: which of the request's ``n`` samples.
-        max_tokens: greatest length of the continuation.
-        cancelled: the client went away; nobody reads a reply any more.
-    """
-
-    prompt: list[int]
+    prompt: list[int]  # token ids
     ask: Ask
-    index: int
+    index: int  # which of the request's `n` samples
     max_tokens: int
     future: asyncio.Future = field(repr=False)
-    cancelled: bool = False
+    cancelled: bool = False  # the client went away, so nobody reads a reply
 
     @property
     def seed(self) -> int | None:

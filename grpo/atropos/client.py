@@ -1,7 +1,7 @@
 """A client of the Atropos API, for trainers and environments.
 
-It talks to the hub and to an unmodified ``run-api``. From the hub, batches come on a lease: what is
-not acknowledged is handed out again.
+The API is a hub or an unmodified ``run-api``. A hub gives batches on a lease: what is not
+acknowledged is handed out again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AtroposTimeoutError(AtroposError, TimeoutError):
 
 
 class AtroposUnreachableError(AtroposError, ConnectionError):
-    """There is no API at the address, or it went away during the call."""
+    """Nothing answers at the address, or the connection broke during the call."""
 
 
 class NotRegisteredError(AtroposError):
@@ -42,9 +42,9 @@ class Batch:
 
     Attributes:
         groups: those that can be trained on.
-        lease: to acknowledge the batch by; None from run-api, which hands out once.
+        lease: names the batch in its acknowledgement; None from run-api, which hands out once.
         rejected: number of groups that cannot be trained on, by reason.
-        messages: what was wrong with the first of each reason.
+        messages: what was wrong with the first group of each reason.
         repeated: number of groups that this client had been given before.
         places: position of each of ``groups`` in what the API answered.
     """
@@ -84,7 +84,7 @@ class AtroposClient(JsonClient):
 
     def __init__(self, url: str, *, token: str | None = None, timeout: float = 60.0) -> None:
         super().__init__(url, token=token, timeout=timeout)
-        # A batch of a lease that was lost may come again.
+        # Names of groups; those of a lease that ran out may come again.
         self._acknowledged: OrderedDict[str, None] = OrderedDict()
 
     def alive(self) -> bool:
@@ -111,8 +111,8 @@ class AtroposClient(JsonClient):
     def batch(self, *, lease_seconds: float = 600.0) -> Batch | None:
         """The next batch, or None if there is none yet.
 
-        Groups that are not fit for training are left out and counted. So are those of batches that
-        this client acknowledged and was given again.
+        Groups that cannot be trained on are left out and counted, and so are those that this client
+        has acknowledged before.
 
         Args:
             lease_seconds: to :meth:`acknowledge` the batch in, where the API is a hub.
@@ -143,15 +143,15 @@ class AtroposClient(JsonClient):
         return replace(batch, repeated=repeated)
 
     def acknowledge(self, batch: Batch, *, unused: Sequence[ScoredGroup] = ()) -> bool:
-        """Say that a batch was used. Does nothing for one without a lease.
+        """Say that a batch was used; does nothing for one without a lease.
 
         Args:
             batch: as it was handed out.
             unused: those of its groups that were not used; the hub hands them out again.
 
         Returns:
-            False if the lease is over and the hub has given the batch to somebody else, or has
-            lost its memory; the batch may then be trained on twice.
+            Whether the hub knows the lease. If not, it has given the batch to somebody else or has
+            lost its state, and the batch may be trained on twice.
         """
         if batch.lease is None:
             return True
@@ -162,18 +162,18 @@ class AtroposClient(JsonClient):
         return self._tell(batch.lease, "/ack", **({"unused": places} if places else {}))
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Take groups of these names (``group_uid``) for repeats when they come on a lease."""
+        """Leave out groups of these names (``group_uid``) when they come on a lease."""
         for name in names:
             self._acknowledged[name] = None
         while len(self._acknowledged) > _RECENT_GROUPS:
             self._acknowledged.popitem(last=False)
 
     def renew(self, batch: Batch, *, lease_seconds: float = 600.0) -> bool:
-        """Let a batch's lease begin anew. False as in :meth:`acknowledge`."""
+        """Let a batch's lease begin anew; returns what :meth:`acknowledge` does."""
         return batch.lease is None or self._tell(batch.lease, "/renew", lease_seconds=lease_seconds)
 
     def release(self, batch: Batch) -> bool:
-        """Give a batch back unused; the hub hands it out again. False as in :meth:`acknowledge`."""
+        """Give a batch back unused; returns what :meth:`acknowledge` does."""
         return batch.lease is None or self._tell(batch.lease, "/release")
 
     def info(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class AtroposClient(JsonClient):
         """Send finished groups.
 
         Raises:
-            AtroposError: with status 422 if the API refuses them, 413 if they are too great.
+            AtroposError: with status 422 if the API refuses them, 413 if they are too large.
         """
         wire = [group.to_wire() if isinstance(group, ScoredGroup) else group for group in groups]
         if len(wire) == 1:
@@ -220,7 +220,7 @@ class AtroposClient(JsonClient):
         return self.call("POST", "/scored_data_list", wire)
 
     def _tell(self, lease: str, path: str, **more: Any) -> bool:
-        """Say something of a lease; whether the hub knows it."""
+        """Make a call about a lease; whether the hub knows it."""
         try:
             self.call("POST", path, {"lease": lease, **more})
         except AtroposError as error:

@@ -1,77 +1,71 @@
-"""Batches of finished Atropos groups for the trainer, by pull or through a bridge."""
+"""Batches of finished Atropos groups for the trainer, in the pull form or in the bridge form."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 
 from grpo.atropos.assemble import GroupAssembler
 from grpo.atropos.recompute import RecomputeLogProbs
+from grpo.policies.base import Policy
+
+if TYPE_CHECKING:  # it needs a web framework, which the pull form does without
+    from grpo.atropos.bridge_driver import BridgeDriver
 
 # Seconds between looks for finished groups while no environment asks for anything.
 _PULSE = 0.05
 
 
-class Driver(Protocol):
-    """Lets a policy answer the calls of a bridge."""
-
-    policy: Any
-
-    def advance(self, timeout: float) -> None:
-        """Do a little work; wait at most ``timeout`` seconds if there is none."""
-
-    def drain(self, timeout: float) -> None:
-        """Finish what has begun, so that the weights may change."""
-
-
+@dataclass(eq=False)
 class AtroposCollector:
     """Batches of whole groups, as they finish.
 
-    In pull form an engine elsewhere serves the environments, and this only waits for groups. In
-    bridge form the trainer's own policy serves them while this waits: ``driver`` answers their
-    requests until enough groups have come back with their scores. No request waits for a score. At
-    the end of :meth:`collect` nothing is being sampled; what environments ask for during the update
+    In the pull form an engine elsewhere serves the environments, and the collector only waits for
+    groups. In the bridge form the policy of this process serves them: while the collector waits,
+    ``driver`` answers the requests that come to the bridge, none of which waits for a score. At the
+    end of :meth:`collect` nothing is being sampled. What environments ask for during the update
     waits until the next call, and is sampled by the new weights.
 
-    Batches have at most as many rows as the assembler allows, fewer where the next group did not
-    fit. They take a :class:`~grpo.atropos.advantages.GivenAdvantage`.
+    Batches have at most as many rows as the assembler allows, and fewer where the next group did
+    not fit. Their advantages come from :class:`~grpo.atropos.advantages.GivenAdvantage`.
 
     Args:
         assembler: source of groups, batch size, conversion.
         driver: answers the bridge's calls; None: pull form.
         recompute: fills in unknown log-probs; None: a batch that has some is an error.
-        policy: of the engine that serves the environments in pull form; None: nobody here.
+        policy: that answers the environments; default: the driver's.
         timeout: seconds without a new group after which :meth:`collect` gives up.
 
     Attributes:
         seconds: what the last batch took: ``"generate"`` (driving the policy) and ``"reward"``
             (waiting for groups).
-        metrics: everything left out or filled in, counted since the start.
+        metrics: counts, since the start, of what was left out or filled in.
 
     Raises:
         TimeoutError: from :meth:`collect`.
         ValueError: from :meth:`collect`, for unknown log-probs without ``recompute``.
     """
 
-    def __init__(
-        self,
-        assembler: GroupAssembler,
-        *,
-        driver: Driver | None = None,
-        recompute: RecomputeLogProbs | None = None,
-        policy: Any = None,
-        timeout: float = 600.0,
-    ) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout} must be positive seconds")
-        self.assembler, self.driver, self.recompute = assembler, driver, recompute
-        self._policy, self.timeout = policy, timeout
-        self.seconds = {"generate": 0.0, "reward": 0.0}
-        self.metrics: dict[str, float] = {}
-        self.failures: dict[str, str] = {}  # environments keep theirs to themselves
+    assembler: GroupAssembler
+    _: KW_ONLY
+    driver: BridgeDriver | None = None
+    recompute: RecomputeLogProbs | None = None
+    policy: Policy | None = None
+    timeout: float = 600.0
+    seconds: dict[str, float] = field(default_factory=dict, init=False)
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
+    # Environments keep the failures of their rewards to themselves.
+    failures: dict[str, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout} must be positive seconds")
+        if self.policy is None and self.driver is not None:
+            self.policy = self.driver.policy
 
     def state_dict(self) -> dict[str, Any]:
         """Where the source of groups is, for a checkpoint."""
@@ -79,13 +73,6 @@ class AtroposCollector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.assembler.load_state_dict(state)
-
-    @property
-    def policy(self) -> Any:
-        """Who answers the environments; in pull form what the trainer knows of it."""
-        if self._policy is not None:
-            return self._policy
-        return _Elsewhere() if self.driver is None else self.driver.policy
 
     def collect(self) -> TensorDictBase:
         """One batch of finished groups, flat and dense."""
@@ -103,9 +90,9 @@ class AtroposCollector:
         return batch
 
     def _fill(self) -> None:
-        """Until a batch is full, with a deadline that every new group moves."""
+        """Wait until a batch is full; every new group moves the deadline."""
         rows, deadline = self.assembler.waiting_rows, time.monotonic() + self.timeout
-        # In bridge form environments make progress only while their calls are answered.
+        # In the bridge form environments make progress only while their calls are answered.
         wait = min(1.0, self.timeout) if self.driver is None else 0.0
         while not self._timed("reward", self.assembler.poll, wait):
             if self.driver is not None:
@@ -132,13 +119,6 @@ class AtroposCollector:
             return function(*args)
         finally:
             self.seconds[phase] += time.perf_counter() - start
-
-
-class _Elsewhere:
-    """The policy of the pull form: no random numbers of this process depend on it."""
-
-    def __init__(self) -> None:
-        self.calls = 0
 
 
 def _refuse_unknown(batch: TensorDictBase) -> None:

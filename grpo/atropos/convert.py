@@ -27,12 +27,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import NestedKey, TensorDict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo import data
 from grpo.atropos.schemas import IGNORED, ScoredGroup
@@ -64,30 +65,7 @@ class Sampled:
     truncated: list[bool]
 
 
-@dataclass
-class _Row:
-    tokens: list[int]
-    trained: Tensor  # bool [tokens]
-    log_probs: Tensor  # float32 [tokens], 0 outside `trained`
-    versions: Tensor  # int64 [tokens]
-    version: int  # the oldest of the trained ones
-    reward: float
-    group: int
-    truncated: bool
-    temperature: float
-    in_loss: bool
-    advantage: float
-    token_advantages: list[float]
-    zero: bool
-    ref_log_probs: list[float] | None
-    distill: tuple[list[list[int]], list[list[float]]]
-
-    @property
-    def start(self) -> int:
-        """First trained token, where the response begins."""
-        return int(self.trained.int().argmax()) if self.trained.any() else len(self.tokens)
-
-
+@dataclass(eq=False)
 class GroupConverter:
     """Turn groups into batches, and count what had to be left out.
 
@@ -96,16 +74,15 @@ class GroupConverter:
         seq_len: longer rows are cut to so many tokens; None: none is.
         temperature: that the trainer scores at. Rows known to be sampled from another distribution
             are left out of the loss, because their ratios would compare two. None: any is taken.
-        max_staleness: tokens that a policy more than so many versions ago sampled are not
-            trained; None: all are.
+        max_staleness: tokens sampled by a policy more than so many versions ago are not trained;
+            None: all are.
         distill_topk: width ``K`` of the teacher's entries; None: as many as the groups bring.
         vocab_size: token ids of the model are below it; None: any is taken.
 
     Attributes:
         counts: since the start: ``groups``, ``rows``, ``rows_cut`` to ``seq_len``,
             ``rows_untrained`` (no trained token), ``rows_other_sampling``,
-            ``rows_without_log_probs`` (of one trained
-            token or more), ``tokens_stale``.
+            ``rows_without_log_probs`` (for at least one trained token), ``tokens_stale``.
         next_group: number of the next group; batches never share one.
 
     Raises:
@@ -119,29 +96,25 @@ class GroupConverter:
         ([[5, 6, 7], [5, 8, 0]], [[0.0, -0.5, -0.25], [0.0, -2.0, 0.0]])
     """
 
-    def __init__(
-        self,
-        *,
-        pad_token_id: int,
-        seq_len: int | None = None,
-        temperature: float | None = None,
-        max_staleness: int | None = None,
-        distill_topk: int | None = None,
-        vocab_size: int | None = None,
-    ) -> None:
-        for name, value, least in (("seq_len", seq_len, 2), ("max_staleness", max_staleness, 0),
-                                   ("distill_topk", distill_topk, 0),
-                                   ("vocab_size", vocab_size, 1)):
+    _: KW_ONLY
+    pad_token_id: int
+    seq_len: int | None = None
+    temperature: float | None = None
+    max_staleness: int | None = None
+    distill_topk: int | None = None
+    vocab_size: int | None = None
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+    next_group: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        for name, least in (("seq_len", 2), ("max_staleness", 0), ("distill_topk", 0),
+                            ("vocab_size", 1)):
+            value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}, or None")
-        if temperature is not None and not 0 < temperature < math.inf:
-            raise ValueError(f"temperature={temperature} must be positive and finite, or None to "
-                             "take rows of any")
-        self.pad_token_id, self.seq_len, self.temperature = pad_token_id, seq_len, temperature
-        self.max_staleness, self.distill_topk = max_staleness, distill_topk
-        self.vocab_size = vocab_size
-        self.counts: Counter[str] = Counter()
-        self.next_group = 0
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be positive and finite, or None "
+                             "to take rows of any")
 
     def __call__(
         self,
@@ -156,7 +129,7 @@ class GroupConverter:
             groups: at least one.
             sampled: what the policy recorded of each; it takes precedence over what the
                 environment sent.
-            version: the policy's present version; tokens that nobody dated count as sampled by it.
+            version: the policy's present version; tokens of unknown version count as its own.
 
         Raises:
             ValueError: without groups.
@@ -164,18 +137,25 @@ class GroupConverter:
         """
         if not groups:
             raise ValueError("no groups to convert; wait until one has finished")
-        rows: list[_Row] = []
+        rows, teachers = [], []
         for group, known in zip(groups, sampled or [None] * len(groups), strict=True):
-            rows += self._rows(group, known, version)
+            self.check(group)
+            rows += [self._row(group, known, i, version) for i in range(len(group))]
+            none = [[]] * len(group)
+            teachers += zip(group.distill_token_ids or none, group.distill_logprobs or none,
+                            strict=True)
+            self.next_group += 1
         self.counts["groups"] += len(groups)
         self.counts["rows"] += len(rows)
-        return self._stack(rows)
+        batch = self._stack(rows)
+        self._add_distillation(batch, teachers)
+        return batch
 
     def check(self, group: ScoredGroup) -> None:
-        """See whether the model can be trained on a group.
+        """Refuse a group that the model cannot be trained on.
 
         Raises:
-            GroupError: for images, and for tokens that the model has not.
+            GroupError: for images, and for tokens outside the model's vocabulary.
         """
         if group.images:
             raise GroupError("images", f"a group of environment {group.env_id} has images, but "
@@ -194,20 +174,18 @@ class GroupConverter:
                     f"{highest}; ids of this model are 0 to {self.vocab_size - 1}: does the "
                     "environment use another tokenizer?")
 
-    def _rows(self, group: ScoredGroup, known: Sampled | None, version: int) -> list[_Row]:
-        self.check(group)
-        number, self.next_group = self.next_group, self.next_group + 1
-        return [self._row(group, known, i, version, number) for i in range(len(group.tokens))]
-
     def _row(
-        self, group: ScoredGroup, known: Sampled | None, i: int, version: int, number: int
-    ) -> _Row:
-        tokens = group.tokens[i][: self.seq_len]
-        trained = torch.tensor(group.masks[i][: self.seq_len]) != IGNORED
+        self, group: ScoredGroup, known: Sampled | None, i: int, version: int
+    ) -> dict[NestedKey, Tensor]:
+        """The entries of one row: ``[tokens]`` where the batch has ``[B, T]``, else ``[1]``, or a
+        scalar where the batch has ``[B]``."""
+        tokens = torch.tensor(group.tokens[i][: self.seq_len])
+        size = len(tokens)
+        trained = torch.tensor(group.masks[i][:size]) != IGNORED
         trained[:1] = False  # there is nothing that the first token could be predicted from
-        cut = len(tokens) < len(group.tokens[i])
+        cut = size < len(group.tokens[i])
         versions = known.versions[i] if known else [data.NO_VERSION]
-        dated = torch.tensor(versions)[: len(tokens)].expand(len(tokens))
+        dated = torch.tensor(versions)[:size].expand(size)
         dated = torch.where(dated == data.NO_VERSION, version, dated)
         if self.max_staleness is not None:
             fresh = dated >= version - self.max_staleness
@@ -222,19 +200,26 @@ class GroupConverter:
         self.counts["rows_untrained"] += not trained.any()
         self.counts["rows_other_sampling"] += not in_loss
         self.counts["rows_without_log_probs"] += bool(log_probs.isnan().any())
-        advantage, token_advantages = _given_advantage(group, i)
-        return _Row(
-            tokens=tokens, trained=trained, log_probs=log_probs,
-            versions=dated.where(trained, data.NO_VERSION),
-            version=int(dated[trained].min()) if trained.any() else version,
-            reward=group.scores[i], group=number,
-            truncated=cut or bool(known and known.truncated[i]),
-            temperature=math.nan if temperature is None else temperature, in_loss=in_loss,
-            advantage=advantage, token_advantages=token_advantages,
-            zero=bool(_override(group, i).get("set_advantage_to_zero", False)),
-            ref_log_probs=group.ref_logprobs[i] if group.ref_logprobs else None,
-            distill=(group.distill_token_ids[i], group.distill_logprobs[i])
-            if group.distill_token_ids else ([], []))
+        given = math.nan if group.advantages is None else group.advantages[i]
+        of_tokens = isinstance(given, (list, tuple))
+        row = {
+            data.TOKENS: tokens, data.ATTENTION_MASK: torch.ones(size, dtype=torch.bool),
+            data.ASSISTANT_MASK: trained, data.LOG_PROBS: log_probs,
+            data.POLICY_VERSIONS: dated.where(trained, data.NO_VERSION),
+            data.POLICY_VERSION: dated[trained].min() if trained.any() else torch.tensor(version),
+            data.GROUP_ID: torch.tensor(self.next_group), data.REWARD: _float(group.scores[i]),
+            data.TRUNCATED: torch.tensor([cut or bool(known and known.truncated[i])]),
+            data.ROW_MASK: torch.tensor([in_loss]),
+            TEMPERATURE: _float(math.nan if temperature is None else temperature),
+            GIVEN_ADVANTAGE: _float(math.nan if of_tokens else given),
+            GIVEN_TOKEN_ADVANTAGE: torch.tensor(given[:size], dtype=torch.float32) if of_tokens
+            else torch.full((size,), math.nan),
+            ZERO_ADVANTAGE: torch.tensor(
+                [bool(_override(group, i).get("set_advantage_to_zero", False))])}
+        if group.ref_logprobs:
+            reference = torch.tensor(group.ref_logprobs[i][:size], dtype=torch.float32)
+            row[data.REF_LOG_PROBS] = reference * trained
+        return row
 
     def _log_probs(
         self, group: ScoredGroup, known: Sampled | None, i: int, trained: Tensor
@@ -251,69 +236,49 @@ class GroupConverter:
             values = torch.where(recorded.isnan(), values, recorded)
         return torch.where(trained, values, 0.0)
 
-    def _stack(self, rows: list[_Row]) -> TensorDict:
-        B = len(rows)
-        starts = [row.start for row in rows]
-        sizes = torch.tensor([len(row.tokens) for row in rows])
-        P = max(1, *starts)
-        R = max(1, *(len(row.tokens) - s for row, s in zip(rows, starts, strict=True)))
-        T = int(sizes.max())
-        out = TensorDict({}, batch_size=[B])
-
-        def token_values(values: list[Tensor], fill: float, dtype: torch.dtype) -> Tensor:
-            full = torch.full((B, T), fill, dtype=dtype)
-            for i, row in enumerate(values):
-                full[i, : len(row)] = row
-            return full
-
-        def row_values(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([getattr(row, name) for row in rows], dtype=dtype)
-
+    def _stack(self, rows: list[dict[NestedKey, Tensor]]) -> TensorDict:
+        fills = {data.TOKENS: self.pad_token_id, data.POLICY_VERSIONS: data.NO_VERSION,
+                 GIVEN_TOKEN_ADVANTAGE: math.nan}
+        out = TensorDict(batch_size=[len(rows)])
+        for key in rows[0]:
+            # A reference that some rows lack is left out, so that a loss in need of it says so.
+            if all(key in row for row in rows):
+                values = [row[key] for row in rows]
+                out[key] = (pad_sequence(values, batch_first=True, padding_value=fills.get(key, 0))
+                            if values[0].ndim else torch.stack(values))
+        tokens = [row[data.TOKENS].tolist() for row in rows]
+        trained_BT = out[data.ASSISTANT_MASK]
+        # The response begins at the first trained token; a row without one is all prompt.
+        starts_B = torch.where(trained_BT.any(-1), trained_BT.int().argmax(-1), data.lengths(out))
+        starts = starts_B.tolist()
+        R = max(1, *(len(row) - start for row, start in zip(tokens, starts, strict=True)))
         out[data.PROMPT_TOKENS] = data.pad_rows(
-            [row.tokens[:s] for row, s in zip(rows, starts, strict=True)], P, self.pad_token_id)
-        out[data.PROMPT_MASK] = torch.arange(P) < torch.tensor(starts)[:, None]
+            [row[:start] for row, start in zip(tokens, starts, strict=True)], max(starts),
+            self.pad_token_id)
+        out[data.PROMPT_MASK] = torch.arange(max(starts)) < starts_B[:, None]
         out[data.RESPONSE_TOKENS] = data.pad_rows(
-            [row.tokens[s:] for row, s in zip(rows, starts, strict=True)], R, self.pad_token_id)
-        out[data.TOKENS] = data.pad_rows([row.tokens for row in rows], T, self.pad_token_id)
-        out[data.ATTENTION_MASK] = torch.arange(T) < sizes[:, None]
-        out[data.ASSISTANT_MASK] = token_values([row.trained for row in rows], 0, torch.bool)
-        out[data.LOG_PROBS] = token_values([row.log_probs for row in rows], 0.0, torch.float32)
-        out[data.REWARD] = row_values("reward", torch.float32)[:, None]
-        out[data.REWARD_ERROR] = torch.zeros(B, 1, dtype=torch.bool)
-        # Atropos knows no success; with scores around 0 or from 0 to 1 the sign tells.
+            [row[start:] for row, start in zip(tokens, starts, strict=True)], R, self.pad_token_id)
+        out[data.REWARD_ERROR] = torch.zeros(len(rows), 1, dtype=torch.bool)
+        # Atropos does not say what succeeded. Scores are around 0 or from 0 to 1: the sign tells.
         out[data.SUCCESS] = out[data.REWARD] > 0
-        out[data.TRUNCATED] = row_values("truncated", torch.bool)[:, None]
         out[data.FINISH_REASON] = out[data.TRUNCATED][:, 0].long() * data.FINISH_LENGTH
-        out[data.GROUP_ID] = row_values("group", torch.int64)
-        out[data.POLICY_VERSIONS] = token_values([row.versions for row in rows], data.NO_VERSION,
-                                                 torch.int64)
-        out[data.POLICY_VERSION] = row_values("version", torch.int64)
-        out[data.ROW_MASK] = row_values("in_loss", torch.bool)[:, None]
-        out[TEMPERATURE] = row_values("temperature", torch.float32)[:, None]
-        out[GIVEN_ADVANTAGE] = row_values("advantage", torch.float32)[:, None]
-        out[GIVEN_TOKEN_ADVANTAGE] = token_values(
-            [torch.tensor(row.token_advantages[:T]) for row in rows], math.nan, torch.float32)
-        out[ZERO_ADVANTAGE] = row_values("zero", torch.bool)[:, None]
-        # Compared with a reference all rows must be, or the loss must say that it cannot.
-        if all(row.ref_log_probs is not None for row in rows):
-            out[data.REF_LOG_PROBS] = token_values(
-                [torch.tensor(row.ref_log_probs[: len(row.tokens)]) for row in rows], 0.0,
-                torch.float32) * out[data.ASSISTANT_MASK]
-        self._add_distillation(out, rows)
         return out
 
-    def _add_distillation(self, out: TensorDict, rows: list[_Row]) -> None:
+    def _add_distillation(
+        self, out: TensorDict, teachers: list[tuple[list[list[int]], list[list[float]]]]
+    ) -> None:
         """The teacher's most likely tokens; -inf where it named fewer, or none."""
         K = self.distill_topk
         if K is None:
-            K = max((len(ids) for row in rows for ids in row.distill[0]), default=0)
+            K = max((len(ids) for row, _ in teachers for ids in row), default=0)
         if not K:
             return
         shape = (*out[data.TOKENS].shape, K)
         ids_BTK, log_probs_BTK = torch.zeros(shape, dtype=torch.int64), torch.full(shape, -math.inf)
-        for i, row in enumerate(rows):
-            for t, (ids, values) in enumerate(zip(*row.distill, strict=True)):
-                if t < len(row.tokens) and row.trained[t] and ids:
+        trained = out[data.ASSISTANT_MASK].tolist()
+        for i, teacher in enumerate(teachers):
+            for t, (ids, values, used) in enumerate(zip(*teacher, trained[i], strict=False)):
+                if used and ids:
                     best = torch.tensor(values).argsort(descending=True)[:K]
                     ids_BTK[i, t, : len(best)] = torch.tensor(ids)[best]
                     log_probs_BTK[i, t, : len(best)] = torch.tensor(values)[best]
@@ -352,9 +317,5 @@ def _temperature(group: ScoredGroup, known: Sampled | None, i: int) -> float | N
     return None if "temperature" not in said else float(said["temperature"])
 
 
-def _given_advantage(group: ScoredGroup, i: int) -> tuple[float, list[float]]:
-    """The row's own advantage, NaN without one, and those of its tokens, empty without."""
-    if group.advantages is None:
-        return math.nan, []
-    value = group.advantages[i]
-    return (math.nan, value) if isinstance(value, (list, tuple)) else (float(value), [])
+def _float(value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float32)

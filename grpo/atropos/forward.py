@@ -1,8 +1,8 @@
 """Ports of this machine that lead to an engine: ``python -m grpo.atropos.forward --help``.
 
 atroposlib asks ``localhost:9004`` to ``9007``, whatever ``--openai.base_url`` says, where an
-environment's ``config_init`` returns one server configuration and not a list of them. What listens
-there passes every connection on as it is, so that answers stream as they do at the engine.
+environment's ``config_init`` returns one server configuration and not a list of them. Connections
+to these ports are passed on as they are, so that answers stream as they do at the engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo.system.http_call import split_url
 from grpo.system.lifeline import bind
 from grpo.system.ports import check_ports
 
-#: Where atroposlib asks of its own accord.
+#: Ports that are written into atroposlib.
 ATROPOSLIB_PORTS = (9004, 9005, 9006, 9007)
 _HOST = "127.0.0.1"
 _PIECE = 1 << 16  # bytes that are read at a time
@@ -35,8 +35,8 @@ class PortForwarder:
 
     Args:
         ports: where to listen; 0 takes a free one.
-        url: of the server that answers, ``http://host:port``. It need not be there yet: until it
-            is, requests are answered with 503.
+        url: of the server that answers, ``http://host:port``; while nothing listens there, requests
+            are answered with 503.
         max_connections: at a time, over all ports; more are answered with 503.
 
     Attributes:
@@ -85,7 +85,7 @@ class PortForwarder:
         self.stop()
 
     def stop(self) -> None:
-        """Listen no more and close what is open; without effect if that was done before."""
+        """Stop listening and close what is open; may be called again."""
         if self._thread.is_alive():
             with suppress(RuntimeError):  # its loop has just ended
                 self._loop.call_soon_threadsafe(self._ended.set)
@@ -145,7 +145,7 @@ class PortForwarder:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Pass on what comes as it comes, and its end; no more is held than one piece and a buffer."""
+    """Pass on what comes, and its end, holding no more than one piece and a buffer."""
     while piece := await reader.read(_PIECE):
         writer.write(piece)
         await writer.drain()
@@ -162,14 +162,11 @@ async def _refuse(
                  b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
     await writer.drain()
     writer.write_eof()
-    # Who still sends would see its connection break, and no answer.
+    # A client that is still sending when the connection is closed would not see the answer.
     with suppress(TimeoutError):
-        await asyncio.wait_for(_discard(reader), _DISCARD_SECONDS)
-
-
-async def _discard(reader: asyncio.StreamReader) -> None:
-    while await reader.read(_PIECE):
-        pass
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            while await reader.read(_PIECE):
+                pass
 
 
 def main(argv: list[str] | None = None) -> None:

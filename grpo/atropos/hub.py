@@ -1,19 +1,18 @@
 """The hub: which groups wait, which batches are out on lease, who is registered.
 
-It is a server for Atropos environments in the place of atroposlib's ``run-api``, with these
-differences in what it promises:
+It takes the place of atroposlib's ``run-api``, and promises more:
 
-* Groups leave first in, first out for each environment, whole, and with what the group sizes
-  allow: a batch has ``batch_size`` sequences, or the fewest more (see
-  :meth:`~grpo.atropos.hub_queue.GroupQueue.choose`). It never waits for a size that may not come.
-* A batch is handed out until it is acknowledged: by name, or by the same address asking for the
-  next one. So each group is trained on at least once; ``group_uid`` tells repeats.
+* The groups of an environment leave whole and in the order they came. A batch has ``batch_size``
+  sequences or a few more (see :meth:`~grpo.atropos.hub_queue.GroupQueue.choose`), and never waits
+  for a group of a size that may not come.
+* A batch is handed out until it is acknowledged, by its lease or because the same address asks for
+  the next one. So each group is trained on at least once; ``group_uid`` tells repeats.
 * The queue is bounded. An environment sees a long queue in ``/status-env`` and stops by itself;
   if it does not, its requests wait.
-* ``min_batch_allocation`` of an environment that falls silent is waited for only so long.
+* ``min_batch_allocation`` of a silent environment is waited for only so long.
 * With a journal, all of it survives the end of the process.
 
-In here is neither network nor threads. Every change is a record that is written to the journal
+There are neither threads nor network here. Every change is a record that is written to the journal
 and then applied to the :class:`~grpo.atropos.hub_state.HubState`.
 """
 
@@ -25,7 +24,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -54,19 +53,20 @@ class NotRegisteredError(RuntimeError):
 
 
 class UnknownLeaseError(LookupError):
-    """The lease was never given, is acknowledged already, or its batch went to somebody else."""
+    """The lease was never given, is over, or its batch went to somebody else."""
 
 
 class UnknownEnvironmentError(LookupError):
     """There is no environment of this id."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Hub:
     """State machine behind the hub's routes. Not safe for use from several threads.
 
     Args:
         limits: of memory and time.
-        journal: what survives a restart; what it holds is restored.
+        journal: what it holds is restored, and every change is added.
         clock: seconds, never going back.
 
     Examples:
@@ -81,27 +81,22 @@ class Hub:
         >>> hub.acknowledge(lease.id)
     """
 
-    def __init__(
-        self,
-        *,
-        limits: Limits | None = None,
-        journal: Journal | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.limits = limits or Limits()
-        self.clock = clock
-        self.state = HubState()
-        self.rejected: Counter[str] = Counter()
-        self.last_rejected: dict[str, str] = {}
-        self.duplicates = 0
-        self._retries: dict[str, float] = {}  # digest of a request -> until when
-        # Digest -> when it came, by the wall clock, and whether its sender named it. A restart
-        # makes retries of these.
+    limits: Limits = field(default_factory=Limits)
+    journal: Journal | None = None
+    clock: Callable[[], float] = time.monotonic
+    state: HubState = field(default_factory=HubState, init=False)
+    rejected: Counter[str] = field(default_factory=Counter, init=False)
+    last_rejected: dict[str, str] = field(default_factory=dict, init=False)
+    duplicates: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._retries: dict[str, float] = {}  # digest of a request -> until when it is a retry
+        # Digest -> when it came, by the wall clock, and whether its sender named its groups. After
+        # a restart these are taken for retries.
         self._received: dict[str, tuple[float, bool]] = {}
-        self._journal = journal
         self._compact_at = 0
-        if journal is not None:
-            self._restore(journal)
+        if self.journal is not None:
+            self._restore(self.journal)
 
     # Trainers.
 
@@ -146,8 +141,7 @@ class Hub:
         return self.state.leases[id]
 
     def acknowledge(self, lease: str, *, unused: Sequence[int] = ()) -> None:
-        """A batch was used; forget it, but for the groups at the places ``unused``, which are given
-        to the next who asks.
+        """Forget a batch that was used; its groups at the places ``unused`` are handed out again.
 
         Raises:
             UnknownLeaseError: if there is no such lease.
@@ -156,15 +150,11 @@ class Hub:
         self._end_lease("acknowledge", lease, unused)
 
     def release(self, lease: str) -> None:
-        """A batch was not used; give it to the next who asks.
-
-        Raises:
-            UnknownLeaseError: if there is no such lease.
-        """
+        """Give a batch that was not used to the next who asks; raises as :meth:`renew`."""
         self._end_lease("release", lease)
 
     def renew(self, lease: str, *, lease_seconds: float) -> None:
-        """Whoever has a batch still works on it: the lease begins anew, as after a restart.
+        """Let a lease begin anew, as after a restart.
 
         Raises:
             UnknownLeaseError: if there is no such lease.
@@ -178,8 +168,8 @@ class Hub:
     # Environments.
 
     def register_env(self, registration: EnvRegistration) -> Environment | None:
-        """Take in an environment; None until a trainer has asked for a batch. One of the same
-        desired name that is gone lends it its id and name."""
+        """Take in an environment; None until a trainer has asked for a batch. It gets the id and
+        the name of one with the same desired name that is gone."""
         environments = self.state.environments
         if not self.state.started:
             return None
@@ -201,7 +191,7 @@ class Hub:
         self.state.environments[id].left = True
 
     def connected(self, env: Environment) -> bool:
-        """Whether it was heard of lately and has not said that it ends."""
+        """Whether it has sent something lately and has not said that it ends."""
         return not env.left and self.clock() - env.last_seen <= self.limits.env_seconds
 
     # Groups.
@@ -219,12 +209,13 @@ class Hub:
         Args:
             groups: sender, number of sequences and JSON object of each.
             digest: of the request, to know a retry of it after a restart.
-            named: by the sender, so that it can mean the same groups only: a retry in any case.
+            named: the sender has given its groups names, so that another request with this digest
+                is a retry in any case.
         """
         first = self.state.next_number
         queued = [QueuedGroup(first + index, *group) for index, group in enumerate(groups)]
         now = time.time()
-        self._received.pop(digest, None)  # the oldest stays the first
+        self._received.pop(digest, None)  # keeps the oldest first
         self._received[digest] = now, named
         while next(iter(self._received.values()))[0] < now - self.limits.retry_seconds:
             del self._received[next(iter(self._received))]
@@ -234,21 +225,21 @@ class Hub:
             self.expect_retry(digest)
 
     def is_retry(self, digest: str) -> bool:
-        """Whether this request was queued before and its sender may not know."""
+        """Whether this request was queued before and its sender may not have been told."""
         now = self.clock()
         while self._retries and (oldest := next(iter(self._retries.items())))[1] <= now:
             del self._retries[oldest[0]]
         return digest in self._retries
 
     def expect_retry(self, digest: str) -> None:
-        """The answer to this request may not have reached its sender."""
-        self._retries.pop(digest, None)  # the oldest stays the first
+        """Note that the answer to this request may not have reached its sender."""
+        self._retries.pop(digest, None)  # keeps the oldest first
         self._retries[digest] = self.clock() + self.limits.retry_seconds
 
     def reject(self, reason: str, message: str) -> None:
         """Count a group that was refused."""
         self.rejected[reason] += 1
-        # What was wrong may be that it has no UTF-8, and it is shown.
+        # It may quote what has no UTF-8, and it is shown in `/status`.
         self.last_rejected[reason] = message.encode("utf-8", "replace").decode()
 
     def reset(self) -> None:
@@ -265,8 +256,8 @@ class Hub:
     def status_env(self, id: int) -> dict[str, Any]:
         """How an environment should pace itself; keys and sums are run-api's.
 
-        An id that is not known comes from before a restart or a reset: it is taken in with
-        neutral settings, so that the environment can go on.
+        An unknown id was given before a restart or a reset: it is taken in with neutral settings,
+        so that the environment can go on.
 
         Raises:
             UnknownEnvironmentError: for an id that no hub can have given.
@@ -291,7 +282,7 @@ class Hub:
                 "env_weight": max(_MIN_ENV_WEIGHT, _weight(env) / total if total else 0.0)}
 
     def status(self) -> dict[str, Any]:
-        """run-api's two figures, and under ``hub`` what run-api does not say."""
+        """run-api's two figures, and under ``hub`` those that run-api lacks."""
         self._expire_leases()
         state, queue = self.state, self.state.queue
         return {"current_step": state.step, "queue_size": queue.groups, "hub": {
@@ -320,7 +311,7 @@ class Hub:
         asked = sum(minima.values())
         if asked > batch_size:
             minima = {env: minimum * batch_size // asked for env, minimum in minima.items()}
-        if not self.has_room():  # the one that is waited for might itself be waiting
+        if not self.has_room():  # its groups might be held because the queue is full
             return minima
         recent = self.clock() - self.limits.minimum_seconds
         for env, minimum in minima.items():
@@ -361,11 +352,11 @@ class Hub:
             self._record({"kind": "release", "id": lease.id})
 
     def _record(self, note: dict[str, Any], body: bytes = b"") -> None:
-        if self._journal is not None:
-            self._journal.append(note, body)
+        if self.journal is not None:
+            self.journal.append(note, body)
         self.state.apply(note, body, self.clock())
-        if self._journal is not None and self._journal.size > self._compact_at:
-            self._compact(self._journal)
+        if self.journal is not None and self.journal.size > self._compact_at:
+            self._compact(self.journal)
 
     def _compact(self, journal: Journal) -> None:
         live = self.state.live_bytes
@@ -374,7 +365,7 @@ class Hub:
                 journal.compact(chain(self.state.snapshot(), [(
                     {"kind": "received", "requests": self._received}, b"")]))
             except OSError as error:
-                # What was appended is safe all the same.
+                # Nothing is lost: the records are in the old file.
                 logger.warning("the journal stays as it is, %d bytes: %s", journal.size, error)
         self._compact_at = journal.size + _COMPACT_BYTES
 

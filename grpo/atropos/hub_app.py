@@ -67,31 +67,18 @@ class EnvName(BaseModel):
 
 @dataclass
 class Service:
-    """What the routes work on.
-
-    Attributes:
-        hub: the state.
-        changed: told when groups left the queue, or when a retry is to be expected.
-        max_body_bytes: of a request, unpacked.
-        wait_for_room: seconds that a sender is held when the queue is full.
-        waiting_bytes: of groups whose senders are held.
-    """
+    """What the routes work on."""
 
     hub: Hub
-    changed: asyncio.Condition
-    max_body_bytes: int
-    wait_for_room: float
-    waiting_bytes: int = 0
+    changed: asyncio.Condition  # notified when groups left the queue or a retry is to be expected
+    max_body_bytes: int  # of a request, unpacked
+    wait_for_room: float  # seconds that a sender is held while the queue is full
+    private: bool
+    waiting_bytes: int = 0  # of groups whose senders are held
 
     async def until_room(self, size: int, digest: str) -> bool:
-        """Hold a sender until its groups may be queued, or are known to be queued already.
-
-        Returns:
-            Whether it had to wait.
-
-        Raises:
-            ApiError: with status 503, after which environments try again.
-        """
+        """Hold a sender until its groups may be queued, or are known to be queued already; whether
+        it had to wait. After ApiError with status 503 environments try again."""
         def answerable() -> bool:
             return self.hub.has_room() or self.hub.is_retry(digest)
 
@@ -129,22 +116,18 @@ def create_app(
 
     Args:
         hub: the state; nothing else may use it while the application runs.
-        token: if given, all routes but ``/health`` want it. Environments, which cannot be told of
-            it, send it when their ``rollout_server_url`` is ``http://:<token>@host:port``.
+        token: if given, all routes but ``/health`` want it. Environments have no option for it, but
+            send it if their ``rollout_server_url`` is ``http://:<token>@host:port``.
         max_body_bytes: greater requests, packed or unpacked, are answered with 413.
-        wait_for_room: seconds that a request is held when the queue is full, before 503.
-        private: what ``/status`` says of whether the hub is for the run that started it.
+        wait_for_room: seconds that a request is held while the queue is full, before 503.
+        private: whether the hub is only for the run that started it, for ``/status``.
     """
     app = bare_app("grpo hub", token=token, max_body_bytes=max_body_bytes,
                    open_paths=("/health",), advice="send smaller groups, or ")
-    app.state.service = Service(hub, asyncio.Condition(), max_body_bytes, wait_for_room)
-    app.state.private = private
+    app.state.service = Service(hub, asyncio.Condition(), max_body_bytes, wait_for_room, private)
     # Plain routes: what FastAPI adds to them would cost more than queueing a group.
-    for path, (method, endpoint) in _ROUTES.items():
-        app.add_route(path, endpoint, methods=[method])
-    # These change what the hub has, which is for POST. Programs that know run-api use GET.
-    for path, endpoint in {"/batch": batch, "/reset_data": reset_data}.items():
-        app.add_route(path, endpoint, methods=["POST"])
+    for path, (methods, endpoint) in _ROUTES.items():
+        app.add_route(path, endpoint, methods=methods.split())
     return app
 
 
@@ -159,7 +142,7 @@ async def health(request: Request) -> Response:
 async def register(request: Request) -> Response:
     registration = await read_model(request, Registration)
     _hub(request).register(registration, _address(request))
-    # 53 bits: every JSON reader has such integers.
+    # 53 bits, so that every JSON reader can represent it.
     return json_response({"uuid": uuid.uuid4().int >> 75})
 
 
@@ -198,7 +181,7 @@ async def info(request: Request) -> Response:
 
 async def status(request: Request) -> Response:
     figures = _hub(request).status()
-    figures["hub"]["private"] = request.app.state.private
+    figures["hub"]["private"] = request.app.state.service.private
     return json_response(figures)
 
 
@@ -297,8 +280,9 @@ async def _queue(
     request: Request, raw: bytes, groups: list[tuple[int | None, int, bytes]],
     names: list[str | None],
 ) -> None:
-    """Queue the groups of a request, unless that was done before and this is a retry."""
-    # What the sender gave a name it means once. Of the rest equal ones may be several.
+    """Queue the groups of a request, unless it is a retry of one whose groups were queued."""
+    # Groups of the same names are the same groups. Without names, equal groups may be different
+    # ones, so that only a sender that may not have had an answer is taken to repeat itself.
     service = request.app.state.service
     hub = service.hub
     named = all(names)
@@ -308,7 +292,7 @@ async def _queue(
         hub.duplicates += len(groups)
     else:
         hub.add(groups, digest=digest, named=named)
-    # Answered at once, a sender has had no time to lose patience.
+    # A sender that was held may have lost patience, and then sends the same again.
     if held and await request.is_disconnected():
         hub.expect_retry(digest)
         await service.tell()
@@ -317,12 +301,12 @@ async def _queue(
 def _prepare(
     obj: Any, raw: bytes | None, *, standard: bool
 ) -> tuple[int | None, int, bytes]:
-    """Sender, size and JSON of a group; ``raw``, if it is standard JSON, is used as it is."""
+    """Sender, size and JSON of a group, the last from ``raw`` where that can be kept as it is."""
     wire, exact = check_wire(obj)
     if raw is None and standard and exact:
         raw = orjson.dumps(obj)
     if not exact:
-        # As the types say, and with the fields that no type is known of.
+        # Known fields with the types that they should have, unknown ones as they came.
         obj = obj | {name: value for name, value in wire if name in obj}
     if raw is None or not exact:
         raw = write_json(obj)
@@ -337,7 +321,7 @@ def _prepare(
 
 
 def _refuse_browsers(request: Request) -> None:
-    """A link is enough for a browser to send GET, so what changes something wants POST of it."""
+    """Want POST of browsers where something changes, because any link makes them send a GET."""
     if request.method == "GET" and from_browser(request):
         raise ApiError(f"GET {request.url.path} changes what the hub has, and may come from a web "
                        "page: use POST", status=403, type="forbidden")
@@ -369,11 +353,13 @@ def _unacceptable(error: GroupError) -> ApiError:
     return ApiError(str(error), status=422, type=error.reason)
 
 
+# /batch and /reset_data change what the hub has, which is for POST; programs that know run-api use
+# GET.
 _ROUTES = {
     "/scored_data": ("POST", scored_data), "/scored_data_list": ("POST", scored_data_list),
-    "/status-env": ("GET", status_env), "/batch": ("GET", batch), "/ack": ("POST", ack),
+    "/status-env": ("GET", status_env), "/batch": ("GET POST", batch), "/ack": ("POST", ack),
     "/renew": ("POST", renew), "/release": ("POST", release), "/register": ("POST", register),
     "/info": ("GET", info), "/register-env": ("POST", register_env),
     "/disconnect-env": ("POST", disconnect_env), "/status": ("GET", status),
     "/wandb_info": ("GET", wandb_info), "/": ("GET", root), "/health": ("GET", health),
-    "/latest_example": ("GET", latest_example), "/reset_data": ("GET", reset_data)}
+    "/latest_example": ("GET", latest_example), "/reset_data": ("GET POST", reset_data)}

@@ -1,4 +1,4 @@
-"""What the hub reads: bodies, packed or not, as models whose first fault is named."""
+"""Reads the bodies of requests to the hub, packed or not; an error names the first wrong field."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from starlette.requests import ClientDisconnect
 from grpo.atropos.wire_json import GroupError, read_json, restandardised
 from grpo.system.json_api import ApiError, shorten
 
-_MOST_MEMBERS = 8  # of a gzip file: each costs a copy of all that follow
+_MOST_MEMBERS = 8  # of a gzip file; unpacking one copies all that follow
 Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_model(request: Request, model: type[Model]) -> Model:
-    """The request's JSON as ``model``.
-
-    Raises:
-        ApiError: with status 422, naming the first field that is wrong.
-    """
+    """The request's JSON as ``model``; ApiError 422 names the first field that is wrong."""
     try:
         value, standard = read_json(await unpacked_body(request))
         if not standard:
@@ -44,21 +40,17 @@ def validate(model: type[Model], value: Any) -> Model:
 
 
 async def unpacked_body(request: Request) -> bytes:
-    """The request's body, unpacked.
-
-    Raises:
-        ApiError: for what is no gzip, 413 for what is too great unpacked.
-    """
+    """The request's body, unpacked; ApiError for what is not gzip, or too large (413)."""
     try:
         raw = await request.body()
     except ClientDisconnect:
-        # Nobody reads this; it only keeps the sender's end out of the server's log.
+        # Nobody reads this answer; it keeps a traceback out of the server's log.
         raise ApiError("the client went away", status=499, type="client_closed") from None
     if not raw or "gzip" not in request.headers.get("content-encoding", "").lower():
         return raw
     limit = request.app.state.service.max_body_bytes
     unpacked = b""
-    for _ in range(_MOST_MEMBERS):  # a file of several members is one, too
+    for _ in range(_MOST_MEMBERS):
         unpacker = zlib.decompressobj(wbits=31)
         try:
             unpacked += unpacker.decompress(raw, limit + 1 - len(unpacked))

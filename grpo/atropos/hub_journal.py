@@ -16,15 +16,13 @@ Record = tuple[dict[str, Any], bytes]
 # Checksum of the rest, length of the note, length of the body.
 _HEADER = struct.Struct("<IIQ")
 _MAGIC = b"grpo-hub-journal-1\n"
-COMPACT_BYTES = 64 << 20
 
 
 class Journal:
     """Records of a JSON note and a body of bytes, in the order they were appended.
 
-    A record is with the operating system when :meth:`append` returns, so it survives the end of
-    this process, though not a loss of power. A record that was cut short ends the file: it and
-    what follows is dropped.
+    The operating system has a record when :meth:`append` returns, so it survives the end of this
+    process, though not a loss of power. A damaged record is dropped with all that follows it.
 
     Args:
         path: the file; made if it is not there.
@@ -69,11 +67,7 @@ class Journal:
         self._file.truncate()
 
     def append(self, note: dict[str, Any], body: bytes = b"") -> None:
-        """Add a record.
-
-        Raises:
-            OSError: if it could not be written, as on a full disk; nothing of it stays then.
-        """
+        """Add a record; OSError, and nothing of it stays, if it could not be written whole."""
         try:
             self.size += _write(self._file, note, body)
         except OSError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,8 @@ class GroupQueue:
         >>> batch = queue.choose(8, {})
         >>> [group.number for group in batch]
         [0, 2]
-        >>> queue.remove(batch)
-        >>> queue.sequences, queue.choose(16, {})
-        (8, None)
+        >>> [queue.pop(group.env).number for group in batch], queue.sequences, queue.choose(16, {})
+        ([0, 2], 8, None)
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class GroupQueue:
 
     def __iter__(self) -> Iterator[QueuedGroup]:
         """All groups in the order they came."""
-        return iter(sorted((group for queue in self._by_env.values() for group in queue),
+        return iter(sorted(chain.from_iterable(self._by_env.values()),
                            key=lambda group: group.number))
 
     @property
@@ -60,54 +61,54 @@ class GroupQueue:
         self._by_env.setdefault(group.env, deque()).append(group)
         self._count(group, 1)
 
-    def head(self, env: int | None) -> QueuedGroup:
-        """An environment's next group.
-
-        Raises:
-            KeyError: if it has none.
-        """
-        return self._by_env[env][0]
-
-    def remove(self, groups: list[QueuedGroup]) -> None:
-        """Take out groups that are next in the queues of their environments."""
-        for group in groups:
-            queue = self._by_env[group.env]
-            assert queue[0] is group, "groups leave in the order they came"
-            queue.popleft()
-            if not queue:
-                del self._by_env[group.env]
-            self._count(group, -1)
+    def pop(self, env: int | None) -> QueuedGroup:
+        """Take out an environment's next group; KeyError if it has none."""
+        queue = self._by_env[env]
+        group = queue.popleft()
+        if not queue:
+            del self._by_env[env]
+        self._count(group, -1)
+        return group
 
     def choose(self, batch_size: int, minima: dict[int, int]) -> list[QueuedGroup] | None:
         """Whole groups that make a batch.
 
         First each environment's minimum, as far as it has groups; then the oldest of the rest,
-        whatever its size, so that no group waits for ever; then the oldest that still fits, and so
-        on. If that does not come to ``batch_size`` exactly, the smallest next group goes on top.
+        whatever its size, so that no group waits for ever; then, again and again, the oldest that
+        still fits. Where none fits, the smallest next group makes the batch larger than asked for.
 
         Args:
             batch_size: sequences wanted.
-            minima: of each environment that has one, the least sequences wanted from it.
+            minima: the least sequences wanted from each environment that has a minimum.
 
         Returns:
-            Groups in the order they came, with ``batch_size`` or more sequences; None if fewer
-            are waiting.
+            Groups in the order they came; None if fewer than ``batch_size`` sequences wait.
         """
         if self.sequences < batch_size:
             return None
-        picks = _Picks(self._by_env, batch_size)
+        behind = {env: iter(queue) for env, queue in self._by_env.items()}
+        heads = {env: next(groups) for env, groups in behind.items()}
+        picked: list[QueuedGroup] = []
+        left = batch_size  # below zero, more than wanted is picked
+
+        def pick(group: QueuedGroup) -> int:
+            picked.append(group)
+            heads[group.env] = next(behind[group.env], None)
+            if heads[group.env] is None:
+                del heads[group.env]
+            return left - group.size
+
         for env, minimum in minima.items():
-            enough = picks.left - minimum
-            while picks.left > max(enough, 0) and (head := picks.head(env)):
-                picks.pick(head)
-        first = True
-        while picks.left > 0:
-            heads = picks.heads()
-            fitting = heads if first else [head for head in heads if head.size <= picks.left]
-            picks.pick(min(fitting, key=lambda head: head.number) if fitting
-                       else min(heads, key=lambda head: (head.size, head.number)))
-            first = False
-        return sorted(picks.picked, key=lambda group: group.number)
+            enough = left - minimum
+            while left > max(enough, 0) and env in heads:
+                left = pick(heads[env])
+        limit = math.inf  # the oldest of the rest goes whatever its size
+        while left > 0:
+            fitting = [head for head in heads.values() if head.size <= limit]
+            left = pick(min(fitting, key=lambda head: head.number) if fitting
+                        else min(heads.values(), key=lambda head: (head.size, head.number)))
+            limit = left
+        return sorted(picked, key=lambda group: group.number)
 
     def _count(self, group: QueuedGroup, sign: int) -> None:
         self.groups += sign
@@ -119,30 +120,3 @@ class GroupQueue:
             del self._sizes[group.size]
         if not self.sequences_by_env[group.env]:
             del self.sequences_by_env[group.env]
-
-
-class _Picks:
-    """The groups picked so far, and the next one of each environment behind them."""
-
-    def __init__(self, by_env: dict[int | None, deque[QueuedGroup]], left: int) -> None:
-        self.left = left  # sequences still wanted; below zero, there are more than wanted
-        self.picked: list[QueuedGroup] = []
-        self._by_env = by_env
-        self._heads = {env: queue[0] for env, queue in by_env.items()}
-        self._depth: Counter[int | None] = Counter()
-
-    def head(self, env: int | None) -> QueuedGroup | None:
-        return self._heads.get(env)
-
-    def heads(self) -> list[QueuedGroup]:
-        return list(self._heads.values())
-
-    def pick(self, group: QueuedGroup) -> None:
-        self.picked.append(group)
-        self.left -= group.size
-        self._depth[group.env] += 1
-        queue, depth = self._by_env[group.env], self._depth[group.env]
-        if depth < len(queue):
-            self._heads[group.env] = queue[depth]
-        else:
-            del self._heads[group.env]

@@ -13,6 +13,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from grpo.atropos.client import AtroposClient
+from grpo.atropos.hub_journal import Journal
+from grpo.atropos.hub_state import Limits
 from grpo.system.http_call import is_loopback
 from grpo.system.lifeline import TOKEN_VARIABLE, bind, exit_with_parent
 
@@ -28,7 +31,7 @@ class HubServer:
         port: 0 takes a free one.
         token: access token; needed unless ``host`` is a loopback address.
         journal: file in which the hub's state survives a restart; None keeps it in memory.
-        limits: :class:`~grpo.atropos.hub.Limits`; its defaults if left out.
+        limits: of memory and time.
         **options: further ones of :func:`~grpo.atropos.hub_app.create_app`.
 
     Raises:
@@ -48,7 +51,7 @@ class HubServer:
         port: int = 0,
         token: str | None = None,
         journal: str | Path | None = None,
-        limits: Any = None,
+        limits: Limits | None = None,
         **options: Any,
     ) -> None:
         self.token = token
@@ -61,7 +64,8 @@ class HubServer:
             raise
         self.port = self._socket.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-        self._thread = threading.Thread(target=self._run, name="grpo-hub", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: self._server.run(sockets=[self._socket]), name="grpo-hub", daemon=True)
 
     def __enter__(self) -> HubServer:
         self.start()
@@ -76,11 +80,8 @@ class HubServer:
         Raises:
             RuntimeError: if it does not, or was started before.
         """
-        from grpo.atropos.client import AtroposClient
-
         self._thread.start()
-        client = AtroposClient(self.url, token=self.token)
-        client.wait_ready(timeout=_START_SECONDS)
+        AtroposClient(self.url, token=self.token).wait_ready(timeout=_START_SECONDS)
 
     def stop(self, *, timeout: float = 10.0) -> None:
         """End the thread; requests that are held are answered with an error.
@@ -96,9 +97,6 @@ class HubServer:
         self._socket.close()
         self._close_journal()
 
-    def _run(self) -> None:
-        self._server.run(sockets=[self._socket])
-
     def _close_journal(self) -> None:
         if self._journal is not None:
             self._journal.close()
@@ -109,9 +107,9 @@ def build(
     *,
     token: str | None = None,
     journal: str | Path | None = None,
-    limits: Any = None,
+    limits: Limits | None = None,
     **options: Any,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Journal | None]:
     """A uvicorn server for a hub, and the hub's journal (None if it has none).
 
     Raises:
@@ -122,7 +120,6 @@ def build(
         raise ModuleNotFoundError("the hub needs a web server: pip install fastapi uvicorn")
     from grpo.atropos.hub import Hub
     from grpo.atropos.hub_app import create_app
-    from grpo.atropos.hub_journal import Journal
     from grpo.system.http_connections import server_of
 
     token = (token or "").strip() or None
@@ -130,7 +127,7 @@ def build(
         raise ValueError(f"host={host!r} opens the hub to other machines, whose groups would train "
                          f"the model; give a token (or {TOKEN_VARIABLE}), or use 127.0.0.1")
     opened = Journal(journal) if journal is not None else None
-    app = create_app(Hub(limits=limits, journal=opened), token=token, **options)
+    app = create_app(Hub(limits=limits or Limits(), journal=opened), token=token, **options)
     return server_of(app, grace=1), opened
 
 
@@ -159,8 +156,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the hub until SIGTERM or SIGINT."""
-    from grpo.atropos.hub import Limits
-
     options = parser()
     args = options.parse_args(argv)
     try:

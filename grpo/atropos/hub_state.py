@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo.atropos.hub_journal import Record
@@ -18,17 +18,17 @@ from grpo.atropos.schemas import EnvRegistration, Registration
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the hub bears and how long it waits.
+    """What the hub keeps in memory at most, and how long it waits.
 
     Attributes:
         queue_bytes: of waiting groups; beyond, senders wait. At least one batch is always let in.
-        env_seconds: an environment that was not heard of for so long counts as gone.
+        env_seconds: an environment that was silent for so long counts as gone.
         minimum_seconds: an environment's ``min_batch_allocation`` is waited for this long after
             its last group; then batches are filled without it.
         retry_seconds: for this long after an answer that may be lost, the same request is taken
             for a retry.
-        owner_seconds: a batch that was asked for without a lease is given to the next who asks,
-            unless its asker has come again within this time.
+        owner_seconds: a batch that was asked for without a lease is given to the next who asks
+            if its asker does not come again within this time.
 
     Raises:
         ValueError: if one of them is not above 0.
@@ -90,10 +90,12 @@ class Lease:
         return b'{"batch":[' + b",".join(group.body for group in self.groups) + b"]" + name + b"}"
 
 
+@dataclass
 class HubState:
     """All that survives a restart.
 
     Attributes:
+        next_number: of the next group; it goes on after a reset.
         registration: the trainer's; None before it registers.
         started: a trainer has asked for a batch.
         step: batches handed out, on top of the trainer's first step.
@@ -105,29 +107,19 @@ class HubState:
         counts: of what happened.
     """
 
-    def __init__(self) -> None:
-        self.next_number = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self.registration: Registration | None = None
-        self.started = False
-        self.step = 0
-        self.environments: dict[int, Environment] = {}
-        self.queue = GroupQueue()
-        self.leases: dict[str, Lease] = {}
-        self.returned: deque[Lease] = deque()
-        self.latest: bytes | None = None
-        self.counts: Counter[str] = Counter()
+    next_number: int = 0
+    registration: Registration | None = None
+    started: bool = False
+    step: int = 0
+    environments: dict[int, Environment] = field(default_factory=dict)
+    queue: GroupQueue = field(default_factory=GroupQueue)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    returned: deque[Lease] = field(default_factory=deque)
+    latest: bytes | None = None
+    counts: Counter[str] = field(default_factory=Counter)
 
     def apply(self, note: dict[str, Any], body: bytes, now: float) -> None:
-        """Take in a record.
-
-        Args:
-            note: what happened; ``kind`` names the method that knows.
-            body: of groups, their JSON.
-            now: the hub's clock.
-        """
+        """Take in a record, by the method that its ``kind`` names; ``now`` is the hub's clock."""
         getattr(self, "_on_" + note["kind"])(note, body, now)
 
     def snapshot(self) -> Iterator[Record]:
@@ -161,7 +153,7 @@ class HubState:
     def _on_groups(self, note: dict[str, Any], body: bytes, now: float) -> None:
         start = 0
         for number, env_id, size, length in note["groups"]:
-            # A slice that is all of it is no copy.
+            # A slice of the whole body is no copy.
             group = QueuedGroup(number, env_id, size, body[start:start + length])
             start += length
             self.queue.push(group)
@@ -177,10 +169,7 @@ class HubState:
             groups = self.returned.popleft().groups
             self.counts["handed_out_again"] += 1
         else:
-            groups = []
-            for env in note["envs"]:
-                groups.append(self.queue.head(env))
-                self.queue.remove(groups[-1:])
+            groups = [self.queue.pop(env) for env in note["envs"]]
             self.step += 1
             self.counts["handed_out"] += 1
         seconds = note["seconds"]
@@ -196,7 +185,7 @@ class HubState:
         self.counts["acknowledged"] += 1
         unused = set(note.get("unused", ()))
         if rest := [group for place, group in enumerate(lease.groups) if place in unused]:
-            # By another name: who says the same again must not acknowledge the rest.
+            # By another name, so that a repeated acknowledgement does not end the rest, too.
             self.returned.append(replace(lease, id=f"rest of {lease.id}", groups=rest))
 
     def _on_release(self, note: dict[str, Any], body: bytes, now: float) -> None:
@@ -216,7 +205,7 @@ class HubState:
             note["id"], note["name"], registration, now, now, registration.group_size)
 
     def _on_reset(self, note: dict[str, Any], body: bytes, now: float) -> None:
-        self._clear()
+        vars(self).update(vars(HubState(next_number=self.next_number)))
 
     def _on_summary(self, note: dict[str, Any], body: bytes, now: float) -> None:
         self.started, self.step = note["started"], note["step"]

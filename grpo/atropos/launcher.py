@@ -35,7 +35,7 @@ State = Literal["new", "waiting for the API", "running", "restarting", "finished
 
 
 class EnvironmentProcessError(RuntimeError):
-    """An environment is not there; the message ends with what it raised, or its last lines."""
+    """An environment has ended or is missing; the message quotes its log."""
 
 
 def environment_python(path: str | Path | None = None) -> Path:
@@ -96,19 +96,18 @@ def serve_flags(
 class EnvironmentProcess:
     """An atroposlib environment's ``serve`` command, kept running; a context manager.
 
-    A thread watches it. It is started when the API answers, so the API may come up later or be
-    away for a while; an environment that ends because the API went away costs no restart. One that
-    fails is started again after ``backoff`` seconds, doubled each time up to 30; after
-    ``max_restarts`` failures in a row it is given up, and :meth:`check` raises with what it raised.
-    Running for ``steady`` seconds ends the row. Exit code 0 means that it has finished. One that
-    lacks a module is given up at once: no restart installs it.
+    A thread starts the command when the API answers, and watches it. If it fails, it is started
+    again after ``backoff`` seconds, doubled each time up to 30. After more than ``max_restarts``
+    failures in a row it is given up, and :meth:`check` raises with what it raised. Running for
+    ``steady`` seconds ends the row. An end because the API went away is no failure, exit code 0
+    means that the environment has finished, and one that lacks a module is given up at once, since
+    no restart installs it.
 
-    A hub of this library tells which environments it knows. One that a trainer waits for and that
-    has not registered after ``register_timeout`` seconds counts as failed. atroposlib's ``run-api``
-    does not tell, so there nobody waits.
+    A hub of this library tells which environments are registered. One that is not, though a trainer
+    has waited for it for ``register_timeout`` seconds, counts as failed. ``run-api`` does not tell.
 
-    The child leads a process group of its own; that group and nothing else is ended, by
-    :meth:`stop` and also when this process dies.
+    The child leads a process group of its own, which :meth:`stop` ends, and also the death of this
+    process.
 
     Args:
         script: the environment's Python file.
@@ -119,8 +118,8 @@ class EnvironmentProcess:
             script's.
         log_path: its output is appended; default: a new file in the temporary folder.
         env: further environment variables.
-        api_token: access token of a hub; the environment gets it in its address of the hub, which
-            those who may list this machine's processes can read.
+        api_token: access token of a hub. It is part of the hub's address on the command line, which
+            whoever may list this machine's processes can read.
         register_timeout: seconds that it may run without being registered.
         max_restarts: failures in a row that are forgiven.
         backoff: seconds before the first restart.
@@ -165,7 +164,10 @@ class EnvironmentProcess:
         self.command = serve_command(self.script, python=python, flags={
             **(flags or {}), "env.rollout_server_url": address, "env.wandb_name": self.name})
         self.env = dict(env or {})
-        self.log_path = _log_path(log_path, self.name)
+        if log_path is None:
+            fd, log_path = tempfile.mkstemp(prefix=f"grpo-{self.name}-", suffix=".log")
+            os.close(fd)
+        self.log_path = Path(log_path)
         self.register_timeout = register_timeout
         self.max_restarts, self.backoff, self.steady = max_restarts, backoff, steady
         self.state: State = "new"
@@ -193,11 +195,7 @@ class EnvironmentProcess:
         return child.pid if child else None
 
     def start(self) -> None:
-        """Start the thread that runs the environment; waits for nothing.
-
-        Raises:
-            RuntimeError: if it has been started before.
-        """
+        """Start the thread that runs the environment; RuntimeError if it was started before."""
         if self._thread is not None:
             raise RuntimeError(f"environment {self.name!r} was started already")
         self._thread = threading.Thread(target=self._supervise, daemon=True,
@@ -205,23 +203,20 @@ class EnvironmentProcess:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise if the environment has been given up.
-
-        Raises:
-            EnvironmentProcessError: with its last traceback, or the last lines of its log.
-        """
+        """Raise EnvironmentProcessError if the environment has been given up, with its last
+        traceback or the last lines of its log."""
         if self.state == "failed":
             raise EnvironmentProcessError(
                 f"environment {self.name!r} {self._reason}"
                 f"{quoted(self.log_path, since=self._log_start)}") from self._error
 
     def troubles(self) -> str:
-        """What its log says of errors since its last start; empty if nothing."""
+        """The errors in its log since its last start; empty if there are none."""
         said = troubles(self.log_path, since=self._log_start)
         return said and f"environment {self.name!r} ({self.state}){said}"
 
     def registered(self) -> bool | None:
-        """Whether the hub knows it; None if the API does not tell or does not answer."""
+        """Whether it is registered; None if the API does not tell or does not answer."""
         try:
             hub = self.api.status().get("hub")
         except AtroposError:
@@ -231,13 +226,11 @@ class EnvironmentProcess:
             for env in hub["environments"])
 
     def wait_registered(self, *, timeout: float) -> None:
-        """Wait until the hub knows the environment.
-
-        Args:
-            timeout: seconds.
+        """Wait until the environment is registered at the hub.
 
         Raises:
-            EnvironmentProcessError: if it is given up, has ended, or is not registered in time.
+            EnvironmentProcessError: if it is given up, has ended, or needs more than ``timeout``
+                seconds.
         """
         deadline = time.monotonic() + timeout
         while not self.registered():
@@ -254,22 +247,18 @@ class EnvironmentProcess:
         return last_lines(self.log_path, count)
 
     def stop(self, *, timeout: float = GRACE) -> None:
-        """End the environment and its process group, if there is one, and restart it no more.
-
-        Args:
-            timeout: seconds that it may take to end by itself.
-        """
+        """End the environment and its process group for good, by force after ``timeout`` s."""
         self._grace = timeout
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
 
-    # The thread ------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _supervise(self) -> None:
         try:
             self.state = self._run()
-        except Exception as error:  # for check(), which the caller's thread asks
+        except Exception as error:  # check() raises it in the caller's thread
             self._reason, self._error = f"cannot be run ({error}) and is given up", error
             self.state = "failed"
 
@@ -317,11 +306,11 @@ class EnvironmentProcess:
         except (AtroposUnreachableError, AtroposTimeoutError):
             return False
         except AtroposError:
-            pass  # an answer, if a refusal: the environment will say what is wrong
+            pass  # a refusal is an answer: the environment will say what is wrong
         return True
 
     def _run_once(self) -> Literal["finished", "failed", "stopped"]:
-        """Start it, watch it until it ends, and see that all of its group has."""
+        """Start the environment, watch it until it ends, and end the rest of its process group."""
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         child = self._child = Child(self.command, log_path=self.log_path, env=self.env)
         self.state = "running"
@@ -346,7 +335,7 @@ class EnvironmentProcess:
             self._child = None
 
     def _overdue(self) -> bool:
-        """Whether a trainer waits at the hub and this environment is not there."""
+        """Whether a trainer is registered at the hub and this environment is not."""
         if self.registered() is not False:
             return False
         try:
@@ -377,11 +366,3 @@ def restart_pause(failures: int, *, first: float) -> float:
         [1.0, 2.0, 16.0, 30.0, 30.0]
     """
     return min(30.0, first * 2 ** min(failures - 1, 20))
-
-
-def _log_path(path: str | Path | None, name: str) -> Path:
-    if path is not None:
-        return Path(path)
-    fd, new = tempfile.mkstemp(prefix=f"grpo-{name}-", suffix=".log")
-    os.close(fd)
-    return Path(new)

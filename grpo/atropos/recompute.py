@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
+
 from tensordict import TensorDictBase
 
 from grpo import data
@@ -9,12 +11,13 @@ from grpo.objectives.scorer import TokenScorer
 from grpo.policies.scoring import score_rollout
 
 
+@dataclass(eq=False)
 class RecomputeLogProbs:
-    """Fill in unknown (NaN) sampling log-probs with what the trainer's policy gives the tokens.
+    """Fill in unknown (NaN) sampling log-probs with those of the trainer's present policy.
 
     Call it before anything reads ``("log_probs", "full")``, and before the first update on the
-    rollout: the ratio of these tokens is then 1, which is exact where the policy that sampled them
-    is the present one, and the best there is where it is older.
+    rollout: the ratio of these tokens is then 1. That is exact if the present policy sampled them,
+    and the best guess if an older one did.
 
     Args:
         scorer: the loss's own.
@@ -25,9 +28,10 @@ class RecomputeLogProbs:
             ``atropos/recomputed_rows``, shares of its trained tokens and of its rows.
     """
 
-    def __init__(self, scorer: TokenScorer, *, max_tokens: int) -> None:
-        self.scorer, self.max_tokens = scorer, max_tokens
-        self.metrics: dict[str, float] = {}
+    scorer: TokenScorer
+    _: KW_ONLY
+    max_tokens: int
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
 
     def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
         log_probs_BT = rollout[data.LOG_PROBS]

@@ -1,8 +1,8 @@
-"""What the policy sampled for environments, kept until a scored group tells what became of it.
+"""What the policy sampled for environments, kept until the tokens come back in a scored group.
 
-A record is found by the hash of its prompt and output tokens. The same tokens may have been sampled
-several times, so each hash has a queue of records; and a row of several turns has a record for each
-turn, whose prompt and output are a prefix of the row.
+A record is found by the hash of its prompt and output tokens. As the same tokens may be sampled
+several times, each hash has a queue of records. A row of several turns has a record for each turn:
+the prompt and output of a turn are a prefix of the row.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class Record:
 class Records:
     """A bounded multimap from token sequences to records; safe to use from several threads.
 
-    Records never wait for their group: those that are too old or too many are forgotten, oldest
-    first, whether a group has claimed them or not. Many groups never come, because environments
-    drop groups of equal scores, cancel workers and evaluate.
+    Records that are too old or too many are forgotten, oldest first, whether a group has claimed
+    them or not. For many no group ever comes, because environments drop groups of equal scores,
+    cancel workers and evaluate.
 
     Args:
         max_tokens: output tokens to remember in all; about 4 bytes each.
         max_age: seconds.
 
     Attributes:
-        counts: ``recorded``, ``expired`` without ever being claimed, and of the rows of groups
+        counts: ``recorded``, ``expired`` without being claimed, and of the rows of groups
             ``rows_matched`` (every trained token has a record), ``rows_partly_matched`` and
             ``rows_unmatched``.
 
@@ -88,7 +88,7 @@ class Records:
         self._exact: dict[bytes, deque[Record]] = {}
         self._ended: dict[bytes, deque[Record]] = {}
         self._by_age: deque[Record] = deque()
-        # How many records end after so many tokens: only there can a row have a turn's end.
+        # Number of tokens -> records that end there; elsewhere no turn of a row can end.
         self._lengths: Counter[int] = Counter()
         self._lock = threading.Lock()
 
@@ -107,11 +107,9 @@ class Records:
     ) -> None:
         """Remember one continuation.
 
-        A continuation that the model ended is found without its end token, too: environments that
-        work with texts do not always put it into their rows.
-
-        Raises:
-            ValueError: if tokens and log-probs differ in number.
+        A continuation that the model ended is found without its end token, too, because
+        environments that work with texts may leave it out. ValueError if tokens and log-probs
+        differ in number.
         """
         if len(output) != len(log_probs):
             raise ValueError(f"{len(log_probs)} log-probs for {len(output)} output tokens")
@@ -132,10 +130,8 @@ class Records:
             self._expire()
 
     def restore(self, group: ScoredGroup) -> Sampled:
-        """What the records know of a group's rows.
-
-        Identical rows get a record each, as long as there are enough.
-        """
+        """What the records know of a group's rows; identical rows get records of their own, as
+        long as there are enough."""
         with self._lock:
             self._expire()
             rows = [self._row(tokens, mask)
@@ -166,11 +162,8 @@ class Records:
         return log_probs, versions, math.nan if temperatures else temperature, truncated
 
     def _turns(self, tokens: list[int]) -> list[tuple[Record, int]]:
-        """Records of prefixes of a row, in order, each with the end of its output.
-
-        Of two records that overlap the longer one is taken: the other is the beginning of it, such
-        as its text without the end token.
-        """
+        """Records of prefixes of a row, in order, each with the end of its output. Where two
+        overlap, the shorter one is the beginning of the longer one, which is taken."""
         ends = sorted(n for n in self._lengths if n <= len(tokens))
         turns: list[tuple[Record, int]] = []
         for end, key in _prefix_keys(tokens, ends).items():
@@ -179,8 +172,7 @@ class Records:
                 continue
             while turns and turns[-1][1] > queue[0].prompt_tokens:
                 turns.pop()
-            # The next row with the same tokens gets the next record.
-            queue.rotate(-1)
+            queue.rotate(-1)  # the next row with the same tokens gets the next record
             turns.append((queue[-1], end))
         return turns
 

@@ -1,10 +1,9 @@
 """What travels between Atropos environments, the hub and the trainer, and how it is checked.
 
-The format is that of atroposlib 0.4.0 (``atroposlib/api/server.py``). There are two levels of
-checks. :func:`check_wire` is what a server must know to queue a group: types, finite numbers, and
-as many rows of tokens, masks, scores and sampling log-probs as belong together. :func:`parse_group`
-is what a trainer must know to learn from it, so it also checks all that is optional. Both name the
-reason of a refusal by a short word that can be counted.
+The format is that of atroposlib 0.4.0 (``atroposlib/api/server.py``). :func:`check_wire` checks
+what a server must know to queue a group: types, finite numbers, and lengths of tokens, masks,
+scores and sampling log-probs that agree. :func:`parse_group` checks all that a trainer reads. Both
+give the reason of a refusal as a short word that can be counted.
 """
 
 from __future__ import annotations
@@ -21,24 +20,23 @@ from grpo.atropos.wire_json import GroupError, check_depth
 IGNORED = -100  # the mask of a token that is not trained on
 PROMPT_LOG_PROB = 1.0  # stands where a log-prob has no meaning
 MAX_TOKEN = 2**31
-# Beyond these a group has a fault, and what is made of them leaves float32: a gradient's norm holds
-# squares of an advantage times a ratio, which may be exp(20).
+# Greater numbers are faults, and would overflow float32: the norm of a gradient has squares of an
+# advantage times a ratio, which may be exp(20).
 MAX_VALUE = 1e6  # of scores and advantages
 MIN_LOG_PROB = -1e4  # OpenAI's format writes -9999 for a token that cannot be sampled
-
 
 _Item = TypeVar("_Item")
 
 
 class _FirstFault(FailFast):
-    """The first wrong value is named; a million of them would take seconds."""
+    """Stops a check at the first wrong value; to list a million of them would take seconds."""
 
-    def __hash__(self) -> int:  # for typing, which puts the members of a union into a set
+    def __hash__(self) -> int:  # typing puts the members of a union into a set
         return hash(self.fail_fast)
 
 
 _List = Annotated[list[_Item], _FirstFault()]
-# Every reader of JSON has these integers.
+# Integers that every reader of JSON can represent.
 Whole = Annotated[int, Field(gt=-(2**53), lt=2**53)]
 
 
@@ -185,15 +183,12 @@ def parse_group(obj: Any) -> ScoredGroup:
 
 
 def check_wire(obj: Any) -> tuple[Wire, bool]:
-    """Check one group, as decoded from JSON, as far as a queue must.
+    """Check one group, as decoded from JSON, as far as a queue must; errors as :func:`parse_group`.
 
     Like run-api, it takes what can be read as the right type (``"1"`` or ``True`` as a number).
 
     Returns:
         The group, and whether each value already had its right type.
-
-    Raises:
-        GroupError: naming the field, its value and what is wanted.
     """
     exact = True
     check_depth(obj, known=_NUMBERS)
@@ -237,9 +232,7 @@ def _check_rows(name: str, rows: list, tokens: list[list[int]], *, positions: bo
 def _check_masks(wire: Wire) -> None:
     trained = False
     for index, (tokens, masks) in enumerate(zip(wire.tokens, wire.masks, strict=True)):
-        if min(tokens) < 0 or max(tokens) >= MAX_TOKEN:
-            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
-            raise GroupError("bad_token", f"tokens[{index}] has {wrong}, which is no token")
+        _check_tokens(f"tokens[{index}]", tokens)
         for token, mask in zip(tokens, masks, strict=True):
             if mask == token:
                 trained = True
@@ -250,6 +243,12 @@ def _check_masks(wire: Wire) -> None:
     if not trained:
         raise GroupError("nothing_trained", f"masks is {IGNORED} everywhere: there is nothing to "
                          "train on")
+
+
+def _check_tokens(name: str, tokens: list[int]) -> None:
+    for token in (min(tokens), max(tokens)) if tokens else ():
+        if not 0 <= token < MAX_TOKEN:
+            raise GroupError("bad_token", f"{name} has {token}, which is no token")
 
 
 def _check_teacher(
@@ -263,10 +262,7 @@ def _check_teacher(
             raise GroupError("bad_length", f"distill_logprobs[{index}] has not one value for each "
                              "of distill_token_ids")
         for ids_K in ids:
-            if ids_K and (min(ids_K) < 0 or max(ids_K) >= MAX_TOKEN):
-                raise GroupError("bad_token", f"distill_token_ids[{index}] has "
-                                 f"{min(ids_K) if min(ids_K) < 0 else max(ids_K)}, which is no "
-                                 "token")
+            _check_tokens(f"distill_token_ids[{index}]", ids_K)
         for values_K, mask in zip(values, masks[index], strict=True):
             # A little above 0 is what rounding makes of a probability of 1.
             most = MAX_VALUE if mask == IGNORED else 0.01
@@ -278,9 +274,9 @@ def _check_numbers(found: dict[str, Any]) -> None:
     advantages = found["advantages"] or []
     if advantages and isinstance(advantages[0], float):
         _check_range("advantages", advantages, -MAX_VALUE, MAX_VALUE)
-        advantages = []
-    for index, row in enumerate(advantages):
-        _check_range(f"advantages[{index}]", row, -MAX_VALUE, MAX_VALUE)
+    else:
+        for index, row in enumerate(advantages):
+            _check_range(f"advantages[{index}]", row, -MAX_VALUE, MAX_VALUE)
     for name in ("inference_logprobs", "ref_logprobs"):
         for index, row in enumerate(found[name] or []):
             _check_range(f"{name}[{index}]", row, MIN_LOG_PROB, MAX_VALUE)
@@ -309,9 +305,9 @@ def _check_temperatures(found: dict[str, Any]) -> None:
 
 def _wrong_type(error: ValidationError) -> GroupError:
     errors = error.errors()
-    # A value that fits no form of its field has an error for each form.
+    # A value that fits no type of a union has an error for each of them.
     first = next((one for one in errors if one["type"] == "finite_number"), errors[0])
-    # The two forms of advantages are told apart by the name of their type, which says nothing.
+    # The path of such an error has the name of the type, too, which tells an environment nothing.
     steps = [step for step in first["loc"] if isinstance(step, int) or "[" not in step]
     where = "".join(f"[{step}]" if isinstance(step, int) else step for step in steps) or "a group"
     reason = "not_finite" if first["type"] == "finite_number" else "bad_type"
@@ -321,7 +317,7 @@ def _wrong_type(error: ValidationError) -> GroupError:
 
 
 def _brief(value: Any) -> str:
-    """A value in a message; a great or a deep one is not written out."""
+    """A value for a message, where a list or an object is only counted."""
     if isinstance(value, (list, dict)):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     return str(value)[:60]

@@ -1,9 +1,10 @@
-"""Environments that have registered and ask nobody here: noticed, and told with the reason."""
+"""Notices environments that have registered but send no request to the engine, and says why."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from grpo.atropos.client import AtroposClient, AtroposError
 from grpo.atropos.forward import ATROPOSLIB_PORTS
@@ -13,44 +14,39 @@ SILENT_SECONDS = 60.0
 _LOOK_SECONDS = 5.0
 
 
+@dataclass(eq=False)
 class SilenceCheck:
     """Says, once, that environments are registered and no request has come to the engine.
 
-    It is called while a run waits for its first groups, when nobody else asks the engine. A hub of
-    this library tells who is registered; ``run-api`` does not, so there the time counts from when
-    it answers, and the message says what is known.
+    It is called while a run waits for its first groups, when nobody else asks the engine. As
+    ``run-api`` does not tell who is registered, the time counts there from its first answer.
 
     Args:
         api: where environments register.
         asked: how many requests the engine has seen so far, or None if it does not say.
         url: of the engine, for the message.
-        forwarded: ports that lead to it besides.
+        forwarded: further ports that lead to the engine.
         say: gets the message.
-        after: seconds.
+        after: seconds without a request until it is said.
         clock: seconds, never going back.
 
     Attributes:
         message: what was said; None while there is nothing to say.
     """
 
-    def __init__(
-        self,
-        api: AtroposClient,
-        asked: Callable[[], int | None],
-        *,
-        url: str,
-        forwarded: Sequence[int] = (),
-        say: Callable[[str], None],
-        after: float = SILENT_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.api, self.asked, self.url, self.forwarded = api, asked, url, tuple(forwarded)
-        self.say, self.after, self.clock = say, after, clock
-        self.message: str | None = None
-        self._heard = False
-        self._count: int | None = None
-        self._since: float | None = None
-        self._next_look = 0.0
+    api: AtroposClient
+    asked: Callable[[], int | None]
+    _: KW_ONLY
+    url: str
+    say: Callable[[str], None]
+    forwarded: Sequence[int] = ()
+    after: float = SILENT_SECONDS
+    clock: Callable[[], float] = time.monotonic
+    message: str | None = field(default=None, init=False)
+    _heard: bool = field(default=False, init=False)
+    _count: int | None = field(default=None, init=False)
+    _since: float | None = field(default=None, init=False)  # somebody is registered
+    _next_look: float = field(default=0.0, init=False)
 
     def __call__(self) -> None:
         now = self.clock()
@@ -77,7 +73,7 @@ class SilenceCheck:
         """Names of the environments; None where the API does not say."""
         try:
             status = self.api.status()
-        except AtroposError:  # the stream of groups waits for it, and says so
+        except AtroposError:  # the stream of groups reports that the API is away
             return []
         if "hub" not in status:
             return None

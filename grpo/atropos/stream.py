@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 from grpo.atropos.client import (
@@ -25,30 +25,24 @@ _AGAIN = (408, 425, 429)  # statuses below 500 after which a request may be repe
 
 @dataclass
 class _Taken:
-    """A batch that was taken.
-
-    Attributes:
-        batch: of which nothing but the lease is kept when all of it was used.
-        names: of its groups.
-        unused: those of its groups that have not been used.
-    """
-
-    batch: Batch
-    names: list[str]
+    batch: Batch  # without groups when all of them were used
+    names: list[str]  # of its groups
     unused: list[ScoredGroup]
 
 
+@dataclass(eq=False)
 class BatchStream:
     """An iterator over batches, and a context manager that starts and stops fetching them.
 
-    It registers the trainer, and does so again when the API has forgotten it. An API that is not
-    there yet, or goes away, is asked until it is back. The batch that was yielded last is
-    acknowledged when the next one is asked for, or the context is left without an error, so that a
-    trainer that fails in between is given it again; an API that was away then is told later. A
-    trainer whose batches are not the API's takes them by :meth:`take` and says what it uses. One
-    that goes on from checkpoints lets the API hold what was used until it is in one.
-    What was not used is given back at the end. Leases are renewed meanwhile, so they may be short:
-    what a trainer held that was killed is soon given to the next.
+    It registers the trainer, and does so again when the API has forgotten it. An API that is away
+    is asked until it is back. The batch that was yielded last is acknowledged when the next one is
+    asked for, or when the context is left without an error: a trainer that fails in between gets
+    the batch again. What was not used is given back at the end. Leases are renewed, so they may be
+    short, and what a killed trainer held is soon given to the next.
+
+    A trainer that makes batches of its own takes those of the API by :meth:`take`, and says by
+    :meth:`used` what it uses of them. ``hold`` is for trainers with checkpoints: what no checkpoint
+    has stays unacknowledged.
 
     Args:
         client: of the API.
@@ -57,14 +51,13 @@ class BatchStream:
         timeout: seconds that the iterator waits for a batch.
         lease_seconds: after which the API takes a batch back from a trainer that is silent.
         poll_seconds: between questions while there is no batch.
-        hold: acknowledge when told to by :meth:`acknowledge`, and at an end without an error, but
-            not when the next batch is taken.
+        hold: acknowledge only by :meth:`acknowledge` and at an end without an error.
 
     Attributes:
         rejected: number of groups left out, by reason.
-        messages: what was wrong with the first of each reason.
+        messages: what was wrong with the first group of each reason.
         repeated: number of groups left out because they came twice.
-        lost_leases: batches that were used, and may be handed out again all the same.
+        lost_leases: batches that were used and may nevertheless be handed out again.
         unreachable: why the API does not answer; None while it does.
 
     Raises:
@@ -76,36 +69,33 @@ class BatchStream:
         ...         train(batch.groups)
     """
 
-    def __init__(
-        self,
-        client: AtroposClient,
-        registration: Registration,
-        *,
-        depth: int = 1,
-        timeout: float = 1800.0,
-        lease_seconds: float = 120.0,
-        poll_seconds: float = 0.1,
-        hold: bool = False,
-    ) -> None:
-        for name, value in (("depth", depth), ("timeout", timeout), ("poll_seconds", poll_seconds),
-                            ("lease_seconds", lease_seconds)):
-            if not value > 0:
-                raise ValueError(f"{name}={value} must be above 0")
-        self.client, self.registration, self.hold = client, registration, hold
-        self.timeout, self.lease_seconds, self.poll_seconds = timeout, lease_seconds, poll_seconds
-        self.rejected: Counter[str] = Counter()
-        self.messages: dict[str, str] = {}
-        self.repeated = self.lost_leases = 0
+    client: AtroposClient
+    registration: Registration
+    _: KW_ONLY
+    depth: int = 1
+    timeout: float = 1800.0
+    lease_seconds: float = 120.0
+    poll_seconds: float = 0.1
+    hold: bool = False
+    rejected: Counter[str] = field(default_factory=Counter, init=False)
+    messages: dict[str, str] = field(default_factory=dict, init=False)
+    repeated: int = field(default=0, init=False)
+    lost_leases: int = field(default=0, init=False)
+    unreachable: str | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "timeout", "poll_seconds", "lease_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         self._taken = 0
         self._open: dict[str, _Taken] = {}  # by lease
-        self._used_up: deque[_Taken] = deque()  # and not acknowledged yet
-        self._held: dict[str, Batch] = {}  # by lease, without groups
+        self._used_up: deque[_Taken] = deque()  # all used, and not acknowledged yet
+        self._held: dict[str, Batch] = {}  # by lease, without groups; renewed
         self._renewed = time.monotonic()
         self._ready: queue.Queue[Batch | AtroposError] = queue.Queue()
-        self._slots = threading.Semaphore(depth)
+        self._slots = threading.Semaphore(self.depth)
         self._ended = threading.Event()
         self._waiting_for = "the API was not asked yet"
-        self.unreachable: str | None = None
         self._thread = threading.Thread(target=self._fetch, name="atropos-batches", daemon=True)
 
     def __enter__(self) -> BatchStream:
@@ -138,12 +128,9 @@ class BatchStream:
         return batch
 
     def take(self) -> Batch:
-        """The next batch, which may have no group; :meth:`used` says what becomes of them.
+        """The next batch, which may have no group; raises as iterating does.
 
-        What was said to be used before is acknowledged first, unless it is held.
-
-        Raises:
-            AtroposError: as from iterating.
+        What was used before is acknowledged first, unless the stream holds it.
         """
         if self.hold:
             self._acknowledge_used()
@@ -160,11 +147,8 @@ class BatchStream:
         return batch
 
     def used(self, groups: Sequence[ScoredGroup]) -> None:
-        """Say that these very groups will be used before the next batch is taken, or are left out.
-
-        A batch is acknowledged when all of its groups were; until then, all of it is handed out
-        again if this trainer is killed.
-        """
+        """Say that groups of taken batches will be used before the next batch is taken, or are left
+        out. A batch can be acknowledged when this was said of all of its groups."""
         self.client.leave_out(group.group_uid for group in groups)
         done = {id(group) for group in groups}
         for taken in self._open.values():
@@ -173,8 +157,7 @@ class BatchStream:
                 taken.batch = Batch([], taken.batch.lease)
 
     def unacknowledged(self) -> list[str]:
-        """Names of the groups that were used, and that may be handed out again if this trainer is
-        killed."""
+        """Names of used groups that are handed out again if this trainer is killed."""
         names = []
         for taken in (*self._used_up, *self._open.values()):
             unused = {group.group_uid for group in taken.unused}
@@ -195,13 +178,13 @@ class BatchStream:
         return found
 
     def acknowledge(self) -> None:
-        """Acknowledge what was used now, as after a checkpoint that knows of it."""
+        """Acknowledge what was used, as after a checkpoint that has it."""
         for lease in [lease for lease, taken in self._open.items() if not taken.unused]:
             self._used_up.append(self._open.pop(lease))
         self._acknowledge_used()
 
     def close(self, *, timeout: float = 10.0) -> None:
-        """Stop fetching and give back what was not used; what is in use stays on its lease."""
+        """Stop fetching and give back what was not used; a batch in use stays on its lease."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -272,7 +255,7 @@ class BatchStream:
                 self._ended.wait(self.poll_seconds)
 
     def _renew(self) -> None:
-        """Hold on to what is not settled, a few times in the length of a lease."""
+        """Renew the leases of what is not settled, a few times in the length of a lease."""
         if time.monotonic() - self._renewed < self.lease_seconds / 4:
             return
         self._renewed = time.monotonic()

@@ -6,8 +6,8 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import orjson
 from tensordict import TensorDictBase
@@ -23,7 +23,7 @@ from grpo.training.checkpoint_files import NotSavedError
 from grpo.training.trainer import Trainer
 from grpo.weights.shared import WeightSync
 
-# So many batches in a row that teach nothing are no accident of one environment.
+# So many batches in a row without anything to learn are a fault of the set-up.
 _USELESS_BATCHES = 8
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ class AtroposTrainer(Trainer):
         checkpoint = super().save()
         try:
             export_step(checkpoint, self.run_dir)
-        except OSError as error:  # where there are no hard links, it takes room of its own
+        except OSError as error:  # without hard links, copies may have filled the disk
             raise NotSavedError(f"step_{checkpoint.step} beside {checkpoint.folder} could not be "
                                 f"written: {error}") from error
-        if self._before_batch is None:  # else one is at work that the checkpoint does not have
+        if self._before_batch is None:  # else a batch is in use that the checkpoint does not have
             self.collector.assembler.saved()
         return checkpoint
 
@@ -52,8 +52,8 @@ class AtroposTrainer(Trainer):
 def export_step(checkpoint: Checkpoint, folder: Path) -> Path:
     """Make ``step_k/`` or ``adapter_step_k/`` of a checkpoint.
 
-    Its files are the checkpoint's own (hard links), so they take no space twice and stay when the
-    checkpoint is dropped. Where the file system has no hard links they are copied.
+    Its files are hard links, which take no further space and stay when the checkpoint is dropped;
+    they are copies where the file system has no hard links.
     """
     adapter = checkpoint.adapter_folder.is_dir()
     source = checkpoint.adapter_folder if adapter else checkpoint.model_folder
@@ -73,22 +73,19 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
+@dataclass(eq=False)
 class CheckedCollector(AtroposCollector):
-    """A collector that passes over batches of which nothing could be trained on.
+    """A collector that passes over batches of which nothing can be trained on.
 
     Args:
-        *args: of :class:`~grpo.atropos.collector.AtroposCollector`.
-        dump_to: each batch is written here, as a group, over the one before.
-        **options: of the same.
+        dump_to: each batch is written here, over the one before, in the format of the API; the
+            further options are those of :class:`~grpo.atropos.collector.AtroposCollector`.
 
     Raises:
-        ValueError: from :meth:`collect`, after some batches in a row that were sampled in another
-            way than the trainer scores.
+        ValueError: from :meth:`collect`, after some such batches in a row.
     """
 
-    def __init__(self, *args: Any, dump_to: Path | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.dump_to = dump_to
+    dump_to: Path | None = field(default=None, kw_only=True)
 
     def collect(self) -> TensorDictBase:
         for _ in range(_USELESS_BATCHES):
@@ -133,6 +130,7 @@ def dumped(batch: TensorDictBase) -> bytes:
     return orjson.dumps({"batch": list(groups.values())})
 
 
+@dataclass(frozen=True)
 class GivenReference:
     """Score a batch with the reference, unless its groups bring the reference's log-probs.
 
@@ -140,8 +138,7 @@ class GivenReference:
         score: writes ``("next", "ref_log_probs", "full")``.
     """
 
-    def __init__(self, score: Callable[[TensorDictBase], TensorDictBase]) -> None:
-        self.score = score
+    score: Callable[[TensorDictBase], TensorDictBase]
 
     def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
         if data.REF_LOG_PROBS in rollout.keys(True):
@@ -150,7 +147,7 @@ class GivenReference:
 
 
 class GroupTeacher:
-    """The teacher is in the groups; see that the first batches have one.
+    """In the place of a teacher where groups bring its tokens; leaves batches as they are.
 
     Raises:
         ValueError: when called, if no group of the first batches brings the teacher's tokens.
