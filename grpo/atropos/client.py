@@ -56,10 +56,6 @@ class Batch:
     repeated: int = 0
     places: list[int] = field(default_factory=list)
 
-    @property
-    def sequences(self) -> int:
-        return sum(map(len, self.groups))
-
 
 class AtroposClient(JsonClient):
     """Calls to the API.

@@ -13,11 +13,16 @@ from contextlib import contextmanager
 
 import torch
 
+from grpo.atropos.assemble import GroupAssembler
 from grpo.atropos.bridge import Bridge
+from grpo.atropos.bridge_driver import BridgeDriver
 from grpo.atropos.bridge_server import BridgeServer
+from grpo.atropos.collector import AtroposCollector
+from grpo.atropos.convert import GroupConverter
 from grpo.atropos.schemas import IGNORED, parse_group
 from grpo.policies.base import Completions, Policy, Sampling
 from grpo.policies.client import EngineClient
+from grpo.policies.driver import TransformersSampler
 
 EOS = 1
 
@@ -147,6 +152,24 @@ class Environment(threading.Thread):
 
     def stop(self):
         self.stopped.set()
+
+
+def make_driver(bridge, policy=None, **options):
+    return BridgeDriver(bridge, TransformersSampler(policy or DicePolicy()), **options)
+
+
+def make_collector(bridge, source, policy, *, rows=12, version=lambda: 0, timeout=30.0,
+                   recompute=None, **options):
+    """The bridge form of a collector; ``options`` are those of the converter."""
+    converter = GroupConverter(pad_token_id=0, temperature=1.0, **options)
+    assembler = GroupAssembler(source, converter, rows=rows, version=version,
+                               records=bridge.records)
+    return AtroposCollector(assembler, driver=make_driver(bridge, policy), timeout=timeout,
+                            recompute=recompute)
+
+
+def post(client, path, **body):
+    return client.call("POST", path, body)
 
 
 @contextmanager

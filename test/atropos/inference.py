@@ -1,4 +1,5 @@
-"""A stand-in for an engine's HTTP server: every second sample of an addition is right."""
+"""Stand-ins for HTTP servers; that of an engine answers every second sample of an addition rightly.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,39 @@ def answers(prompt: str, count: int) -> list[str]:
     return random.sample(texts, count)
 
 
-class Handler(BaseHTTPRequestHandler):
+class JsonHandler(BaseHTTPRequestHandler):
+    """Reads and writes JSON, and logs nothing."""
+
+    def body(self):
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def reply(self, value, *, status=200):
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@contextmanager
+def running(handler, port: int = 0):
+    """The address of a server of this handler."""
+    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class Handler(JsonHandler):
     tokenizer = None
     requests: list[tuple[str, dict]] = []
 
@@ -29,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({})
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         self.requests.append((self.path, body))
         self.reply({"/generate": self.generate, "/v1/completions": self.complete,
                     "/v1/chat/completions": self.chat}[self.path](body, body.get("n") or 1))
@@ -53,26 +86,10 @@ class Handler(BaseHTTPRequestHandler):
                              "message": {"role": "assistant", "content": text}}
                             for i, text in enumerate(texts)]}
 
-    def reply(self, value):
-        data = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
 
 @contextmanager
 def inference_server(tokenizer, port: int = 0):
     """Its address and the list of ``(path, body)`` that it is asked."""
     handler = type("Handler", (Handler,), {"tokenizer": tokenizer, "requests": []})
-    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", handler.requests
-    finally:
-        server.shutdown()
-        server.server_close()
+    with running(handler, port) as url:
+        yield url, handler.requests

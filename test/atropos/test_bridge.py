@@ -6,7 +6,6 @@ import http.client
 import itertools
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
@@ -15,18 +14,23 @@ from hypothesis import HealthCheck, given, settings
 
 from grpo import data
 from grpo.atropos.assemble import GroupAssembler
-from grpo.atropos.bridge_driver import BridgeDriver
 from grpo.atropos.collector import AtroposCollector
 from grpo.atropos.convert import GroupConverter
 from grpo.atropos.records import Records
 from grpo.policies.client import EngineCallError, EngineClient
-from grpo.policies.driver import TransformersSampler
 
-from .environments import EOS, DicePolicy, Environment, Groups, playing, serving
-
-
-def make_driver(bridge, policy=None, **options):
-    return BridgeDriver(bridge, TransformersSampler(policy or DicePolicy()), **options)
+from ..support import wait_until
+from .environments import (
+    EOS,
+    DicePolicy,
+    Environment,
+    Groups,
+    make_collector,
+    make_driver,
+    playing,
+    post,
+    serving,
+)
 
 
 @pytest.fixture
@@ -47,10 +51,6 @@ def served(tokenizer):
         finally:
             stop.set()
             thread.join(10)
-
-
-def post(client, path, **body):
-    return client.call("POST", path, body)
 
 
 # -- what environments see -------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_a_client_that_leaves_is_not_answered_and_disturbs_nobody(tokenizer):
         leaver.request("POST", "/generate", json.dumps({"prompt": "a", "n": 3}))
         (taken,) = bridge.take(1, timeout=5)
         leaver.close()
-        wait_for(lambda: bridge.counts["cancelled"] == 3)
+        wait_until(lambda: bridge.counts["cancelled"] == 3)
         assert bridge.waiting == 0 and taken.cancelled
         bridge.reply(taken, [66, EOS], [-1.0, -1.0], versions=[(0, 2)])
         bridge.put_back([taken])
@@ -158,7 +158,7 @@ def test_a_client_that_leaves_is_not_answered_and_disturbs_nobody(tokenizer):
         driver, client = make_driver(bridge), EngineClient(url, timeout=10)
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(post, client, "/generate", prompt="b")
-            wait_for(lambda: driver.advance(0.02) or future.done())
+            wait_until(lambda: driver.advance(0.02) or future.done())
         assert len(bridge.records) == 1
 
 
@@ -187,13 +187,6 @@ def test_a_token_is_wanted_where_one_is_set(tokenizer):
 
 
 # -- rewards in hindsight --------------------------------------------------------------------------
-
-
-def make_collector(bridge, groups, policy, *, rows=12, version=lambda: 0, timeout=30.0, **options):
-    converter = GroupConverter(pad_token_id=0, temperature=1.0, **options)
-    assembler = GroupAssembler(groups, converter, rows=rows, version=version,
-                               records=bridge.records)
-    return AtroposCollector(assembler, driver=make_driver(bridge, policy), timeout=timeout)
 
 
 def expected_values(policy):
@@ -270,7 +263,7 @@ def test_groups_sampled_too_long_ago_are_dropped_and_counted(tokenizer):
         environment = Environment(url, late, seed=1, turns=1, dropped=0.0, episodes=4)
         driver = make_driver(bridge, policy)
         with playing([environment]):
-            wait_for(lambda: driver.advance(0.02) or not environment.is_alive())
+            wait_until(lambda: driver.advance(0.02) or not environment.is_alive())
             now["version"] = 5
             collector = make_collector(bridge, groups, policy, version=lambda: now["version"],
                                        max_staleness=2)
@@ -392,10 +385,3 @@ def test_a_policy_learns_through_the_bridge(tokenizer, byte_model):
                 rewards.append(batch[data.REWARD].mean().item())
                 weights.publish()
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
-
-
-def wait_for(condition, timeout=10.0):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened in time"
-        time.sleep(0.001)

@@ -145,6 +145,11 @@ def test_calls_that_are_put_back_are_first_in_line_again():
     assert side.bridge.take() == [first, second, fourth]
 
 
+def test_at_least_one_call_must_run():
+    with pytest.raises(ValueError, match="max_running=0"):
+        Side(max_running=0)
+
+
 def test_idle_waiting_is_short_and_does_not_step():
     side = Side()
     side.driver.advance(0.01)

@@ -134,16 +134,3 @@ def test_after_draining_the_weights_may_change_and_what_waits_is_kept(driven):
                 driver.drain(timeout=0)
             finally:
                 driver.drain()
-
-
-def test_no_more_than_so_many_calls_are_in_the_engine(driven):
-    driver, client = driven
-    driver.max_running = 2
-    seen = []
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(client.call, "POST", "/generate", {
-            "prompt_token_ids": [10], "n": 7, "max_tokens": 4})
-        drive(driver, lambda: seen.append(driver.running) or future.done())
-    assert max(seen) == 2
-    with pytest.raises(ValueError, match="max_running=0"):
-        BridgeDriver(driver.bridge, driver.sampler, max_running=0)

@@ -13,17 +13,13 @@ from grpo import data
 from grpo.atropos.bridge_env import AtroposBridgeEnv, RequestedSampling
 from grpo.policies.client import EngineCallError, EngineClient
 
-from .environments import DicePolicy, serving
+from .environments import DicePolicy, post, serving
 
 
 def make_env(bridge, **options):
     return AtroposBridgeEnv(bridge, **{"rows": 8, "max_prompt_tokens": 64,
                                        "max_response_tokens": 6, "pad_token_id": 0,
                                        "timeout": 10.0, **options})
-
-
-def post(client, path, **body):
-    return client.call("POST", path, body)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -10,21 +10,17 @@ from pathlib import Path
 import pytest
 
 from grpo import data
-from grpo.atropos.assemble import GroupAssembler, StreamSource
-from grpo.atropos.bridge_driver import BridgeDriver
+from grpo.atropos.assemble import StreamSource
 from grpo.atropos.client import AtroposClient
-from grpo.atropos.collector import AtroposCollector
-from grpo.atropos.convert import GroupConverter
 from grpo.atropos.hub_server import HubServer
 from grpo.atropos.launcher import EnvironmentProcess, serve_flags
 from grpo.atropos.recompute import RecomputeLogProbs
 from grpo.atropos.stream import BatchStream
 from grpo.envs.tokenizer_files import save_tokenizer
 from grpo.objectives.scorer import TokenScorer
-from grpo.policies.driver import TransformersSampler
 
-from .environments import DicePolicy, serving
-from .test_bridge_hub import registration
+from .environments import DicePolicy, make_collector, serving
+from .groups import registration
 
 pytestmark = pytest.mark.slow  # atroposlib takes seconds to import, an environment ten to start
 
@@ -41,18 +37,14 @@ def test_what_an_environment_sends_is_matched_with_what_was_sampled(
     with serving(tokenizer) as (bridge, url), HubServer() as hub:
         flags = serve_flags(engine_url=url, model="policy", tokenizer=tmp_path / "tokenizer",
                             group_size=GROUP, ensure_scores_are_not_same=False)
-        with BatchStream(AtroposClient(hub.url), registration(12), poll_seconds=0.05) as stream, \
-                EnvironmentProcess(
+        with BatchStream(AtroposClient(hub.url), registration(batch_size=12),
+                         poll_seconds=0.05) as stream, EnvironmentProcess(
                     REPO / "examples" / "atropos" / f"{name}_env.py", python=python,
                     api_url=hub.url, flags=flags, log_path=tmp_path / "log",
                     env={"HF_HUB_OFFLINE": "1"}) as process:
             recompute = RecomputeLogProbs(TokenScorer(byte_model), max_tokens=4096)
-            collector = AtroposCollector(
-                GroupAssembler(StreamSource(stream), GroupConverter(
-                    pad_token_id=0, temperature=1.0, max_staleness=2), rows=12,
-                    records=bridge.records),
-                driver=BridgeDriver(bridge, TransformersSampler(policy)), recompute=recompute,
-                timeout=120.0)
+            collector = make_collector(bridge, StreamSource(stream), policy, max_staleness=2,
+                                       recompute=recompute, timeout=120.0)
             batches = [collector.collect() for _ in range(3)]
             process.check()
     said = {(prompt, tokens): values for prompt, tokens, values, _ in policy.said}

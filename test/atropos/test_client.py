@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
-import json
-import threading
 import time
 
 import pytest
@@ -23,6 +20,7 @@ from grpo.system.lifeline import bind
 
 from ..support import wait_until
 from .groups import group, registration, tag_of
+from .inference import JsonHandler, running
 
 
 def stream(client, **options):
@@ -37,39 +35,27 @@ def tags(batch):
     return [tag_of(one) for one in batch.groups]
 
 
-class RunApi(http.server.BaseHTTPRequestHandler):
+class RunApi(JsonHandler):
     """What run-api answers, without leases."""
 
     def do_GET(self):
         assert self.path.startswith("/batch")
-        answer = json.dumps({"batch": [group(tag=1), group() | {"scores": [0.0]}]})
-        self.answer(200, answer)
+        self.reply({"batch": [group(tag=1), group() | {"scores": [0.0]}]})
 
     def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer(422, '{"detail": [{"msg": "Field required"}]}')
-
-    def answer(self, status, text):
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_):
-        pass
+        self.body()
+        self.reply({"detail": [{"msg": "Field required"}]}, status=422)
 
 
 @pytest.fixture
 def run_api():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RunApi)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield AtroposClient(f"http://127.0.0.1:{server.server_port}")
-    server.shutdown()
-    server.server_close()
+    with running(RunApi) as url:
+        yield AtroposClient(url)
 
 
 def test_run_api_has_no_leases(run_api):
     batch = run_api.batch()
-    assert batch.lease is None and tags(batch) == [1] and batch.sequences == 2
+    assert batch.lease is None and tags(batch) == [1]
     assert run_api.acknowledge(batch) and run_api.release(batch)
     assert tags(run_api.batch()) == [1]  # equal groups are not taken for repeats there
     with pytest.raises(AtroposError, match="Field required") as caught:

@@ -12,7 +12,6 @@ from hypothesis import given
 from grpo import data
 from grpo.atropos.advantages import GivenAdvantage
 from grpo.atropos.convert import (
-    GIVEN_ADVANTAGE,
     TEMPERATURE,
     GroupConverter,
     Sampled,
@@ -309,11 +308,6 @@ def test_a_converted_batch_trains(tiny_model):
     assert all(p.grad.isfinite().all() for p in tiny_model.parameters() if p.grad is not None)
 
 
-def test_images_are_refused():
-    with pytest.raises(ValueError, match="environment 3 has images, but this trainer is for text"):
-        groups_to_batch([group(([5], [6]), images=["a.png"], env_id=3)], pad_token_id=PAD)
-
-
 def test_no_groups_and_bad_options_are_refused():
     with pytest.raises(ValueError, match="no groups to convert"):
         groups_to_batch([], pad_token_id=PAD)
@@ -323,8 +317,3 @@ def test_no_groups_and_bad_options_are_refused():
                              ({"temperature": 0.0}, "temperature=0.0 must be positive")]:
         with pytest.raises(ValueError, match=message):
             GroupConverter(pad_token_id=PAD, **options)
-
-
-def test_without_given_advantages_there_is_nan():
-    batch = groups_to_batch([group(([5], [6]))], pad_token_id=PAD)
-    assert batch[GIVEN_ADVANTAGE].isnan().all()

@@ -8,22 +8,21 @@ from __future__ import annotations
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from grpo.atropos.client import AtroposClient
+from grpo.atropos.client import AtroposClient, AtroposError
 from grpo.atropos.hub_server import HubServer
 from grpo.atropos.launcher import EnvironmentProcess, serve_flags
-from grpo.atropos.schemas import Registration
 from grpo.envs.tasks import ArithmeticTask
 from grpo.envs.tokenizer_files import environment_tokenizer, save_tokenizer
 from grpo.system.child_process import Child, log_tail
 
 from ..support import finished, free_port, wait_until
+from .groups import registration
 from .inference import LOG_PROB, inference_server
 
 pytestmark = pytest.mark.slow  # atroposlib takes seconds to import, an environment ten to start
@@ -33,9 +32,8 @@ EXAMPLES = REPO / "examples" / "atropos"
 NAMES = ("arithmetic", "two_turn", "chat", "gsm8k")
 GROUP = 4
 EOS = 1
-TRAINER = {"wandb_group": "g", "wandb_project": "p", "batch_size": GROUP, "max_token_len": 1024,
-           "checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0,
-           "num_steps": 1000}
+TRAINER = registration(batch_size=GROUP, max_token_len=1024, checkpoint_dir="",
+                       save_checkpoint_interval=-1, num_steps=1000)
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +43,9 @@ def tokenizer_folder(tokenizer, tmp_path_factory) -> Path:
     return folder
 
 
-def call(url: str, body: dict | None = None) -> dict:
-    request = urllib.request.Request(url, headers={"Content-Type": "application/json"},
-                                     data=None if body is None else json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.load(answer)
+def batch(url: str) -> list[dict] | None:
+    """A batch as run-api sends it."""
+    return AtroposClient(url).call("GET", "/batch")["batch"]
 
 
 @contextmanager
@@ -68,51 +64,64 @@ def run_api(python: Path, log_path: Path, port: int | None = None):
 
 def register(url: str) -> None:
     """Be a trainer: register and ask once, which lets environments in."""
-    call(url + "/register", TRAINER)
-    call(url + "/batch")
+    AtroposClient(url).register(TRAINER)
+    batch(url)
 
 
 def next_group(url: str, *, processes=(), timeout: float = 60.0) -> dict:
-    return wait_until(lambda: call(url + "/batch")["batch"], seconds=timeout, said=lambda: "".join(
+    return wait_until(lambda: batch(url), seconds=timeout, said=lambda: "".join(
         log_tail(process.log_path, 15) for process in processes))[0]
 
 
 def wait_for_environment(url: str, process: EnvironmentProcess) -> None:
     """Wait until run-api knows an environment. It fails the question as long as it does not."""
-    request = urllib.request.Request(url + "/status-env", method="GET", data=b'{"env_id": 0}',
-                                     headers={"Content-Type": "application/json"})
-
     def known() -> bool:
         try:
-            urllib.request.urlopen(request, timeout=10).close()
-        except urllib.error.URLError:
+            return bool(AtroposClient(url).status_env(0))
+        except AtroposError:
             return False
-        return True
 
     wait_until(known, seconds=60.0, said=lambda: log_tail(process.log_path))
 
 
+def example(name: str, engine_url: str, tokenizer: Path, *, token: str | None = None,
+            env: dict[str, Any], **options) -> EnvironmentProcess:
+    """An example environment for an engine; ``env`` are fields of its configuration."""
+    flags = serve_flags(engine_url=engine_url, model="tiny", tokenizer=tokenizer, token=token,
+                        group_size=GROUP, **env)
+    return EnvironmentProcess(EXAMPLES / f"{name}_env.py", flags=flags,
+                              env={"HF_HUB_OFFLINE": "1"}, **options)
+
+
+def a_group_of_each(python: Path, engine_url: str, tokenizer: Path, folder: Path, *,
+                    data_path: Path, scores_differ: bool, token: str | None = None,
+                    **env) -> dict[str, dict]:
+    """One group of each environment. Each has its own API, all run at the same time."""
+    with ExitStack() as stack:
+        urls, processes = {}, []
+        for name in NAMES:
+            url = urls[name] = stack.enter_context(run_api(python, folder / f"{name}_api.log"))
+            of_files = {"data_path": data_path} if name == "gsm8k" else {}
+            processes.append(stack.enter_context(example(
+                name, engine_url, tokenizer, token=token, python=python, api_url=url,
+                log_path=folder / f"{name}.log", env={
+                    "ensure_scores_are_not_same": scores_differ and not of_files,
+                    **of_files, **env})))
+            register(url)
+        return {name: next_group(url, processes=processes, timeout=120.0)
+                for name, url in urls.items()}
+
+
 @pytest.fixture(scope="module")
 def groups(python, tokenizer, tokenizer_folder, tmp_path_factory) -> dict[str, dict]:
-    """One group of each environment. Each has its own API, all run at the same time."""
     folder = tmp_path_factory.mktemp("environments")
     for split in ("train", "test"):
         rows = [{"question": f"What is {a}+{a}=", "answer": f"add\n#### {2 * a:02d}"}
                 for a in range(10, 15)]
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with ExitStack() as stack:
-        engine, _ = stack.enter_context(inference_server(tokenizer))
-        urls, processes = {}, []
-        for name in NAMES:
-            url = urls[name] = stack.enter_context(run_api(python, folder / f"{name}_api.log"))
-            flags = serve_flags(engine_url=engine, model="tiny", tokenizer=tokenizer_folder,
-                                group_size=GROUP, ensure_scores_are_not_same=name != "gsm8k",
-                                data_path=folder if name == "gsm8k" else None)
-            processes.append(stack.enter_context(EnvironmentProcess(
-                EXAMPLES / f"{name}_env.py", python=python, api_url=url, flags=flags,
-                log_path=folder / f"{name}.log", env={"HF_HUB_OFFLINE": "1"})))
-            register(url)
-        return {name: next_group(url, processes=processes) for name, url in urls.items()}
+    with inference_server(tokenizer) as (engine, _):
+        return a_group_of_each(python, engine, tokenizer_folder, folder, data_path=folder,
+                               scores_differ=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -215,12 +224,9 @@ def test_a_missing_data_folder_is_named_before_anything_is_asked(python, tokeniz
                                                                  tmp_path):
     with run_api(python, tmp_path / "api.log") as url:
         register(url)
-        process = EnvironmentProcess(
-            EXAMPLES / "gsm8k_env.py", python=python, api_url=url, max_restarts=0,
-            log_path=tmp_path / "env.log", env={"HF_HUB_OFFLINE": "1"},
-            flags=serve_flags(engine_url="http://127.0.0.1:9", model="tiny",
-                              tokenizer=tokenizer_folder, data_path=tmp_path / "nowhere"))
-        with process:
+        with example("gsm8k", "http://127.0.0.1:9", tokenizer_folder, python=python, api_url=url,
+                     max_restarts=0, log_path=tmp_path / "env.log",
+                     env={"data_path": tmp_path / "nowhere"}) as process:
             wait_until(lambda: process.state == "failed", seconds=60.0)
         assert any("nowhere/train.jsonl is not there" in line for line in process.last_lines())
 
@@ -230,18 +236,17 @@ def test_the_order_of_starts_is_free_and_the_api_may_restart(python, tokenizer, 
     """Environment first, then API and trainer, then the engine; then the API comes again."""
     port, engine_port = free_port(), free_port()
     with ExitStack() as stack:
-        process = stack.enter_context(EnvironmentProcess(
-            EXAMPLES / "arithmetic_env.py", python=python, api_url=f"http://127.0.0.1:{port}",
-            log_path=tmp_path / "env.log", env={"HF_HUB_OFFLINE": "1"}, max_restarts=2,
-            flags=serve_flags(engine_url=f"http://127.0.0.1:{engine_port}", model="tiny",
-                              tokenizer=tokenizer_folder, group_size=GROUP)))
+        process = stack.enter_context(example(
+            "arithmetic", f"http://127.0.0.1:{engine_port}", tokenizer_folder, python=python,
+            api_url=f"http://127.0.0.1:{port}", log_path=tmp_path / "env.log", max_restarts=2,
+            env={}))
         for first in (True, False):
             with run_api(python, tmp_path / "api.log", port) as url:
                 register(url)
                 if first:
                     wait_for_environment(url, process)
                     time.sleep(7)  # it begins to ask after 5
-                    assert call(url + "/batch")["batch"] is None
+                    assert batch(url) is None
                     stack.enter_context(inference_server(tokenizer, engine_port))
                 assert len(next_group(url, processes=[process])["tokens"]) == GROUP
             process.check()
@@ -250,19 +255,16 @@ def test_the_order_of_starts_is_free_and_the_api_may_restart(python, tokenizer, 
 def test_a_hub_with_a_token_in_the_place_of_run_api(python, tokenizer, tokenizer_folder, tmp_path):
     with HubServer(token="secret") as hub, inference_server(tokenizer) as (engine, _):
         trainer = AtroposClient(hub.url, token="secret")
-        with EnvironmentProcess(
-                EXAMPLES / "arithmetic_env.py", python=python, api_url=hub.url,
-                api_token="secret", log_path=tmp_path / "env.log", env={"HF_HUB_OFFLINE": "1"},
-                flags=serve_flags(engine_url=engine, model="tiny", tokenizer=tokenizer_folder,
-                                  group_size=GROUP)) as process:
+        with example("arithmetic", engine, tokenizer_folder, python=python, api_url=hub.url,
+                     api_token="secret", log_path=tmp_path / "env.log", env={}) as process:
             assert not process.registered()
-            trainer.register(Registration(**TRAINER))
+            trainer.register(TRAINER)
             trainer.batch()
             process.wait_registered(timeout=60)
-            batch = wait_until(trainer.batch, seconds=60.0,
+            found = wait_until(trainer.batch, seconds=60.0,
                                said=lambda: log_tail(process.log_path))
             process.check()
-    assert batch.sequences == GROUP and not batch.rejected
+    assert list(map(len, found.groups)) == [GROUP] and not found.rejected
 
 
 def test_groups_are_written_by_process_without_an_api(python, tokenizer, tokenizer_folder,
@@ -321,22 +323,9 @@ def test_all_environments_sample_from_a_real_engine(python, sharp_model, gsm8k_f
 
     command = server_command(str(sharp_model), dtype="float32", max_model_len=1536, token="secret",
                              served_model_name="tiny", kv_cache_memory_bytes=64 << 20)
-    groups = {}
-    with ExitStack() as stack:
-        engine = stack.enter_context(EngineProcess(command, start_timeout=240))
-        apis, processes = {}, []
-        for name in NAMES:
-            url = apis[name] = stack.enter_context(run_api(python, tmp_path / f"{name}_api.log"))
-            flags = serve_flags(
-                engine_url=engine.url, model="tiny", tokenizer=sharp_model, token="secret",
-                group_size=GROUP, ensure_scores_are_not_same=False, max_new_tokens=12,
-                data_path=gsm8k_folder if name == "gsm8k" else None)
-            processes.append(stack.enter_context(EnvironmentProcess(
-                EXAMPLES / f"{name}_env.py", python=python, api_url=url, flags=flags,
-                log_path=tmp_path / f"{name}.log", env={"HF_HUB_OFFLINE": "1"})))
-            register(url)
-        for name, url in apis.items():
-            groups[name] = next_group(url, processes=processes, timeout=120)
+    with EngineProcess(command, start_timeout=240) as engine:
+        groups = a_group_of_each(python, engine.url, sharp_model, tmp_path, data_path=gsm8k_folder,
+                                 scores_differ=False, token="secret", max_new_tokens=12)
     model = AutoModelForCausalLM.from_pretrained(sharp_model)
     assert groups.pop("chat")["inference_logprobs"] is None
     for group in groups.values():

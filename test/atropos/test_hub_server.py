@@ -11,12 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import orjson
 import pytest
 
-from grpo.atropos import hub_server
 from grpo.atropos.client import AtroposClient, AtroposError
 from grpo.atropos.hub import Limits
 from grpo.atropos.hub_server import HubServer, main
@@ -335,24 +333,19 @@ def test_stopping_does_not_wait_for_held_senders():
     assert time.monotonic() - started < 5 and not sender.is_alive()
 
 
-def test_a_hub_says_whether_it_is_one_runs_alone(client, monkeypatch):
+def test_a_hub_says_whether_it_is_one_runs_alone(client):
     assert client.status()["hub"]["private"] is False
     with HubServer(private=True) as hub:
         assert AtroposClient(hub.url).status()["hub"]["private"] is True
-    asked = []
-    monkeypatch.setattr(hub_server, "build", lambda host, **options: (
-        asked.append(options["private"]) or (SimpleNamespace(run=lambda sockets: None), None)))
-    main(["--port", "0"])
-    main(["--port", "0", "--private"])
-    assert asked == [False, True]
 
 
 @pytest.mark.slow
 def test_the_command(tmp_path):
     command = [sys.executable, "-m", "grpo.atropos.hub_server",
                "--journal", str(tmp_path / "journal")]
-    with EngineProcess(command, start_timeout=60, token="secret") as process:
+    with EngineProcess([*command, "--private"], start_timeout=60, token="secret") as process:
         client = AtroposClient(process.url, token="secret")
+        assert client.status()["hub"]["private"] is True
         client.send(group())
         with pytest.raises(AtroposError, match="401"):
             AtroposClient(process.url).status()
@@ -360,4 +353,5 @@ def test_the_command(tmp_path):
         subprocess.run(["kill", "-9", str(process.pid)], check=True)
         wait_until(lambda: not process.alive())
     with EngineProcess(command, start_timeout=60) as process:
-        assert AtroposClient(process.url).status()["queue_size"] == 1
+        status = AtroposClient(process.url).status()
+        assert status["queue_size"] == 1 and status["hub"]["private"] is False
