@@ -1,14 +1,14 @@
-"""An inference server whose engine is whatever policy the trainer has.
+"""The bridge: an inference server for environments, whose engine is the trainer's policy.
 
-Requests of environments (OpenAI's chat completions and completions, ``/generate``) wait here as
+Requests (OpenAI's chat completions and completions, ``/generate``) wait here as
 :class:`~grpo.atropos.calls.Call` objects, one for each sample. A driver in the trainer's process
-takes them, lets the policy continue their prompts, and replies with tokens and log-probs. Nothing
-here knows of rewards: what the policy said is kept in :class:`~grpo.atropos.records.Records`, and a
-scored group that arrives later finds it there.
+takes them, lets the policy continue their prompts, and replies with tokens and log-probs. Rewards
+come later: what the policy sampled is kept in :class:`~grpo.atropos.records.Records`, where a
+scored group finds it.
 
-The routes, formats and checks are those of :mod:`grpo.server`. A run answers with a
-:class:`~grpo.atropos.bridge_driver.BridgeDriver`; a TorchRL program may take the bridge as an
-environment, :class:`~grpo.atropos.bridge_env.AtroposBridgeEnv`.
+The routes, formats and checks are those of :mod:`grpo.server`. In a run
+:class:`~grpo.atropos.bridge_driver.BridgeDriver` is the driver; a TorchRL program takes the bridge
+as an environment, :class:`~grpo.atropos.bridge_env.AtroposBridgeEnv`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from grpo.server.generation import Answer, Generation, Position, Sample
 from grpo.system.http_app import bare_app
 from grpo.system.json_api import ApiError
 
-# What a policy that knows only a temperature cannot do, with the values that ask for nothing.
+# Options that a policy with a temperature alone does not have, and their neutral values.
 _BEYOND_A_TEMPERATURE = {"ignore_eos": False, "seed": None}
 
 
@@ -94,12 +94,8 @@ class Bridge:
         return len(self._waiting)
 
     def take(self, limit: int | None = None, *, timeout: float = 0.0) -> list[Call]:
-        """The calls that wait, oldest first; empty if none came within ``timeout`` seconds.
-
-        Args:
-            limit: at most so many.
-            timeout: seconds to wait for the first.
-        """
+        """At most ``limit`` waiting calls, oldest first; empty if none comes within ``timeout``
+        seconds."""
         with self._arrived:
             if timeout > 0:
                 self._arrived.wait_for(lambda: self._waiting, timeout)
@@ -109,7 +105,7 @@ class Bridge:
             return taken
 
     def put_back(self, calls: Sequence[Call]) -> None:
-        """Return calls that were taken and not replied to; they are first in line again."""
+        """Put calls that were taken and not replied to in front of the others."""
         with self._arrived:
             self._waiting.extendleft(call for call in reversed(calls) if not call.cancelled)
             self._arrived.notify()
@@ -124,13 +120,13 @@ class Bridge:
         truncated: bool = False,
         positions: list[Position] | None = None,
     ) -> None:
-        """Answer a call, and remember what was said.
+        """Answer a call, and record what was sampled.
 
         Args:
             call: from :meth:`take`.
-            tokens: sampled ids, the end token included; cut here to what the call asked for.
-            log_probs: of the tokens, under the distribution that was sampled; None: not known, in
-                which case no record is kept.
+            tokens: sampled ids with the end token; cut here to what the call asked for.
+            log_probs: of the tokens, under the distribution that was sampled; without them no
+                record is kept.
             versions: ``[(policy version, tokens), ...]``.
             truncated: whether a length limit ended the continuation.
             positions: log-probs of further tokens at each position, the sampled one first.
@@ -164,11 +160,7 @@ class Bridge:
                              type="invalid_request_error" if status < 500 else "server_error"))
 
     def close(self, reason: str) -> None:
-        """Answer all that is not answered yet, taken or not, and all that comes, with 503.
-
-        Args:
-            reason: what the answers say.
-        """
+        """Answer all open calls, taken or not, and all later requests with 503 and the reason."""
         with self._arrived:
             self.closed = reason
             self._waiting.clear()
@@ -212,11 +204,7 @@ class Bridge:
     # -- the server's side ------------------------------------------------------------------------
 
     def add(self, calls: Sequence[Call]) -> None:
-        """Let calls wait for the driver.
-
-        Raises:
-            ApiError: 503 if too many wait, or the bridge is closed.
-        """
+        """Let calls wait for the driver; ApiError 503 if too many wait or the bridge is closed."""
         with self._arrived:
             if self.closed is not None:
                 raise ApiError(self.closed, status=503, type="closed")
@@ -243,12 +231,8 @@ class Bridge:
             self._waiting = deque(call for call in self._waiting if not call.cancelled)
 
     def app(self, *, token: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
-        """The inference server; it needs somebody who drives the bridge.
-
-        Args:
-            token: if given, all routes but ``/health`` want ``Authorization: Bearer <token>``.
-            max_body_bytes: greater requests are answered with 413.
-        """
+        """The inference server. With a ``token`` all routes but ``/health`` want it; requests of
+        more than ``max_body_bytes`` are answered with 413."""
         app = bare_app("grpo bridge", token=token, max_body_bytes=max_body_bytes,
                        open_paths=("/health",), advice="send fewer prompts a request, or ")
         for module in (routes_generate, routes_openai):
@@ -259,11 +243,8 @@ class Bridge:
 
 
 class BridgeGeneration(Generation):
-    """The engine server's :class:`~grpo.server.generation.Generation`, with a bridge for engine.
-
-    Streams are sent in one piece; a sample's log-probs are that of the sampled token alone unless
-    the driver knows more.
-    """
+    """Generation by the driver of a bridge. Streams are sent in one piece, and log-probs are those
+    of the sampled tokens alone unless the driver gives more."""
 
     def __init__(self, bridge: Bridge) -> None:
         super().__init__(None, tokenizer=bridge.tokenizer, max_model_len=bridge.max_model_len,

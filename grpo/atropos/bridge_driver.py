@@ -56,11 +56,8 @@ class BridgeDriver:
         return len(self._running)
 
     def advance(self, timeout: float = 0.0) -> None:
-        """Take what waits, let the engine do one step, reply to what is finished.
-
-        Args:
-            timeout: seconds to wait for a call if there is nothing to do.
-        """
+        """Take what waits, let the engine do one step, reply to what is finished; with nothing to
+        do, wait ``timeout`` seconds for a call."""
         room = None if self.max_running is None else self.max_running - len(self._running)
         if room != 0:
             self._start(self._take(room, timeout))

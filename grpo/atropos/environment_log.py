@@ -14,19 +14,14 @@ _MOST_WIDTH = 400
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|Error|\w+Error|\w*Exception)\b")
 _HEAD = "Traceback (most recent call last)"
 # Modules that come in a package of another name.
-_PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "dotenv":
-             "python-dotenv", "skimage": "scikit-image", "sklearn": "scikit-learn", "yaml":
-             "pyyaml"}
+_PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python",
+             "dotenv": "python-dotenv", "skimage": "scikit-image", "sklearn": "scikit-learn",
+             "yaml": "pyyaml"}
 
 
 def last_traceback(path: Path, *, since: int = 0, more: int = 0) -> list[str]:
-    """The last traceback in a log, from its head to what was raised; empty if there is none.
-
-    Args:
-        path: of the log.
-        since: bytes at its beginning that belong to an earlier run.
-        more: so many of the lines that follow, which a long message may go on in.
-    """
+    """The last traceback in a log, from its head to what was raised, and ``more`` lines, because a
+    message may be long. The first ``since`` bytes belong to an earlier run."""
     lines = _end(path, since)
     heads = [at for at, line in enumerate(lines) if _HEAD in line]
     if not heads:
@@ -48,12 +43,7 @@ def failed_import(path: Path, *, since: int = 0) -> str | None:
 
 
 def import_fix(raised: str, *, python: str, script: Path) -> str:
-    """What to do about an import error.
-
-    Args:
-        raised: its line in the log.
-        python: interpreter of the environment.
-        script: of the environment.
+    """What to do about an import error, whose line in the log is ``raised``.
 
     Examples:
         >>> import_fix("ModuleNotFoundError: No module named 'yaml'", python="venv/bin/python",
@@ -84,10 +74,8 @@ def quoted(path: Path, *, since: int = 0) -> str:
 
 
 def troubles(path: Path, *, since: int = 0) -> str:
-    """What a log of an environment that still runs says of errors, set as :func:`quoted`.
-
-    atroposlib goes on after an error in ``collect_trajectories``, of which it logs one line.
-    """
+    """The errors in the log of an environment that still runs, set as by :func:`quoted`; atroposlib
+    goes on after one in ``collect_trajectories``, of which it logs one line."""
     lines = last_traceback(path, since=since, more=_MORE_LINES) or [
         line for line in _end(path, since) if _ERROR.search(line)][-_MORE_LINES:]
     return _set(lines, path) if lines else ""

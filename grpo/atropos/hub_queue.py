@@ -11,19 +11,12 @@ from itertools import chain
 
 @dataclass(frozen=True, slots=True)
 class QueuedGroup:
-    """A group as it was received.
+    """A group as it was received."""
 
-    Attributes:
-        number: counts groups in the order they came.
-        env: the sender's id; None if it named none.
-        size: sequences in it.
-        body: its JSON object.
-    """
-
-    number: int
-    env: int | None
-    size: int
-    body: bytes
+    number: int  # counts groups in the order they came
+    env: int | None  # the sender's id, if it sent one
+    size: int  # sequences
+    body: bytes  # JSON object
 
 
 class GroupQueue:

@@ -75,20 +75,12 @@ class HubServer:
         self.stop()
 
     def start(self) -> None:
-        """Start the thread, and return when the hub answers.
-
-        Raises:
-            RuntimeError: if it does not, or was started before.
-        """
+        """Start the thread, and return when the hub answers; RuntimeError otherwise."""
         self._thread.start()
         AtroposClient(self.url, token=self.token).wait_ready(timeout=_START_SECONDS)
 
     def stop(self, *, timeout: float = 10.0) -> None:
-        """End the thread; requests that are held are answered with an error.
-
-        Raises:
-            TimeoutError: if it does not end.
-        """
+        """End the thread, or raise TimeoutError; held requests are answered with an error."""
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -110,12 +102,8 @@ def build(
     limits: Limits | None = None,
     **options: Any,
 ) -> tuple[Any, Journal | None]:
-    """A uvicorn server for a hub, and the hub's journal (None if it has none).
-
-    Raises:
-        ModuleNotFoundError: naming what to install.
-        ValueError: see :class:`HubServer`.
-    """
+    """A uvicorn server for a hub, and the hub's journal; raises as :class:`HubServer`, and
+    ModuleNotFoundError naming what to install."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("fastapi") is None:
         raise ModuleNotFoundError("the hub needs a web server: pip install fastapi uvicorn")
     from grpo.atropos.hub import Hub

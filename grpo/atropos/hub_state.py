@@ -48,41 +48,26 @@ class Limits:
 
 @dataclass
 class Environment:
-    """A registered environment.
-
-    Attributes:
-        last_seen: time of its last sign of life, by the hub's clock.
-        last_group: time of its last group, or else of its registration.
-        left: it has said that it ends.
-        group_size: sequences of its largest group so far.
-    """
+    """A registered environment; times are by the hub's clock."""
 
     id: int
     name: str
     registration: EnvRegistration
-    last_seen: float
-    last_group: float
-    group_size: int
-    left: bool = False
+    last_seen: float  # when it sent something
+    last_group: float  # when it sent a group, or else registered
+    group_size: int  # sequences of its largest group so far
+    left: bool = False  # it has said that it ends
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A batch that was handed out.
-
-    Attributes:
-        id: names the lease in its acknowledgement.
-        groups: whole groups, in the order they came.
-        owner: the address that asked, if its next request acknowledges the batch; else None.
-        seconds: after which the batch is given to the next who asks; None with an owner.
-        deadline: the end of that time, by the hub's clock.
-    """
+    """A batch that was handed out."""
 
     id: str
-    groups: list[QueuedGroup]
-    owner: str | None
-    seconds: float | None
-    deadline: float
+    groups: list[QueuedGroup]  # in the order they came
+    owner: str | None  # the address that asked, if its next request acknowledges the batch
+    seconds: float | None  # after which the batch is given to the next who asks
+    deadline: float  # the end of that time, by the hub's clock
 
     def body(self) -> bytes:
         """The answer's JSON: the groups as they came, not decoded and encoded again."""

@@ -39,11 +39,8 @@ class EnvironmentProcessError(RuntimeError):
 
 
 def environment_python(path: str | Path | None = None) -> Path:
-    """The interpreter that runs environments, checked.
-
-    Args:
-        path: default: the variable ``GRPO_ATROPOS_PYTHON``, then ``.venv-atropos/bin/python`` in
-            the current folder.
+    """The interpreter that runs environments: ``path``, else the variable ``GRPO_ATROPOS_PYTHON``,
+    else ``.venv-atropos/bin/python`` in the current folder.
 
     Raises:
         FileNotFoundError: if it is not there.
@@ -345,10 +342,8 @@ class EnvironmentProcess:
 
 
 def serve_command(script: Path, *, python: str | Path, flags: Mapping[str, Any]) -> list[str]:
-    """The command line of an environment's ``serve``.
-
-    Values are joined to their flags by ``=``: atroposlib takes one that begins with ``-``, such as
-    ``-1``, for the next flag.
+    """The command line of an environment's ``serve``. Each flag is one word with its value, because
+    atroposlib would take a separate ``-1`` for a flag.
 
     Examples:
         >>> serve_command(Path("env.py"), python="python", flags={"env.total_steps": -1})

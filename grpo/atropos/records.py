@@ -24,31 +24,17 @@ from grpo.policies.spans import Spans
 
 @dataclass(eq=False)
 class Record:
-    """One sampled continuation.
+    """One sampled continuation."""
 
-    Attributes:
-        prompt_tokens: length of the prompt.
-        log_probs: of the output tokens, float32.
-        versions: ``[(policy version, tokens), ...]`` of the output, in order.
-        temperature: it was sampled at; NaN for what no temperature describes, such as top-p.
-        truncated: whether the length limit ended it.
-        born: time of arrival, seconds on the monotonic clock.
-        claimed: whether a row has used it.
-    """
-
-    prompt_tokens: int
-    log_probs: array
-    versions: Spans
-    temperature: float
-    truncated: bool
-    born: float
+    prompt_tokens: int  # length of the prompt
+    log_probs: array  # of the output tokens, float32
+    versions: Spans  # of the output tokens
+    temperature: float  # NaN for what no temperature describes, such as top-p
+    truncated: bool  # by the length limit
+    born: float  # time of arrival, seconds on the monotonic clock
     keys: tuple[bytes, ...] = field(repr=False)
     lengths: tuple[int, ...] = field(repr=False)
-    claimed: bool = False
-
-    @property
-    def size(self) -> int:
-        return len(self.log_probs)
+    claimed: bool = False  # by a row
 
 
 class Records:
@@ -125,7 +111,7 @@ class Records:
                 queues.setdefault(key, deque()).append(record)
             self._lengths.update(lengths)
             self._by_age.append(record)
-            self.tokens += record.size
+            self.tokens += len(output)
             self.counts["recorded"] += 1
             self._expire()
 
@@ -181,7 +167,7 @@ class Records:
         while self._by_age and (self.tokens > self.max_tokens
                                 or self._by_age[0].born < oldest_allowed):
             record = self._by_age.popleft()
-            self.tokens -= record.size
+            self.tokens -= len(record.log_probs)
             self.counts["expired"] += not record.claimed
             for queues, key, length in zip((self._exact, self._ended), record.keys, record.lengths,
                                            strict=False):

@@ -147,10 +147,7 @@ class ScoredGroup:
 
 
 def parse_group(obj: Any) -> ScoredGroup:
-    """Check one group, as decoded from JSON, completely.
-
-    Args:
-        obj: a JSON object; see :class:`ScoredGroup` for its fields.
+    """Check one group, as decoded from JSON, completely; see :class:`ScoredGroup` for its fields.
 
     Raises:
         GroupError: naming the field, its value and what is wanted.

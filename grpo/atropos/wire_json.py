@@ -1,4 +1,4 @@
-"""JSON as strangers send it: what is read, what is written again, and what is refused by name."""
+"""Reads and writes JSON of unknown senders, and names what it refuses."""
 
 from __future__ import annotations
 
@@ -72,11 +72,8 @@ def write_json(value: Any) -> bytes:
 
 
 def restandardised(value: Any) -> Any:
-    """``value`` as standard JSON has it: no half of a surrogate pair, no integer beyond 64 bits.
-
-    Raises:
-        GroupError: for what standard JSON cannot have, or no reader reads.
-    """
+    """``value`` without what standard JSON lacks, such as half of a surrogate pair; GroupError for
+    what cannot be written so, such as an integer beyond 64 bits."""
     try:
         return orjson.loads(write_json(value))
     except orjson.JSONDecodeError as error:
@@ -84,15 +81,8 @@ def restandardised(value: Any) -> Any:
 
 
 def check_depth(obj: Any, *, known: Collection[str] = ()) -> None:
-    """Refuse an object nested so deeply that writing or reading it again would fail.
-
-    Args:
-        obj: decoded from JSON.
-        known: fields whose types somebody else checks, with their depth.
-
-    Raises:
-        GroupError: with reason ``too_deep``.
-    """
+    """Refuse an object (reason ``too_deep``) that is nested so deeply that writing or reading it
+    again would fail; the depth of the ``known`` fields is checked with their types."""
     if not isinstance(obj, dict):
         return
     level = [value for name, value in obj.items() if name not in known]
