@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
@@ -90,8 +91,8 @@ def test_through_the_hub_each_is_counted_named_and_never_served_again(caplog):
             for number, (obj, _) in enumerate(BAD.values()):
                 client.send(group(tag=6 + number % 8, inference_logprobs=[[1.0, -1, -1]] * 2))
                 client.send(obj)
-            client.send(group(tag=6, inference_logprobs=[[1.0, -1, -1]] * 2))
-            client.send(group(tag=6, inference_logprobs=[[1.0, -1, -1]] * 2))
+            for _ in range(2):
+                client.send(group(tag=6, inference_logprobs=[[1.0, -1, -1]] * 2))
             with caplog.at_level(logging.WARNING, "grpo"):
                 for _ in range(len(BAD) // 2 + 1):
                     batch = collector.collect()
@@ -99,9 +100,7 @@ def test_through_the_hub_each_is_counted_named_and_never_served_again(caplog):
         counted = {name.removeprefix("atropos/groups_rejected_"): count
                    for name, count in collector.metrics.items() if "groups_rejected" in name}
         hub_says = client.status()["hub"]
-    expected: dict[str, int] = {}
-    for _, reason in BAD.values():
-        expected[reason] = expected.get(reason, 0) + 1
+    expected = Counter(reason for _, reason in BAD.values())
     assert counted == expected
     assert tags == [6 + number % 8 for number in range(len(BAD))] + [6, 6]
     assert hub_says["handed_out_again"] == 0 and hub_says["queued_sequences"] == 0
@@ -184,8 +183,6 @@ def model():
     from ..conftest import make_tiny_model
 
     return make_tiny_model(dtype=torch.float32)
-
-
 
 
 def test_without_an_api_the_run_says_so_and_does_not_blame_the_environments(caplog):

@@ -55,11 +55,6 @@ class StepEngine:
         return finished
 
 
-def sampling_params(*, streamed, **fields):
-    return SimpleNamespace(**fields)
-
-
-
 class Side:
     """Both sides of a bridge in one thread."""
 
@@ -73,7 +68,8 @@ class Side:
             sampling=Sampling(max_tokens=8), lora_request=None, version=lambda: self.version)
         self.driver = BridgeDriver(
             self.bridge, VLLMSampler(policy, seeded=False), make=Constructors(
-                sampling_params, lora_request=None, no_outputs=None), **options)
+                lambda *, streamed, **fields: SimpleNamespace(**fields), lora_request=None,
+                no_outputs=None), **options)
 
     def ask(self, max_tokens, **fields):
         call = Call([5, 6], Ask(SamplingFields(**fields)), 0, max_tokens,

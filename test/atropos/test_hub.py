@@ -44,25 +44,27 @@ def clock():
     return Clock()
 
 
+def restarted(hub: Hub) -> Hub:
+    """The hub after an end of its process; the same one if it has no journal."""
+    if hub.journal is None:
+        return hub
+    hub.journal.close()
+    return Hub(limits=hub.limits, journal=Journal(hub.journal.path), clock=hub.clock)
+
+
 @pytest.fixture(params=["in memory", "restarted"])
 def make(request, clock, tmp_path):
-    """Makes a hub; the function it comes with ends it and starts it again, or does nothing."""
-    journals = []
-
     def make(**limits) -> Hub:
-        journal = None
-        if request.param == "restarted":
-            journal = Journal(tmp_path / "journal")
-            journals.append(journal)
-        hub = Hub(limits=Limits(**limits), journal=journal, clock=clock)
-        hub.remake = lambda: hub
-        if journal is not None:
-            hub.remake = lambda: (journal.close(), make(**limits))[1]
-        return hub
+        journal = Journal(tmp_path / "journal") if request.param == "restarted" else None
+        return Hub(limits=Limits(**limits), journal=journal, clock=clock)
 
-    yield make
-    for journal in journals:
-        journal.close()
+    return make
+
+
+@pytest.fixture
+def kept(tmp_path, clock) -> Hub:
+    """A hub with a journal."""
+    return Hub(journal=Journal(tmp_path / "journal"), clock=clock)
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def hub(make):
 
 def test_groups_leave_in_the_order_they_came(hub):
     add(hub, *range(6))
-    hub = hub.remake()
+    hub = restarted(hub)
     assert [tags(hub.next_batch("trainer")) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
     assert hub.next_batch("trainer") is None
 
@@ -84,7 +86,7 @@ def test_groups_before_the_trainer_wait_for_it(make):
     add(hub, 0, 1)
     with pytest.raises(NotRegisteredError):
         hub.next_batch("trainer")
-    hub = hub.remake()
+    hub = restarted(hub)
     hub.register(registration(), "trainer")
     assert tags(hub.next_batch("trainer")) == [0, 1]
 
@@ -124,17 +126,17 @@ def test_a_large_group_is_not_overtaken_for_ever(hub):
 def test_the_next_request_acknowledges_for_a_trainer_that_cannot(hub):
     add(hub, *range(4))
     hub.next_batch("trainer")
-    hub = hub.remake()
+    hub = restarted(hub)
     assert hub.status()["hub"]["leases"] == 1
     hub.next_batch("trainer")
     assert hub.next_batch("trainer") is None
-    assert hub.remake().status()["hub"]["leases"] == 0
+    assert restarted(hub).status()["hub"]["leases"] == 0
 
 
 def test_a_trainer_that_starts_again_gets_its_batch_again(hub):
     add(hub, *range(4))
     assert tags(hub.next_batch("trainer")) == [0, 1]
-    hub = hub.remake()
+    hub = restarted(hub)
     hub.register(registration(starting_step=7), "trainer")
     assert tags(hub.next_batch("trainer")) == [0, 1]
     assert tags(hub.next_batch("trainer")) == [2, 3]
@@ -152,7 +154,7 @@ def test_a_lease_ends_by_its_acknowledgement(hub):
     add(hub, *range(4))
     lease = hub.next_batch("trainer", lease_seconds=10)
     assert orjson.loads(lease.body())["lease"] == lease.id
-    hub = hub.remake()
+    hub = restarted(hub)
     hub.acknowledge(lease.id)
     with pytest.raises(UnknownLeaseError):
         hub.acknowledge(lease.id)
@@ -177,7 +179,7 @@ def test_a_late_acknowledgement_counts_while_nobody_has_the_batch(hub, clock):
     add(hub, *range(4))
     late = hub.next_batch("one", lease_seconds=10)
     clock.now = 11.0
-    hub = hub.remake()
+    hub = restarted(hub)
     clock.now = 22.0
     hub.acknowledge(late.id)
     assert tags(hub.next_batch("two")) == [2, 3]
@@ -186,7 +188,7 @@ def test_a_late_acknowledgement_counts_while_nobody_has_the_batch(hub, clock):
 def test_a_batch_that_is_given_back_is_the_next(hub):
     add(hub, *range(4))
     hub.release(hub.next_batch("one", lease_seconds=10).id)
-    hub = hub.remake()
+    hub = restarted(hub)
     assert tags(hub.next_batch("two", lease_seconds=10)) == [0, 1]
 
 
@@ -194,7 +196,7 @@ def test_the_latest_registration_counts(hub):
     hub.register(registration(batch_size=8, starting_step=3), "trainer")
     hub.register(registration(batch_size=8, starting_step=3), "trainer")
     add(hub, *range(4))
-    hub = hub.remake()
+    hub = restarted(hub)
     assert tags(hub.next_batch("trainer")) == [0, 1, 2, 3]
     assert hub.status()["current_step"] == 4
 
@@ -215,7 +217,7 @@ def test_environments_wait_for_the_trainer_and_get_names(hub):
     hub.next_batch("trainer")
     first, second = (hub.register_env(env_registration()) for _ in range(2))
     assert [(env.id, env.name) for env in (first, second)] == [(0, "add_0"), (1, "add_1")]
-    assert list(hub.remake().state.environments) == [0, 1]
+    assert list(restarted(hub).state.environments) == [0, 1]
 
 
 def test_an_environment_that_is_gone_counts_no_more_and_gives_up_its_place(make, clock):
@@ -304,7 +306,7 @@ def test_a_reset_forgets_everything(hub):
     hub.reject("bad_type", "x")
     hub.expect_retry("digest")
     hub.reset()
-    hub = hub.remake()
+    hub = restarted(hub)
     status = hub.status()
     assert (status["current_step"], status["queue_size"]) == (0, 0)
     assert not any(status["hub"][name] for name in status["hub"])
@@ -315,22 +317,18 @@ def test_a_reset_forgets_everything(hub):
         hub.next_batch("trainer")
 
 
-def test_a_retry_is_known_after_a_restart(tmp_path, clock):
-    journal = Journal(tmp_path / "journal")
-    hub = Hub(journal=journal, clock=clock)
-    hub.add([(None, 2, body(0))], digest="a")
-    assert not hub.is_retry("a")  # its sender has been answered
-    journal.close()
-    hub = Hub(journal=Journal(tmp_path / "journal"), clock=clock)
+def test_a_retry_is_known_after_a_restart(kept, clock):
+    kept.add([(None, 2, body(0))], digest="a")
+    assert not kept.is_retry("a")  # its sender has been answered
+    hub = restarted(kept)
     assert hub.is_retry("a") and not hub.is_retry("b")
     clock.now = 601.0
     assert not hub.is_retry("a")
 
 
-def test_a_journal_that_is_mostly_old_is_rewritten(tmp_path, clock, monkeypatch):
+def test_a_journal_that_is_mostly_old_is_rewritten(kept, monkeypatch):
     monkeypatch.setattr(hub_module, "_COMPACT_BYTES", 2000)
-    journal = Journal(tmp_path / "journal")
-    hub = Hub(journal=journal, clock=clock)
+    hub = kept
     hub.register(registration(), "trainer")
     add(hub, 0, 1)
     out = hub.next_batch("leaser", lease_seconds=50)
@@ -340,17 +338,15 @@ def test_a_journal_that_is_mostly_old_is_rewritten(tmp_path, clock, monkeypatch)
         add(hub, tag, tag + 1)
         # The first of these gets the batch that was given back; the second acknowledges it.
         hub.next_batch("trainer")
-    assert (tmp_path / "journal").stat().st_size < 8000
+    assert hub.journal.path.stat().st_size < 8000
     status = hub.status()
-    journal.close()
-    hub = Hub(journal=Journal(tmp_path / "journal"), clock=clock)
+    hub = restarted(hub)
     assert hub.status() == status
     hub.acknowledge(out.id)
 
 
-def test_a_rewritten_journal_holds_all_there_is(tmp_path, clock):
-    journal = Journal(tmp_path / "journal")
-    hub = Hub(journal=journal, clock=clock)
+def test_a_rewritten_journal_holds_all_there_is(kept):
+    hub = kept
     hub.register(registration(), "trainer")
     add(hub, *range(6), env=1)
     back, out, plain = (hub.next_batch("trainer", lease_seconds=seconds)
@@ -359,9 +355,8 @@ def test_a_rewritten_journal_holds_all_there_is(tmp_path, clock):
     add(hub, 6, env=1)
     hub.register_env(env_registration())
     status = hub.status()
-    journal.compact(hub.state.snapshot())
-    journal.close()
-    hub = Hub(journal=Journal(tmp_path / "journal"), clock=clock)
+    hub.journal.compact(hub.state.snapshot())
+    hub = restarted(hub)
     assert hub.status() == status
     assert hub.state.leases == {out.id: out, plain.id: plain}
     assert hub.state.latest == body(6)
@@ -382,9 +377,9 @@ class HubMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.path = Path(self.folder.name) / "journal"
         self.clock = Clock()
-        self.start()
+        self.hub = Hub(limits=Limits(queue_bytes=200), clock=self.clock,
+                       journal=Journal(Path(self.folder.name) / "journal"))
         self.hub.register(registration(batch_size=8), "plain")
         self.sent: dict[int, tuple[int | None, int]] = {}
         self.done: set[int] = set()
@@ -393,12 +388,8 @@ class HubMachine(RuleBasedStateMachine):
         # What it holds, for how long, and until when.
         self.leases: dict[str, tuple[list[int], int, float]] = {}
 
-    def start(self) -> None:
-        self.journal = Journal(self.path)
-        self.hub = Hub(limits=Limits(queue_bytes=200), journal=self.journal, clock=self.clock)
-
     def teardown(self) -> None:
-        self.journal.close()
+        self.hub.journal.close()
         self.folder.cleanup()
 
     @precondition(lambda self: self.hub.has_room())
@@ -456,8 +447,7 @@ class HubMachine(RuleBasedStateMachine):
     @rule()
     def restart(self):
         before = self.hub.status()
-        self.journal.close()
-        self.start()
+        self.hub = restarted(self.hub)
         after = self.hub.status()
         # Its clock starts anew, so all environments count as just seen, and leases as just given.
         del before["hub"]["environments"], after["hub"]["environments"]
@@ -468,7 +458,7 @@ class HubMachine(RuleBasedStateMachine):
 
     @rule()
     def compact(self):
-        self.journal.compact(self.hub.state.snapshot())
+        self.hub.journal.compact(self.hub.state.snapshot())
 
     @invariant()
     def nothing_is_lost(self):
@@ -506,22 +496,17 @@ def test_a_batch_that_a_stranger_took_comes_back(hub, clock):
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_retries_are_known_after_the_journal_was_rewritten(tmp_path, monkeypatch, times):
-    path = tmp_path / "journal"
-    journal = Journal(path)
-    hub = Hub(journal=journal)
+def test_retries_are_known_after_the_journal_was_rewritten(kept, monkeypatch, times):
+    hub, path = kept, kept.journal.path
     hub.add([(None, 2, body(1))], digest="named", named=True)
     hub.add([(None, 2, body(2))], digest="late")
     for _ in range(times):  # kill -9, each time after the journal was rewritten
         before = path.stat().st_ino
         monkeypatch.setattr(hub_module, "_COMPACT_BYTES", 0)
         monkeypatch.setattr(HubState, "live_bytes", 0)
-        hub._compact(journal)
+        hub._compact(hub.journal)
         monkeypatch.undo()
         assert path.stat().st_ino != before  # it was
-        journal.close()
-        journal = Journal(path)
-        hub = Hub(journal=journal)
+        hub = restarted(hub)
         assert hub.is_retry("named") and hub.is_retry("late") and not hub.is_retry("new")
     assert hub.state.queue.groups == 2
-    journal.close()
