@@ -170,28 +170,26 @@ class AtroposBridgeEnv(EnvBase):
         self, tensordict: TensorDictBase, response_BR: torch.Tensor
     ) -> tuple[list[int], list[bool]]:
         """Tokens of each reply, and whether a limit cut it."""
+        is_end_BR = torch.isin(response_BR, torch.tensor(self.bridge.eos_token_ids))
         mask = tensordict.get(data.ASSISTANT_MASK, None)
         if mask is not None:
             sizes_B = mask.sum(-1).cpu()
         else:  # an action of tokens alone ends with its first end token
-            is_end = torch.isin(response_BR, torch.tensor(self.bridge.eos_token_ids))
-            before_end = is_end.int().cumsum(-1) - is_end.int() == 0
-            sizes_B = before_end.sum(-1)
-        last_B = response_BR.gather(1, (sizes_B - 1).clamp(min=0)[:, None])[:, 0]
+            sizes_B = (is_end_BR.int().cumsum(-1) - is_end_BR.int() == 0).sum(-1)
         reason = tensordict.get(data.FINISH_REASON, None)
-        if reason is None:
-            cut_B = ~torch.isin(last_B, torch.tensor(self.bridge.eos_token_ids))
-        else:
+        if reason is not None:
             cut_B = reason.cpu() == data.FINISH_LENGTH
+        else:
+            cut_B = ~is_end_BR.gather(1, (sizes_B - 1).clamp(min=0)[:, None])[:, 0]
         return sizes_B.tolist(), cut_B.tolist()
 
     def _unrewarded(self, out: TensorDictBase) -> TensorDictBase:
         out["reward_error"] = torch.ones(*self.batch_size, 1, dtype=torch.bool)
-        out["success"] = torch.zeros(*self.batch_size, 1, dtype=torch.bool)
+        out["success"] = ~out["reward_error"]
         return out
 
     def _set_seed(self, seed: int | None) -> None:
-        """Environments outside this process draw their own numbers."""
+        """Nothing is random here: environments outside this process draw their own numbers."""
 
     def close(self, **kwargs) -> None:
         """Give unanswered requests back to the bridge."""
@@ -252,14 +250,12 @@ class RequestedSampling(TensorDictModuleBase):
         return variant
 
     def _empty(self, B: int, P: int, R: int) -> TensorDict:
-        out = TensorDict({}, batch_size=[B])
-        pad = self.policy.pad_token_id
+        pad, of_row = self.policy.pad_token_id, torch.zeros(B, dtype=torch.int64)
+        out = TensorDict(batch_size=[B])
         out[data.RESPONSE_TOKENS] = torch.full((B, R), pad)
-        out[data.TOKENS] = torch.full((B, P + R), pad)
-        for key in (data.ATTENTION_MASK, data.ASSISTANT_MASK):
-            out[key] = torch.zeros(B, P + R, dtype=torch.bool)
-        out[data.LOG_PROBS] = torch.zeros(B, P + R)
-        out[data.POLICY_VERSIONS] = torch.full((B, P + R), data.NO_VERSION)
-        for key in (data.FINISH_REASON, data.POLICY_VERSION):
-            out[key] = torch.zeros(B, dtype=torch.int64)
+        for key, fill in ((data.TOKENS, pad), (data.ATTENTION_MASK, False),
+                          (data.ASSISTANT_MASK, False), (data.LOG_PROBS, 0.0),
+                          (data.POLICY_VERSIONS, data.NO_VERSION)):
+            out[key] = torch.full((B, P + R), fill)
+        out[data.FINISH_REASON], out[data.POLICY_VERSION] = of_row, of_row.clone()
         return out

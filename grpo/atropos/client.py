@@ -58,15 +58,7 @@ class Batch:
 
 
 class AtroposClient(JsonClient):
-    """Calls to the API.
-
-    Args:
-        url: ``http://host:port``.
-        token: access token of a hub that wants one.
-        timeout: seconds a call may take.
-
-    Raises:
-        ValueError: for an address that is not ``http://host:port``.
+    """Calls to the API, with the arguments of :class:`~grpo.system.json_client.JsonClient`.
 
     Examples:
         >>> client = AtroposClient("http://127.0.0.1:8000")
@@ -88,11 +80,7 @@ class AtroposClient(JsonClient):
         return self.answers("/info")
 
     def wait_ready(self, *, timeout: float) -> None:
-        """Wait until the API answers.
-
-        Raises:
-            AtroposTimeoutError: after ``timeout`` seconds.
-        """
+        """Wait until the API answers; AtroposTimeoutError after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while not self.alive():
             if time.monotonic() > deadline:

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class NotRegisteredError(RuntimeError):
-    """No trainer has registered, so there is no batch size."""
+    """No trainer has registered, so the batch size is unknown."""
 
 
 class UnknownLeaseError(LookupError):
@@ -181,11 +181,7 @@ class Hub:
             gone.name if gone else f"{registration.desired_name}_{len(alike)}", registration)
 
     def disconnect(self, id: int) -> None:
-        """An environment says that it ends.
-
-        Raises:
-            UnknownEnvironmentError: if there is none of this id.
-        """
+        """Note that an environment ends; UnknownEnvironmentError if there is none of this id."""
         if id not in self.state.environments:
             raise UnknownEnvironmentError(id)
         self.state.environments[id].left = True

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, Field, NonNegativeInt
 
 from grpo.atropos.hub import Hub, NotRegisteredError, UnknownEnvironmentError, UnknownLeaseError
 from grpo.atropos.hub_body import read_model, unpacked_body, validate
@@ -33,10 +33,8 @@ _NO_EXAMPLE = {name: [] for name in (
     "inference_logprobs", "messages", "images")}
 
 
-class LeaseName(BaseModel):
+class LeaseName(BaseModel, extra="forbid"):
     """``POST /release``."""
-
-    model_config = ConfigDict(extra="forbid")
 
     lease: str
 
@@ -195,7 +193,8 @@ async def status_env(request: Request) -> Response:
 
 
 async def latest_example(request: Request) -> Response:
-    return _json_bytes(_hub(request).state.latest or orjson.dumps(_NO_EXAMPLE))
+    return Response(_hub(request).state.latest or orjson.dumps(_NO_EXAMPLE),
+                    media_type="application/json")
 
 
 async def reset_data(request: Request) -> Response:
@@ -216,7 +215,7 @@ async def batch(request: Request) -> Response:
     if lease is None:
         return json_response({"batch": None})
     await request.app.state.service.tell()
-    return _json_bytes(lease.body())
+    return Response(lease.body(), media_type="application/json")
 
 
 async def ack(request: Request) -> Response:
@@ -343,10 +342,6 @@ def _hub(request: Request) -> Hub:
 
 def _address(request: Request) -> str:
     return request.client.host if request.client else ""
-
-
-def _json_bytes(body: bytes) -> Response:
-    return Response(body, media_type="application/json")
 
 
 def _unacceptable(error: GroupError) -> ApiError:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from grpo.atropos.wire_json import GroupError, check_depth
 
@@ -40,10 +40,8 @@ _List = Annotated[list[_Item], _FirstFault()]
 Whole = Annotated[int, Field(gt=-(2**53), lt=2**53)]
 
 
-class Registration(BaseModel):
+class Registration(BaseModel, frozen=True):
     """What a trainer says of itself (``POST /register``)."""
-
-    model_config = ConfigDict(frozen=True)
 
     wandb_group: str
     wandb_project: str
@@ -55,10 +53,8 @@ class Registration(BaseModel):
     num_steps: Whole
 
 
-class EnvRegistration(BaseModel):
+class EnvRegistration(BaseModel, frozen=True):
     """What an environment says of itself (``POST /register-env``)."""
-
-    model_config = ConfigDict(frozen=True)
 
     max_token_length: int = Field(ge=1, lt=2**53)
     desired_name: str
@@ -67,10 +63,8 @@ class EnvRegistration(BaseModel):
     min_batch_allocation: float | None = Field(None, ge=0, le=1)
 
 
-class Wire(BaseModel):
+class Wire(BaseModel, allow_inf_nan=False, extra="ignore"):
     """One group's fields and their types; unknown fields are left alone."""
-
-    model_config = ConfigDict(allow_inf_nan=False, extra="ignore")
 
     tokens: _List[_List[int]]
     masks: _List[_List[int]]
@@ -165,13 +159,12 @@ def parse_group(obj: Any) -> ScoredGroup:
     found = {name: None if isinstance(value, list) and not value else value
              for name, value in wire}
     _check_masks(wire)
-    for name in ("advantages", "ref_logprobs", "distill_token_ids", "distill_logprobs"):
+    for name in ("advantages", "ref_logprobs", "distill_token_ids", "distill_logprobs", "messages",
+                 "overrides"):
         if found[name] is not None:
-            per_row = name == "advantages" and isinstance(found[name][0], float)
+            per_row = name in ("messages", "overrides") or (
+                name == "advantages" and isinstance(found[name][0], float))
             _check_rows(name, found[name], wire.tokens, positions=not per_row)
-    for name in ("messages", "overrides"):
-        if found[name] is not None:
-            _check_rows(name, found[name], wire.tokens, positions=False)
     _check_teacher(found["distill_token_ids"], found["distill_logprobs"], wire.masks)
     _check_numbers(found)
     _check_temperatures(found)

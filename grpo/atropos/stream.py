@@ -115,12 +115,11 @@ class BatchStream:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch.
+        """The next batch with a group.
 
         Raises:
             AtroposTimeoutError: if there is none in time; says what the API answered last.
-            AtroposError: if the API refuses, for example for a wrong token, or answers in a way
-                that is not the API's.
+            AtroposError: if the API refuses, as for a wrong token, or its answer cannot be read.
         """
         while not (batch := self.take()).groups:
             pass

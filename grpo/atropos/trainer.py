@@ -111,7 +111,7 @@ class CheckedCollector(AtroposCollector):
 
 
 def dumped(batch: TensorDictBase) -> bytes:
-    """A batch in the format of the API: one group a ``group_id``, as JSON."""
+    """A batch as JSON in the format of the API, with a group for each ``group_id``."""
     groups: dict[int, dict[str, list]] = {}
     for i, number in enumerate(batch[data.GROUP_ID].tolist()):
         size = int(batch[data.ATTENTION_MASK][i].sum())
