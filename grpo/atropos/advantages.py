@@ -1,4 +1,4 @@
-"""Advantages that an environment brings along take the place of those made from its scores."""
+"""Replaces advantages made from scores by those that an environment sent."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from grpo.atropos.convert import GIVEN_ADVANTAGE, GIVEN_TOKEN_ADVANTAGE, ZERO_AD
 
 
 class GivenAdvantage(TensorDictModuleBase):
-    """Estimate advantages, then put those that the groups brought in their places.
+    """Estimate advantages, then replace those for which the groups brought their own.
 
-    Writes ``"advantage"``, ``[B, 1]``, or ``[B, T]`` if any row has one a token. Rows whose
-    environment asked for ``set_advantage_to_zero`` get 0, after their score has counted in the
-    statistics of the group. Rows that the converter left out of the loss stay out.
+    Writes ``"advantage"``, ``[B, 1]``, or ``[B, T]`` if any row brought one a token. A row with
+    ``set_advantage_to_zero`` gets 0, though its score counts in the statistics of its group. Rows
+    that the converter left out of the loss stay out.
 
     Args:
         estimator: for the other rows, usually

@@ -1,7 +1,5 @@
-"""For TorchRL programs: requests of Atropos environments as observations, tokens as the reply.
-
-Runs of this library answer through :mod:`grpo.atropos.bridge_driver`, row by row.
-"""
+"""The bridge as a TorchRL environment, for programs that are no run of this library: those answer
+through :mod:`grpo.atropos.bridge_driver`, row by row."""
 
 from __future__ import annotations
 

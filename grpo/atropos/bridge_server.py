@@ -22,16 +22,16 @@ class BridgeServer:
 
     Args:
         bridge: what answers.
-        host: address to listen on.
+        host: address to listen on; anywhere but on a loopback address a token is needed.
         port: 0 chooses a free one.
-        token: wanted from clients; needed unless ``host`` is a loopback address.
+        token: wanted from clients.
         max_body_bytes: greater requests are refused.
 
     Attributes:
         url: ``http://host:port``; OpenAI clients want ``/v1`` behind it.
 
     Raises:
-        ValueError: for an address that others can reach, without a token.
+        ValueError: without a token for an address that other machines reach.
         RuntimeError: if the server does not start.
 
     Examples:

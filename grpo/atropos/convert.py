@@ -1,9 +1,9 @@
 """Finished groups of an Atropos environment as a dense batch of :mod:`grpo.data`.
 
-A row of a group is a list of tokens and a mask that is -100 where a token is not trained. Trained
-tokens may lie anywhere after the first one: a row of several turns has gaps, where the environment
-spoke. The prompt of a row is what comes before its first trained token, its response all the rest;
-``("masks", "all_assistant_mask")`` marks the trained tokens alone.
+A row of a group is a list of tokens and a mask that is -100 where a token is not trained. The
+prompt of a row ends before its first trained token; the rest is its response, which in a row of
+several turns has gaps where the environment spoke. ``("masks", "all_assistant_mask")`` marks the
+trained tokens alone.
 
 Besides the entries of :mod:`grpo.data` a batch has
 
@@ -48,21 +48,13 @@ TEMPERATURE = "temperature"
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the policy knows of the rows of a group that it sampled; one list entry a row.
+    """What the policy knows of the rows of a group that it sampled; one list entry a row."""
 
-    Attributes:
-        log_probs: of every token of the row, NaN where the policy has no record of it.
-        versions: policy version of every token, ``NO_VERSION`` of :mod:`grpo.data` where there is
-            no record.
-        temperatures: that the row was sampled at; None: not known; NaN: not with a temperature
-            alone, or with several.
-        truncated: whether the length limit cut the last turn.
-    """
-
-    log_probs: list[list[float]]
-    versions: list[list[int]]
+    log_probs: list[list[float]]  # of every token of the row, NaN where there is no record
+    versions: list[list[int]]  # of the policy, for every token; `NO_VERSION` without a record
+    # None: not known; NaN: several, or not with a temperature alone.
     temperatures: list[float | None]
-    truncated: list[bool]
+    truncated: list[bool]  # the length limit cut the last turn
 
 
 @dataclass(eq=False)

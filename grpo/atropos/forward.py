@@ -34,14 +34,13 @@ class PortForwarder:
     """Listen on ports of the loopback interface and pass connections on; a context manager.
 
     Args:
-        ports: where to listen; 0 takes a free one.
+        ports: where to listen; 0 takes a free one, and the attribute ``ports`` has its number.
         url: of the server that answers, ``http://host:port``; while nothing listens there, requests
             are answered with 503.
         max_connections: at a time, over all ports; more are answered with 503.
 
     Attributes:
-        ports: where it listens.
-        connections: that have come so far.
+        connections: number of connections so far.
 
     Raises:
         ValueError: for a port that is the server's own, or is named twice.

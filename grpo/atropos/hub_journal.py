@@ -59,7 +59,7 @@ class Journal:
         self.size = len(_MAGIC)
 
     def replay(self) -> Iterator[Record]:
-        """The records of the file; read all of them before appending."""
+        """The records of the file, all of which must be read before the first is appended."""
         self._file.seek(len(_MAGIC))
         while record := self._read():
             yield record
@@ -76,7 +76,7 @@ class Journal:
             raise
 
     def compact(self, records: Iterable[Record]) -> None:
-        """Replace the file's content; all of it or, if interrupted, none."""
+        """Replace the file's content: all of it or, if interrupted, nothing."""
         path = self.path.with_name(self.path.name + ".new")
         file = self._open(path)
         file.truncate()

@@ -27,9 +27,9 @@ class HubServer:
     """A hub that answers from a thread; a context manager that starts and stops it.
 
     Args:
-        host: address to listen on.
+        host: address to listen on; anywhere but on a loopback address a token is needed.
         port: 0 takes a free one.
-        token: access token; needed unless ``host`` is a loopback address.
+        token: access token.
         journal: file in which the hub's state survives a restart; None keeps it in memory.
         limits: of memory and time.
         **options: further ones of :func:`~grpo.atropos.hub_app.create_app`.

@@ -354,7 +354,7 @@ def serve_command(script: Path, *, python: str | Path, flags: Mapping[str, Any])
 
 
 def restart_pause(failures: int, *, first: float) -> float:
-    """Seconds before the next start after so many failures in a row; doubles, at most 30.
+    """Seconds before the next start; doubled with each failure in a row, at most 30.
 
     Examples:
         >>> [restart_pause(failures, first=1.0) for failures in (1, 2, 5, 6, 5000)]

@@ -31,13 +31,8 @@ class GroupError(ValueError):
 
 
 def read_json(raw: bytes) -> tuple[Any, bool]:
-    """Decode JSON as Python writes it, NaN and lone surrogates included.
-
-    Returns:
-        The value, and whether ``raw`` is also JSON as the standard has it.
-
-    Raises:
-        GroupError: with reason ``not_json``.
+    """Decode JSON as Python writes it, NaN and lone surrogates included, and say whether it is
+    standard JSON, too; GroupError ``not_json`` for anything else.
 
     Examples:
         >>> read_json(b"[1.5]"), read_json(b"[NaN]")
@@ -53,11 +48,8 @@ def read_json(raw: bytes) -> tuple[Any, bool]:
 
 
 def write_json(value: Any) -> bytes:
-    """``value`` as standard JSON.
-
-    Raises:
-        GroupError: with reason ``not_finite`` for NaN or infinity, wherever it is. Half of a
-            surrogate pair becomes a question mark.
+    """``value`` as standard JSON. Half of a surrogate pair becomes a question mark; NaN and
+    infinity are refused (GroupError ``not_finite``), wherever they are.
 
     Examples:
         >>> write_json({"content": "a" + chr(0xd800)})
