@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from grpo.policies.base import Completions, Policy, RowListener, Sampling
 from grpo.policies.client import EngineClient, Generated
@@ -17,14 +18,13 @@ class ServerPolicy(Policy):
     Args:
         client: of the server.
         sampling: see :class:`~grpo.policies.base.Sampling`.
-        pad_token_id: fill value of the token tensors.
-        eos_token_ids: tokens that end a response.
         ignore_eos: always generate ``max_tokens``; for benchmarks.
         seeded: draw the same samples again for the same seed and call. The engine then needs a
             random generator a row, which slows large batches on a GPU; without, samples differ
             from run to run.
         timeout: seconds for one batch.
         stop: what :meth:`close` calls, to end a server that is the policy's own.
+        options: those of :class:`~grpo.policies.base.Policy`, but what the server knows.
 
     Raises:
         RuntimeError: when called, if the engine aborted a row, as ``pause(mode="abort")`` does.
@@ -41,16 +41,14 @@ class ServerPolicy(Policy):
         client: EngineClient,
         sampling: Sampling,
         *,
-        pad_token_id: int,
-        eos_token_ids: tuple[int, ...],
         ignore_eos: bool = False,
         seeded: bool = True,
         timeout: float = 1200.0,
         stop: Callable[[], None] | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(sampling, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids,
-                         max_model_len=client.info()["max_model_len"],
-                         version=lambda: client.version)
+        super().__init__(sampling, max_model_len=client.info()["max_model_len"],
+                         version=lambda: client.version, **options)
         self.client = client
         self.ignore_eos = ignore_eos
         self.seeded = seeded

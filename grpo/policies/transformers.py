@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grpo.objectives.head import log_probs_from_logits
 from grpo.policies.base import Completions, Policy, RowListener, Sampling
+from grpo.policies.scoring import evaluating
 
 
 class TransformersPolicy(Policy):
@@ -19,11 +20,8 @@ class TransformersPolicy(Policy):
     Args:
         model: a Hugging Face causal language model.
         sampling: see :class:`~grpo.policies.base.Sampling`.
-        pad_token_id: fill value of the token tensors.
-        eos_token_ids: tokens that end a response.
-        max_model_len: greatest prompt plus response, in tokens.
-        version: see :class:`~grpo.policies.base.Policy`.
         ignore_eos: always generate ``max_tokens``; for benchmarks.
+        options: those of :class:`~grpo.policies.base.Policy`.
 
     Examples:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -36,19 +34,9 @@ class TransformersPolicy(Policy):
         torch.Size([2, 3])
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sampling: Sampling,
-        *,
-        pad_token_id: int,
-        eos_token_ids: tuple[int, ...],
-        max_model_len: int,
-        version: Callable[[], int] = lambda: 0,
-        ignore_eos: bool = False,
-    ) -> None:
-        super().__init__(sampling, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids,
-                         max_model_len=max_model_len, version=version)
+    def __init__(self, model: nn.Module, sampling: Sampling, *, ignore_eos: bool = False,
+                 **options: Any) -> None:
+        super().__init__(sampling, **options)
         # Kept out of the module tree: the policy does not own the trainer's parameters.
         self._model = [model]
         self.ignore_eos = ignore_eos
@@ -63,12 +51,8 @@ class TransformersPolicy(Policy):
     def _generate(
         self, prompts: list[list[int]], on_row: RowListener | None = None
     ) -> Completions:
-        was_training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             return self._sample(prompts, on_row)
-        finally:
-            self.model.train(was_training)
 
     def _sample(
         self, prompts: list[list[int]], on_row: RowListener | None

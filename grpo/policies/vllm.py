@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo.policies.base import Completions, Policy, RowListener, Sampling
 from grpo.policies.collect import generate
@@ -21,15 +20,13 @@ class VLLMPolicy(Policy):
     Args:
         engine: from :func:`grpo.policies.inprocess.start_engine`.
         sampling: see :class:`~grpo.policies.base.Sampling`.
-        pad_token_id: fill value of the token tensors.
-        eos_token_ids: tokens that end a response.
-        version: see :class:`~grpo.policies.base.Policy`.
         ignore_eos: always generate ``max_tokens``; for benchmarks.
         lora_request: the adapter to generate with, from
             :attr:`grpo.weights.lora.LoRASync.lora_request`; None: the base model.
         seeded: give each row a seed of its own. An engine whose model is in another process does
             not draw from this one's random numbers; without, a run that goes on draws others than
             one that was not interrupted. Costs time on a GPU.
+        options: those of :class:`~grpo.policies.base.Policy`, without ``max_model_len``.
 
     Raises:
         ValueError: for a ``lora_request`` that would be loaded again at every engine step.
@@ -47,16 +44,13 @@ class VLLMPolicy(Policy):
         engine: LLM,
         sampling: Sampling,
         *,
-        pad_token_id: int,
-        eos_token_ids: tuple[int, ...],
-        version: Callable[[], int] = lambda: 0,
         ignore_eos: bool = False,
         lora_request: LoRARequest | None = None,
         seeded: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(
-            sampling, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids,
-            max_model_len=engine.llm_engine.model_config.max_model_len, version=version)
+            sampling, max_model_len=engine.llm_engine.model_config.max_model_len, **options)
         if lora_request is not None and lora_request.load_inplace:
             raise ValueError(f"lora_request {lora_request.lora_name!r} has load_inplace=True, with "
                              "which vLLM reloads the adapter at every engine step; pass the "
