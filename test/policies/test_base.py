@@ -64,10 +64,11 @@ def test_tokens_come_back_as_they_were_sampled_directly_after_the_prompt(rows):
 
 def test_finish_reason_and_version_are_stamped_on_every_row():
     version = 3
-    policy = Scripted([[5], [6]], [False, True], version=lambda: version)
+    policy = Scripted([[5, 6], [7]], [False, True], version=lambda: version)
     batch = policy.generate_from_ids([[2], [3]])
     assert batch[data.FINISH_REASON].tolist() == [data.FINISH_STOP, data.FINISH_LENGTH]
     assert batch[data.POLICY_VERSION].tolist() == [3, 3]
+    assert batch[data.POLICY_VERSIONS].tolist() == [[-1, 3, 3, -1, -1], [-1, 3, -1, -1, -1]]
     version = 4
     assert policy.generate_from_ids([[2], [3]])[data.POLICY_VERSION].tolist() == [4, 4]
 
@@ -83,11 +84,6 @@ def test_each_token_is_stamped_with_the_version_of_its_span(rows):
         assert stamped[batch[data.ASSISTANT_MASK][row]].tolist() == expected
         assert (stamped == data.NO_VERSION).sum() == len(stamped) - len(expected)
         assert batch[data.POLICY_VERSION][row] == min(expected)
-
-
-def test_without_spans_all_tokens_are_the_policys_version():
-    batch = Scripted([[5, 6], [7]], version=lambda: 3).generate_from_ids([[2], [3]])
-    assert batch[data.POLICY_VERSIONS].tolist() == [[-1, 3, 3, -1, -1], [-1, 3, -1, -1, -1]]
 
 
 def test_spans_that_do_not_fit_the_tokens_are_an_error():

@@ -37,13 +37,17 @@ def next_logits(model, tokens: list[int]) -> torch.Tensor:
     return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
 
 
+def expected_log_probs(model, prompt, response, temperature=1.0) -> torch.Tensor:
+    logits = next_logits(model, prompt + response)[len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)[range(len(response)), response]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_are_those_of_an_independent_forward_pass(byte_model, temperature):
     batch = make_policy(byte_model, temperature=temperature).generate_from_ids(PROMPTS * 3)
     lengths = set()
     for prompt, response, log_probs in rows(batch):
-        logits = next_logits(byte_model, prompt + response)[len(prompt) - 1 : -1]
-        expected = (logits / temperature).log_softmax(-1)[range(len(response)), response]
+        expected = expected_log_probs(byte_model, prompt, response, temperature)
         torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
         lengths.add(len(prompt))
     assert lengths == {1, 3, 4, 5}
@@ -58,9 +62,8 @@ def test_padding_does_not_shift_the_positions_of_a_model_that_learned_them():
                                        n_head=2, initializer_range=0.5, bos_token_id=None,
                                        eos_token_id=EOS)).eval()
     for prompt, response, log_probs in rows(make_policy(model).generate_from_ids(PROMPTS)):
-        logits = next_logits(model, prompt + response)[len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1)[range(len(response)), response]
-        torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(log_probs, expected_log_probs(model, prompt, response),
+                                   atol=1e-5, rtol=0)
 
 
 def test_greedy_decoding_takes_the_most_likely_token(byte_model):
@@ -111,9 +114,8 @@ def test_no_row_outgrows_the_context(byte_model):
     assert (batch[data.FINISH_REASON] == data.FINISH_LENGTH).all()
     # The rows that still had room went on with the right positions.
     for prompt, response, log_probs in rows(batch):
-        logits = next_logits(byte_model, prompt + response)[len(prompt) - 1 : -1]
-        torch.testing.assert_close(log_probs, logits.log_softmax(-1)[range(len(response)),
-                                                                     response], atol=1e-5, rtol=0)
+        torch.testing.assert_close(log_probs, expected_log_probs(byte_model, prompt, response),
+                                   atol=1e-5, rtol=0)
 
 
 def test_seed_and_number_of_the_call_decide_the_tokens(byte_model):
