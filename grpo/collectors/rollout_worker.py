@@ -13,6 +13,7 @@ import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,8 +131,7 @@ class RolloutWorker:
         self._started, self._started_at = time.monotonic(), time.time()
 
     def describe(self) -> dict[str, Any]:
-        """Who and where this is, and what its engine has failed with; an answer proves that it has
-        started."""
+        """Who and where this is, and what its engine has failed with."""
         return {"pid": os.getpid(), "host": os.uname().nodename, "device": self.setup.device,
                 "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
                 "failure": self.driver.failure}
@@ -139,11 +139,7 @@ class RolloutWorker:
     # -- rollouts ------------------------------------------------------------------------------
 
     def submit(self, leases: list[tuple[int, int]]) -> None:
-        """Start groups.
-
-        Args:
-            leases: ``(lease, number of the group)`` of each.
-        """
+        """Start groups, given as ``(lease, number of the group)``."""
         for lease, number in leases:
             try:
                 self._start(lease, number)
@@ -175,10 +171,8 @@ class RolloutWorker:
         if not self.driver.alive():
             self.driver.call(lambda: None, timeout=timeout)  # raises with the reason
         groups = []
-        try:
+        with suppress(queue.Empty):
             groups.append(self._finished.get(timeout=timeout))
-        except queue.Empty:
-            pass
         groups += _all_of(self._finished)
         return Report(groups, self.driver.busy, self.driver.sampler.tokens,
                       time.monotonic() - self._started, self._started_at,

@@ -79,7 +79,7 @@ class SyncCollector:
         self.seconds, self.failures = {"generate": 0.0, "reward": 0.0}, {}
         if self.max_rounds is not None:
             return self._collect_informative()
-        return _joined([self._rollout() for _ in range(self.rollouts_per_batch)])
+        return torch.cat([self._rollout() for _ in range(self.rollouts_per_batch)])
 
     def state_dict(self) -> dict[str, Any]:
         """The environment's, for a checkpoint."""
@@ -89,9 +89,7 @@ class SyncCollector:
         self.env.load_state_dict(state)
 
     def _collect_informative(self) -> TensorDictBase:
-        informative: list[TensorDictBase] = []
-        others: list[TensorDictBase] = []
-        failed: list[TensorDictBase] = []
+        informative, others, failed = [], [], []
         found = rollouts = 0
         while found < self.turns_per_batch and rollouts < self.max_rounds * self.rollouts_per_batch:
             rollout = self._rollout()
@@ -104,7 +102,7 @@ class SyncCollector:
             others.append(rollout[~useful_B & ~error_B])
             failed.append(rollout[error_B])
             found, rollouts = found + int(useful_B.sum()), rollouts + 1
-        batch = _joined(informative + others + failed)
+        batch = torch.cat(informative + others + failed)
         valid_B = ~batch[data.REWARD_ERROR].flatten()
         self.metrics = {"sampling/rounds": rollouts / self.rollouts_per_batch,
                         "sampling/informative_fraction": found / len(batch),
@@ -132,7 +130,3 @@ def _all_of_group(flag_B1: Tensor, group_id_B: Tensor) -> Tensor:
     _, group_B = group_id_B.unique(return_inverse=True)
     unset_G = torch.zeros(len(group_B)).index_add(0, group_B, (~flag_B1.flatten()).float())
     return unset_G[group_B] == 0
-
-
-def _joined(batches: list[TensorDictBase]) -> TensorDictBase:
-    return batches[0] if len(batches) == 1 else torch.cat(batches)
