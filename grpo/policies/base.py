@@ -105,11 +105,7 @@ class Policy(TensorDictModuleBase):
         self.calls = 0
 
     def with_sampling(self, **changes) -> Policy:
-        """The same policy, engine and weights, drawing differently.
-
-        Args:
-            **changes: fields of :class:`Sampling`, for example ``temperature=0.0``.
-        """
+        """The same engine and weights, with other fields of :class:`Sampling`."""
         other = copy.copy(self)
         other.sampling = replace(self.sampling, **changes)
         other.calls = 0
@@ -130,15 +126,11 @@ class Policy(TensorDictModuleBase):
     ) -> TensorDictBase:
         """Call the policy, and be told of each row while others are generated.
 
-        An engine of vLLM tells, in this process, in another or behind a server; several that share
-        a call do not.
+        An engine of vLLM tells, wherever it is; several that share a call do not.
 
         Args:
             tensordict: as for a call.
             on_row: called between two steps of the engine, in this thread.
-
-        Returns:
-            What a call would.
         """
         prompts = self._prompts(tensordict)
         # Own random numbers for each call: a resumed run draws what an uninterrupted one did, and
@@ -149,16 +141,7 @@ class Policy(TensorDictModuleBase):
         return self.write(tensordict, completions)
 
     def start(self, tensordict: TensorDictBase) -> Callable[[], TensorDictBase]:
-        """Call the policy in two steps; the second waits for the responses.
-
-        Engines elsewhere generate between the two. Here nothing happens before the second.
-
-        Args:
-            tensordict: as for a call.
-
-        Returns:
-            The second step, which returns what a call would.
-        """
+        """Begin a call, where the engine is elsewhere; what is returned waits for its result."""
         return lambda: self(tensordict)
 
     def _prompts(self, tensordict: TensorDictBase) -> list[list[int]]:
@@ -177,11 +160,7 @@ class Policy(TensorDictModuleBase):
         """Sample one completion for each prompt, under ``self.sampling``."""
 
     def _seed(self) -> int:
-        """A seed for the call's first row, where an engine elsewhere draws; each row adds its
-        number.
-
-        Calls lie 2**20 rows apart, so two of them do not share a row's seed.
-        """
+        """Of the call's first row, to which each adds its number; calls lie 2**20 rows apart."""
         return ((self.sampling.seed * 1_000_003 + self.calls) << 20) % 2**62
 
     def write(self, tensordict: TensorDictBase, completions: Completions) -> TensorDictBase:

@@ -54,7 +54,7 @@ class FleetPolicy(Policy):
         return self._result(self._send(prompts, self.calls), prompts, self.calls)
 
     def _result(self, calls: list[Any], prompts: list[list[int]], number: int) -> Completions:
-        """What the workers return; asked anew where one has died meanwhile."""
+        """What the workers return, who are all asked anew if one has died meanwhile."""
         while True:
             try:
                 return self._joined(calls)

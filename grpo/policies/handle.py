@@ -105,8 +105,7 @@ class InProcessEngine:
         """Deal with unfinished requests.
 
         Raises:
-            EngineError: for ``mode="wait"`` while requests are unfinished: only the caller's own
-                ``generate`` can finish them.
+            EngineError: for ``mode="wait"`` while there are any: only ``generate`` finishes them.
         """
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode={mode!r} is unknown; use one of {get_args(PauseMode)}")

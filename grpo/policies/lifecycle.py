@@ -53,10 +53,9 @@ def starting() -> Iterator[None]:
 
 
 def end_compile_workers() -> None:
-    """End the processes that have compiled for this one; what they compiled stays.
+    """End the processes that have compiled for this one; PyTorch starts new ones if needed.
 
-    For workers that are ended by a signal, as Ray's are together with their children: the children
-    of these would notice within a minute only. PyTorch starts new ones if they are needed again.
+    Without it those of a worker that a signal ends, as Ray's, live on for up to a minute.
     """
     # Without the module there are none, and it takes long to import.
     if compiling := sys.modules.get("torch._inductor.async_compile"):

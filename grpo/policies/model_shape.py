@@ -65,10 +65,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, model: str | Any) -> ModelShape:
-        """Sizes of a folder or hub id (only its ``config.json`` is read), or of a configuration.
-
-        A ledger asks for those of one model again and again; they are counted once.
-        """
+        """Sizes of a configuration, or of that of a folder or hub id; each is counted once."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model
@@ -131,12 +128,8 @@ _COUNTED: dict[str, ModelShape] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """Adapters: their rank, and the linear layers they are added to; None: all of the decoder's.
-
-    Attributes:
-        rank: of all of them.
-        targets: last parts of the layers' names.
-        layers: numbers of decoder layers.
+    """Adapters of one rank, on linear layers by the last parts of their names and on decoder layers
+    by number; None: all of the decoder's.
     """
 
     rank: int = 16
@@ -145,9 +138,8 @@ class LoRA:
 
 
 def _changes_logits(config: Any) -> bool:
-    """Whether the fields of a configuration look as if logits were capped or scaled.
-
-    Only a model with weights can be tried, see :mod:`grpo.objectives.agreement`.
+    """Judged by names: only a model with weights can be tried, see
+    :mod:`grpo.objectives.agreement`.
     """
     return any(value not in (None, 1.0) for name, value in vars(config).items()
                if re.search("^(final_|output_)?logits?_(soft_?cap|scal)|^lm_head_multiplier", name))
