@@ -17,20 +17,11 @@ MAX_BODY_BYTES = 32 << 20
 
 
 def create_app(
-    engine: Any,
-    *,
-    tokenizer: Any,
-    model_names: tuple[str, ...],
-    max_model_len: int,
-    vocab_size: int,
-    make: Constructors | None = None,
-    token: str | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
-    rpc_methods: tuple[str, ...] = (),
-    info: dict[str, Any] | None = None,
-    handover: dict[str, Any] | None = None,
-    trust_templates: bool = False,
-    adapter_roots: tuple[Path, ...] | None = None,
+    engine: Any, *, tokenizer: Any, model_names: tuple[str, ...], max_model_len: int,
+    vocab_size: int, make: Constructors | None = None, token: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES, rpc_methods: tuple[str, ...] = (),
+    info: dict[str, Any] | None = None, handover: dict[str, Any] | None = None,
+    trust_templates: bool = False, adapter_roots: tuple[Path, ...] | None = None,
 ) -> FastAPI:
     """The application around a running engine.
 

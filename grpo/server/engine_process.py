@@ -23,12 +23,10 @@ class EngineStartError(RuntimeError):
 
 
 def server_command(model: str, **options: Any) -> list[str]:
-    """The command of :mod:`grpo.server.serve`.
+    """The command of :mod:`grpo.server.serve` for a folder or hub id.
 
-    Args:
-        model: folder or hub id.
-        **options: of its command line, with underscores; True stands for a switch, None and False
-            leave an option out.
+    The options are those of its command line, with underscores; True stands for a switch, None and
+    False leave an option out.
 
     Examples:
         >>> server_command("tiny", max_model_len=64, enforce_eager=True)[2:]
@@ -69,21 +67,12 @@ class EngineProcess:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        log_path: str | Path | None = None,
-        token: str | None = None,
-        env: dict[str, str] | None = None,
-        start_timeout: float = 600.0,
+        self, command: Sequence[str], *, host: str = "127.0.0.1", port: int = 0,
+        log_path: str | Path | None = None, token: str | None = None,
+        env: dict[str, str] | None = None, start_timeout: float = 600.0,
     ) -> None:
-        self.command = list(command)
-        self.host = host
-        self.token = token
-        self.env = env or {}
-        self.start_timeout = start_timeout
+        self.command, self.env = list(command), env or {}
+        self.host, self.token, self.start_timeout = host, token, start_timeout
         self._wanted_port = port
         self._log_path = Path(log_path) if log_path else None
         self._process: subprocess.Popen | None = None
@@ -165,11 +154,7 @@ class EngineProcess:
             os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def check(self) -> None:
-        """Raise if the child has ended.
-
-        Raises:
-            RuntimeError: with the last lines of its log.
-        """
+        """Raise RuntimeError with the last lines of the child's log if it has ended."""
         if not self.alive():
             raise RuntimeError(f"the server ended with {self._ending()}{log_tail(self.log_path)}")
 
@@ -178,10 +163,8 @@ class EngineProcess:
         return last_lines(self.log_path, count)
 
     def stop(self, *, timeout: float = GRACE) -> None:
-        """End the child and its process group: ask it, wait ``timeout`` seconds, then kill.
-
-        Without effect if it is not running. Returns when the whole group is gone.
-        """
+        """End the child and its process group: ask it, wait ``timeout`` seconds, then kill. Without
+        effect if it is not running."""
         if self._process is None:
             return
         process, group = self._process, self.pid

@@ -23,24 +23,14 @@ Item = TypeVar("Item")
 
 @dataclass
 class Sample:
-    """One sampled continuation, or a piece of it when streaming.
+    """One sampled continuation, or a piece of it when streaming."""
 
-    Attributes:
-        index: which of a prompt's ``n`` samples.
-        token_ids: sampled tokens, the end token included.
-        text: their text; empty if the request did without.
-        positions: log-probs of the distribution that was sampled, one entry a token; None if the
-            request did not ask.
-        finish_reason: ``stop``, ``length`` or ``abort``; None while the sample goes on.
-        versions: ``[(policy version, tokens), ...]`` in order.
-    """
-
-    index: int
-    token_ids: list[int]
-    text: str
-    positions: list[Position] | None
-    finish_reason: str | None
-    versions: Spans
+    index: int  # which of a prompt's `n` samples
+    token_ids: list[int]  # the end token included
+    text: str  # empty if the request did without
+    positions: list[Position] | None  # of the distribution that was sampled; None: not asked for
+    finish_reason: str | None  # stop, length or abort; None while the sample goes on
+    versions: Spans  # [(policy version, tokens), ...] in order
 
     def log_probs(self) -> list[float]:
         """Log-prob of each sampled token."""
@@ -69,10 +59,8 @@ class Generation:
     def __init__(
         self, engine: VersionedEngine, *, tokenizer: Any, max_model_len: int, vocab_size: int
     ) -> None:
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.max_model_len = max_model_len
-        self.vocab_size = vocab_size
+        self.engine, self.tokenizer = engine, tokenizer
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
 
     def token_ids(self, prompt: Prompt, *, where: str = "prompt") -> list[int]:
         """Token ids of one prompt in any of its forms.
@@ -103,7 +91,6 @@ class Generation:
         return prompt
 
     def all_token_ids(self, prompts: list[Prompt], several: bool) -> list[list[int]]:
-        """:meth:`token_ids` of a request's prompts."""
         return [self.token_ids(prompt, where=f"prompt[{i}]" if several else "prompt")
                 for i, prompt in enumerate(prompts)]
 
@@ -114,14 +101,8 @@ class Generation:
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(token_ids)
 
     def parameters(
-        self,
-        fields: SamplingFields,
-        *,
-        row: int,
-        streamed: bool,
-        logprobs: int | None,
-        prompt_logprobs: int | None = None,
-        text: bool = True,
+        self, fields: SamplingFields, *, row: int, streamed: bool, logprobs: int | None,
+        prompt_logprobs: int | None = None, text: bool = True,
     ) -> Any:
         """vLLM's sampling parameters for prompt ``row`` of a request.
 

@@ -23,12 +23,10 @@ _turn = asyncio.Semaphore(_AT_A_TIME)
 
 async def render_apart(template: str, variables: dict[str, Any], *,
                        seconds: float = SECONDS) -> str:
-    """The text that a template makes of some variables.
+    """The text that a template makes of some variables, JSON values with ``messages`` among them.
 
-    Args:
-        template: Jinja, with what Transformers adds to it.
-        variables: JSON values, ``messages`` among them.
-        seconds: that it may take, the start of the child included.
+    The template is Jinja with what Transformers adds to it. The start of the child counts among its
+    seconds.
 
     Raises:
         ValueError: with what is wrong with the template, or which limit it met.

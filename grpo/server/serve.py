@@ -77,11 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse options that exclude each other.
-
-    Raises:
-        ValueError: naming the options, their values and what to change.
-    """
+    """Refuse options that exclude each other, with a ValueError."""
     args.token = (args.token or "").strip() or None
     if args.token is None and not is_loopback(args.host):
         raise ValueError(f"--host {args.host} opens the engine to other machines, weights and all; "
@@ -101,13 +97,9 @@ def check(args: argparse.Namespace) -> None:
 
 
 def engine_arguments(args: argparse.Namespace, *, device_type: str) -> dict[str, Any]:
-    """Fields of vLLM's ``AsyncEngineArgs``.
+    """Fields of vLLM's ``AsyncEngineArgs``, for the kind of device that it is built for.
 
     Log-probs are those of the distribution that was sampled (``processed_logprobs``).
-
-    Args:
-        args: the command line.
-        device_type: ``cuda`` or ``cpu``, what the installed vLLM is built for.
     """
     fields: dict[str, Any] = {
         "model": args.model, "dtype": args.dtype, "max_num_seqs": args.max_num_seqs,

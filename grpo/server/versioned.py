@@ -28,19 +28,12 @@ _LOOK_SECONDS = 1.0  # between looks at whether a paused engine still lives
 
 @dataclass(frozen=True)
 class Constructors:
-    """The types of vLLM that the server builds; importing them takes seconds.
+    """The types of vLLM that the server builds; importing them takes seconds."""
 
-    Attributes:
-        sampling_params: ``(streamed, **fields)`` to ``SamplingParams``.
-        lora_request: ``(name, id, path)`` to ``LoRARequest``.
-        no_outputs: what the engine sends for a step without outputs.
-        refusals: exceptions by which vLLM refuses a request.
-    """
-
-    sampling_params: Callable[..., Any]
-    lora_request: Callable[[str, int, str], Any]
-    no_outputs: Callable[[], Any]
-    refusals: tuple[type[Exception], ...] = (ValueError,)
+    sampling_params: Callable[..., Any]  # (streamed, **fields) to SamplingParams
+    lora_request: Callable[[str, int, str], Any]  # (name, id, path) to LoRARequest
+    no_outputs: Callable[[], Any]  # what the engine sends for a step without outputs
+    refusals: tuple[type[Exception], ...] = (ValueError,)  # by which vLLM refuses a request
 
     @classmethod
     def vllm(cls) -> Constructors:
@@ -61,15 +54,10 @@ class Constructors:
 
 @dataclass
 class Adapter:
-    """A LoRA adapter in the engine. A changed adapter is loaded under a new name and id.
+    """A LoRA adapter in the engine. A changed adapter is loaded under a new name and id."""
 
-    Attributes:
-        asked: the name its loader gave it; later loads may have been given the same.
-        name: ``<asked>-v<number of the load>``, its own.
-    """
-
-    asked: str
-    name: str
+    asked: str  # the name its loader gave it; later loads may have been given the same
+    name: str  # <asked>-v<number of the load>, its own
     id: int
     path: str | None  # None: made in the workers' memory
     request: Any
@@ -106,12 +94,9 @@ class VersionedEngine:
     def __init__(
         self, engine: Any, *, model_names: tuple[str, ...], make: Constructors, version: int = 0
     ) -> None:
-        self.engine = engine
-        self.model_names = model_names
-        self.make = make
+        self.engine, self.model_names, self.make = engine, model_names, make
         self.version = version
-        self.paused = False
-        self.sleeping = False
+        self.paused = self.sleeping = False
         self.adapters: dict[str, Adapter] = {}
         self.active: Adapter | None = None
         self.lora_loads = 0
@@ -168,11 +153,7 @@ class VersionedEngine:
                 await asyncio.wait_for(self._running.wait(), _LOOK_SECONDS)
 
     def require_alive(self) -> None:
-        """Refuse what only a living engine can do.
-
-        Raises:
-            ApiError: 503 once the engine has died.
-        """
+        """Refuse, with ApiError 503, what only a living engine can do."""
         if self.engine.errored:
             raise ApiError("the engine died; see the server's log and start it again", status=503,
                            type="engine_dead")
@@ -235,10 +216,7 @@ class VersionedEngine:
         self._running.set()
 
     def require_awake(self) -> None:
-        """Refuse what would touch memory that the engine has given back.
-
-        Raises:
-            ApiError: 409 while the engine sleeps.
+        """Refuse, with ApiError 409, what would touch memory that a sleeping engine has given back.
         """
         if self.sleeping:
             raise ApiError("the engine sleeps; POST /bridge/wake_up first", status=409,

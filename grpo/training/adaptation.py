@@ -12,30 +12,19 @@ from grpo.objectives.controllers import Controller
 
 @dataclass(frozen=True)
 class Adaptation:
-    """A controller in the loop.
+    """A controller in the loop."""
 
-    Attributes:
-        name: of its entry in metrics and checkpoints.
-        controller: from a measurement to a value.
-        metric: name of the measurement in the metrics of an iteration.
-        apply: uses the value from the next iteration on.
-    """
-
-    name: str
-    controller: Controller
-    metric: str
-    apply: Callable[[float], None]
+    name: str  # of its entry in metrics and checkpoints
+    controller: Controller  # from a measurement to a value
+    metric: str  # name of the measurement in the metrics of an iteration
+    apply: Callable[[float], None]  # uses the value from the next iteration on
 
     def start(self) -> None:
         """Use the controller's value, at the start of a run and after loading its state."""
         self.apply(self.controller.value)
 
     def update(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adapt to an iteration's metrics.
-
-        Returns:
-            The value that was used in this iteration.
-        """
+        """Adapt to an iteration's metrics; returns the value that was used in it."""
         used = self.controller.value
         # Without a valid token there is nothing measured, and the controller skips NaN.
         self.apply(self.controller.update(metrics.get(self.metric, math.nan)))

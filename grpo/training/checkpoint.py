@@ -32,15 +32,10 @@ _VERSIONED = ("torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cp
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A saved state on disk.
+    """A saved state on disk."""
 
-    Attributes:
-        folder: ``RUN/checkpoints/step_000100``.
-        step: iterations finished when it was written.
-    """
-
-    folder: Path
-    step: int
+    folder: Path  # RUN/checkpoints/step_000100
+    step: int  # iterations finished when it was written
 
     @property
     def model_folder(self) -> Path:
@@ -138,15 +133,8 @@ def save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
 
 
 def save_checkpoint(
-    run_dir: Path,
-    step: int,
-    *,
-    model: nn.Module,
-    tokenizer: Any,
-    state: dict[str, Any],
-    config: dict[str, Any],
-    keep: int = 3,
-    protect: Path | None = None,
+    run_dir: Path, step: int, *, model: nn.Module, tokenizer: Any, state: dict[str, Any],
+    config: dict[str, Any], keep: int = 3, protect: Path | None = None,
 ) -> Checkpoint:
     """Write ``run_dir/checkpoints/step_NNNNNN`` and drop all but the ``keep`` newest up to it.
 
@@ -157,11 +145,9 @@ def save_checkpoint(
     Args:
         run_dir: folder of the run.
         step: iterations finished.
-        model: weights to save.
-        tokenizer: saved beside the model.
+        model, tokenizer, config: of the run.
         state: tensors and plain values; random number states are added here, unless it has an
             earlier one.
-        config: resolved configuration of the run.
         keep: number of checkpoints that stay.
         protect: folder of one that stays beside them, wherever it is.
 
@@ -217,10 +203,7 @@ def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
 
 
 def find_checkpoint(
-    resume: str,
-    *,
-    root: Path | Sequence[Path],
-    exp_name: str,
+    resume: str, *, root: Path | Sequence[Path], exp_name: str,
     same: Callable[[dict[str, Any]], bool] = lambda config: True,
 ) -> Checkpoint | None:
     """What ``resume=...`` means.
@@ -286,12 +269,8 @@ def _readable(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def _newest_intact(run_dir: Path, *, below: int | None = None) -> Checkpoint | None:
-    """The newest checkpoint of a run whose files are intact, after a warning for each that is not.
-
-    Args:
-        run_dir: folder of the run.
-        below: only earlier steps.
-    """
+    """The newest checkpoint of a run, before the step ``below``, whose files are intact; after a
+    warning for each that is not."""
     for checkpoint in reversed(_folders(run_dir)):
         if below is not None and checkpoint.step >= below:
             continue
@@ -316,8 +295,8 @@ def random_state() -> dict[str, Any]:
 def restore_random_state(state: dict[str, Any]) -> None:
     """Put back what :func:`random_state` returned.
 
-    There may be fewer GPUs than there were, or another one in use: it gets the state of the one
-    that was in use then, the others those of the same number, as far as there are any.
+    Where other GPUs are in use, the present one gets the state of the one that was, and the others
+    those of the same number.
     """
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])

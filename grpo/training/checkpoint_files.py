@@ -21,11 +21,7 @@ class NotSavedError(OSError):
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Refuse to begin what the disk cannot hold.
-
-    Args:
-        folder: that is to be written; it need not exist.
-        needed: bytes.
+    """Refuse to begin what the disk cannot hold: ``needed`` bytes in a folder that need not exist.
 
     Raises:
         NotSavedError: naming the folder, what is needed and what is free.

@@ -15,23 +15,14 @@ from grpo.policies.base import Policy
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result on a held-out split.
+    """Result on a held-out split."""
 
-    Attributes:
-        accuracy: share of problems whose verifier said yes.
-        reward: mean reward over the problems that have one.
-        errors: problems without a reward; they count as not solved.
-        parts: mean of each of several rewards over the problems that have one.
-        batch: prompts, responses and rewards of the first batch, for showing.
-        problems: the problems of ``batch``.
-    """
-
-    accuracy: float
-    reward: float
-    errors: int
-    batch: TensorDictBase
-    problems: list
-    parts: dict[str, float] = field(default_factory=dict)
+    accuracy: float  # share of problems whose verifier said yes
+    reward: float  # mean over the problems that have one
+    errors: int  # problems without a reward; they count as not solved
+    batch: TensorDictBase  # the first one, for showing
+    problems: list  # of that batch
+    parts: dict[str, float] = field(default_factory=dict)  # mean of each of several rewards
 
     def metrics(self) -> dict[str, float]:
         """Under the names of ``metrics.jsonl``."""

@@ -72,17 +72,9 @@ class Learner:
     """
 
     def __init__(
-        self,
-        loss: GRPOLoss,
-        optimizer: MasterAdamW,
-        *,
-        rows_per_step: int,
-        epochs: int = 1,
-        num_micro_batches: int | None = None,
-        max_tokens_per_micro_batch: int | None = None,
-        seed: int = 0,
-        width_multiple: int = 1,
-        proximal: ProximalScorer | None = None,
+        self, loss: GRPOLoss, optimizer: MasterAdamW, *, rows_per_step: int, epochs: int = 1,
+        num_micro_batches: int | None = None, max_tokens_per_micro_batch: int | None = None,
+        seed: int = 0, width_multiple: int = 1, proximal: ProximalScorer | None = None,
     ) -> None:
         loss.scorer.measure()  # before anything is generated that it could not train on
         self.loss, self.optimizer = loss, optimizer
@@ -123,18 +115,14 @@ class Learner:
         steps = [self._optimizer_step(batch) for batch in self._optimizer_batches(rollout,
                                                                                    iteration)]
         # A step without a single valid token reports its loss, but no ratio, entropy or ESS.
-        values: dict[str, list[float]] = {}
-        for step in steps:
-            for key, value in step.items():
-                values.setdefault(key, []).append(value)
-        return {key: _over_steps(key, of_steps) for key, of_steps in values.items()}
+        return {key: _over_steps(key, [step[key] for step in steps if key in step])
+                for key in dict.fromkeys(key for step in steps for key in step)}
 
     def before_saving(self) -> None:
         """Called before the model is saved, for what other processes have to do then."""
 
     def perturb(self) -> None:
-        """Change some values of each trained parameter, see
-        :class:`~grpo.weights.proof.Perturbation`."""
+        """Change some values of each trained parameter."""
         self._perturbation = Perturbation(self.optimizer.params)
 
     def restore(self) -> None:
@@ -211,9 +199,6 @@ class CheckpointingProbe:
 
     Hugging Face models skip gradient checkpointing without a word when they are not in training
     mode; a run that was sized for it then dies much later, out of memory.
-
-    Args:
-        model: with gradient checkpointing enabled.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -235,11 +220,7 @@ class CheckpointingProbe:
         self.calls += 1
 
     def check(self, forward_passes: int) -> None:
-        """Raise unless each forward pass was computed a second time for its backward pass.
-
-        Raises:
-            RuntimeError: if layers were not recomputed.
-        """
+        """Raise unless each forward pass was computed a second time for its backward pass."""
         self._hook.remove()
         if self.calls < 2 * forward_passes:
             raise RuntimeError(

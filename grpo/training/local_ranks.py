@@ -54,11 +54,10 @@ class LocalRanks:
         patience: float = 60.0, settle: float = 5.0,
     ) -> None:
         self.order, self.folder, self.module = order, folder, module
-        self.environments = environments
+        self.environments, self.patience, self.settle = environments, patience, settle
         self._join = {"device_type": device_type, "count": count, "timeout": timeout}
         self._ready: list[Path] = []
         self._place: tempfile.TemporaryDirectory | None = None
-        self.patience, self.settle = patience, settle
         self._children: list[Child] = []
         self._over = threading.Event()
 
@@ -93,23 +92,15 @@ class LocalRanks:
         return [child.pid for child in self._children]
 
     def check(self) -> None:
-        """Raise if a rank has ended.
-
-        Raises:
-            RankDied: with how it ended and the last lines of its log.
-        """
+        """Raise :class:`RankDied` if one has ended, with the last lines of its log."""
         if reason := self._reason():
             raise RankDied(reason)
 
     def meet(self, *, device_index: int | None, start_timeout: float = 1800.0) -> Ranks:
-        """Join the ranks, as their leader, when all have loaded the model.
-
-        Args:
-            device_index: of this process's GPU; None on a CPU.
-            start_timeout: seconds until all must be ready.
+        """Join the ranks, as their leader on a GPU of this number, when all have their model.
 
         Raises:
-            RankDied: if one ends before, or is not ready in time.
+            RankDied: if one ends before, or is not ready after ``start_timeout`` seconds.
         """
         deadline = time.monotonic() + start_timeout
         while late := [path for path in self._ready if not path.exists()]:

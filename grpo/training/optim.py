@@ -31,16 +31,13 @@ class MasterAdamW:
         name: of the optimizer, see :mod:`grpo.training.optimizers`. ``adamw_cpu`` keeps masters
             and moments in the host's memory and steps there.
         lr: peak learning rate; Adafactor with ``relative_step`` chooses its own.
-        betas: of AdamW.
-        eps: of AdamW.
-        weight_decay: decoupled, of AdamW.
+        betas, eps, weight_decay: of AdamW; the decay is decoupled.
         clip_grad_norm: greatest norm of all gradients together; None never clips.
         schedule: of the learning rate after the warm-up.
         warmup_steps: optimizer steps of linear warm-up.
         total_steps: optimizer steps of the run; needed by schedules that decay.
         final_lr_fraction: share of ``lr`` that a decaying schedule ends at.
-        scale_parameter: of Adafactor.
-        relative_step: of Adafactor.
+        scale_parameter, relative_step: of Adafactor.
 
     Examples:
         >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -53,21 +50,11 @@ class MasterAdamW:
     """
 
     def __init__(
-        self,
-        params: Iterable[nn.Parameter],
-        *,
-        name: OptimizerName = "adamw",
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        clip_grad_norm: float | None = 1.0,
-        schedule: Schedule = "constant",
-        warmup_steps: int = 0,
-        total_steps: int | None = None,
-        final_lr_fraction: float = 0.0,
-        scale_parameter: bool = False,
-        relative_step: bool = False,
+        self, params: Iterable[nn.Parameter], *, name: OptimizerName = "adamw", lr: float,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+        clip_grad_norm: float | None = 1.0, schedule: Schedule = "constant", warmup_steps: int = 0,
+        total_steps: int | None = None, final_lr_fraction: float = 0.0,
+        scale_parameter: bool = False, relative_step: bool = False,
     ) -> None:
         self.name, self.relative_step = name, relative_step
         self.params = [param for param in params if param.requires_grad]
@@ -137,7 +124,10 @@ class MasterAdamW:
         self.adamw.step()
         self.steps += 1
         self.adamw.zero_grad(set_to_none=True)
-        self._write_params()
+        if copies := self._copies():
+            params, masters = zip(*copies, strict=True)
+            torch._foreach_copy_([param.data for param in params],
+                                 [master.detach() for master in masters])
         return value
 
     def skip(self) -> float:
@@ -149,20 +139,15 @@ class MasterAdamW:
     def _total_norm(self, grads: list[Tensor]) -> Tensor:
         return nn.utils.get_total_norm(grads)
 
-    @torch.no_grad()
-    def _write_params(self) -> None:
-        pairs = [(param.data, master) for param, master in zip(self.params, self.masters,
-                                                               strict=True)
-                 if param is not master]
-        if pairs:
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+    def _copies(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Parameters that are copies of their masters, and these."""
+        return [(param, master) for param, master in zip(self.params, self.masters, strict=True)
+                if param is not master]
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, masters and the number of steps; the options are the constructor's."""
-        masters = [master.detach() for param, master in zip(self.params, self.masters, strict=True)
-                   if param is not master]
-        return {"name": self.name, "adamw": self.adamw.state_dict()["state"],
-                "steps": self.steps, "masters": masters}
+        return {"name": self.name, "adamw": self.adamw.state_dict()["state"], "steps": self.steps,
+                "masters": [master.detach() for _, master in self._copies()]}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -173,26 +158,17 @@ class MasterAdamW:
         options = self.adamw.state_dict()["param_groups"]
         self.adamw.load_state_dict({"state": state["adamw"], "param_groups": options})
         self.steps = state["steps"]
-        halves = sum(param is not master for param, master in zip(self.params, self.masters,
-                                                                  strict=True))
-        if halves != len(state["masters"]):
+        own = self._copies()
+        if len(own) != len(state["masters"]):
             raise ValueError(
-                f"the checkpoint has {len(state['masters'])} float32 masters, this run {halves}: "
+                f"the checkpoint has {len(state['masters'])} float32 masters, this run {len(own)}: "
                 "it was written with another train_model.torch_dtype; set the same one")
-        own = [master for param, master in zip(self.params, self.masters, strict=True)
-               if param is not master]
-        for master, saved in zip(own, state["masters"], strict=True):
+        for (_, master), saved in zip(own, state["masters"], strict=True):
             master.copy_(saved)
 
 
-def lr_factor(
-    step: int,
-    *,
-    schedule: Schedule,
-    warmup_steps: int,
-    total_steps: int | None,
-    final_fraction: float = 0.0,
-) -> float:
+def lr_factor(step: int, *, schedule: Schedule, warmup_steps: int, total_steps: int | None,
+              final_fraction: float = 0.0) -> float:
     """Share of the peak learning rate at optimizer step ``step`` (from 0).
 
     Examples:

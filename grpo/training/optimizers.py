@@ -29,17 +29,10 @@ def make_optimizer(
     name: OptimizerName, masters: list[Tensor], *, lr: float, betas: tuple[float, float],
     eps: float, weight_decay: float, scale_parameter: bool, relative_step: bool,
 ) -> torch.optim.Optimizer:
-    """The optimizer of some float32 tensors.
+    """The optimizer of some float32 tensors; for the names see the table above.
 
-    Args:
-        name: see the table above.
-        masters: what is stepped.
-        lr: learning rate.
-        betas: of AdamW.
-        eps: of AdamW.
-        weight_decay: decoupled.
-        scale_parameter: of Adafactor: multiply the learning rate by the size of the weights.
-        relative_step: of Adafactor: choose the learning rate by the number of steps.
+    Adafactor alone can multiply the learning rate by the size of the weights (``scale_parameter``)
+    or choose it by the number of steps (``relative_step``).
 
     Raises:
         ValueError: for an unknown name, or options that the optimizer does not read.

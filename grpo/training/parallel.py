@@ -123,7 +123,7 @@ class ShardedAdamW(MasterAdamW):
 
     Args:
         model: sharded by :func:`shard_model`.
-        options: those of :class:`~grpo.training.optim.MasterAdamW`.
+        options: of :class:`~grpo.training.optim.MasterAdamW`.
 
     Raises:
         ValueError: for a model that is not sharded, and for another optimizer than AdamW.
@@ -268,10 +268,6 @@ def without_loss(batch: TensorDictBase) -> TensorDict:
 
 class DividedProximalScorer(ProximalScorer):
     """A :class:`~grpo.policies.scoring.ProximalScorer` where each rank scores a share of the rows.
-
-    Args:
-        scorer: what every rank would score all rows with.
-        ranks: that share the work; all are given the same rollout.
     """
 
     def __init__(self, scorer: ProximalScorer, ranks: Ranks) -> None:
@@ -286,17 +282,8 @@ class DividedProximalScorer(ProximalScorer):
 def score_divided(
     scorer: TokenScorer, rollout: TensorDictBase, ranks: Ranks, *, max_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """:func:`~grpo.policies.scoring.score_rollout` with the rows divided over ranks.
-
-    Args:
-        scorer: sharded or not.
-        rollout: dense batch ``[B]``, the same on every rank.
-        ranks: that share the work.
-        max_tokens: token budget of a micro-batch.
-
-    Returns:
-        ``(log_probs_BT, entropy_BT)`` of all rows, on every rank.
-    """
+    """:func:`~grpo.policies.scoring.score_rollout` with the rows of a rollout, which is the same on
+    every rank, divided over the ranks; each has ``(log_probs_BT, entropy_BT)`` of all rows then."""
     rows = divide_rows(rollout, ranks.count, whole_groups=False)[ranks.rank]
     rows = rows.to(rollout[data.TOKENS].device)
     scores_2BT = torch.zeros(2, *rollout[data.LOG_PROBS].shape, dtype=rollout[data.LOG_PROBS].dtype,

@@ -45,14 +45,8 @@ class Ranks:
 
     @classmethod
     def join(
-        cls,
-        device_type: str,
-        *,
-        rank: int | None = None,
-        count: int | None = None,
-        device_index: int | None = None,
-        address: str = "env://",
-        timeout: float = 600.0,
+        cls, device_type: str, *, rank: int | None = None, count: int | None = None,
+        device_index: int | None = None, address: str = "env://", timeout: float = 600.0,
     ) -> Ranks:
         """Meet the other ranks; returns when all are there.
 
@@ -114,11 +108,7 @@ class Ranks:
         return int(value)
 
     def share(self, batch: TensorDictBase | None) -> TensorDict:
-        """Rank 0's batch, on every rank's device.
-
-        Args:
-            batch: dense tensors; read on rank 0 and ignored on the others.
-        """
+        """Rank 0's batch of dense tensors, on every rank's device; that of others is ignored."""
         header = [None]
         if self.leads:
             header = [([(key, tuple(value.shape), value.dtype)
@@ -136,9 +126,8 @@ class Ranks:
     def concatenate(self, batch: TensorDictBase) -> TensorDict:
         """The rows of all ranks, those of rank 0 first.
 
-        Args:
-            batch: ``batch_size [B]`` with any ``B``, also 0; beyond that the ranks' entries have
-                the same names, dtypes and shapes.
+        Ranks may have any number of rows, also none, with entries of the same names, dtypes and
+        further dimensions.
         """
         rows = torch.zeros(self.count, dtype=torch.int64)
         rows[self.rank] = batch.batch_size[0]
@@ -172,10 +161,9 @@ class Ranks:
 
 
 def _from_environment(name: str) -> int:
-    if name not in os.environ:
-        raise ValueError(f"${name} is not set; start the ranks with torchrun, or pass rank and "
-                         "count")
-    return int(os.environ[name])
+    if name in os.environ:
+        return int(os.environ[name])
+    raise ValueError(f"${name} is not set; start the ranks with torchrun, or pass rank and count")
 
 
 def divide_rows(batch: TensorDictBase, parts: int, *, whole_groups: bool) -> list[Tensor]:

@@ -28,9 +28,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     The system gives the lock back however the process ends, also over NFS. ``run.lock`` says who
     has it: host, process id and when it started. On a file system without locks, what is written
     there counts alone, so that after ``kill -9`` on another host it has to be removed by hand.
-
-    Args:
-        run_dir: of the run; it is made.
+    The folder is made where it is missing.
 
     Raises:
         ConfigError: if another process has it, naming host, process and start.

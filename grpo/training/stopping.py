@@ -15,11 +15,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(BaseException):
-    """A signal has ended the run. Not an ``Exception``, so that no reward function catches it.
-
-    Attributes:
-        number: of the signal.
-    """
+    """A signal has ended the run. Not an ``Exception``, so that no reward function catches it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")

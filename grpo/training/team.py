@@ -39,11 +39,8 @@ class Leader:
     """Tells the other ranks what to do; a context manager around all that they do.
 
     At its end all ranks leave together, as NCCL waits for the others when it closes. After an error
-    they may be in the middle of something, so they are left to whoever started them.
-
-    Args:
-        ranks: that this process leads.
-        check: called before each order; raises if a rank is gone.
+    they may be in the middle of something, so they are left to whoever started them. ``check`` is
+    called before each order, and raises if a rank is gone.
     """
 
     def __init__(self, ranks: Ranks, check: Callable[[], None] = lambda: None) -> None:
@@ -65,12 +62,8 @@ class Leader:
 
 
 def obey(learner: ParallelLearner, weights: Any = None) -> None:
-    """Do what the leader says until it says ``stop``.
-
-    Args:
-        learner: of this rank.
-        weights: this rank's part of a transfer to engines, if there is one.
-    """
+    """Do what the leader says until it says ``stop``; ``weights`` is this rank's part of a transfer
+    to engines, if there is one."""
     ranks, model = learner.ranks, learner.loss.actor_network
     while True:
         order: list[Any] = [None]
@@ -119,12 +112,7 @@ def obey(learner: ParallelLearner, weights: Any = None) -> None:
 
 
 class LedLearner:
-    """A :class:`~grpo.training.parallel.ParallelLearner` whose other ranks follow this one.
-
-    Args:
-        learner: of rank 0.
-        leader: tells the others.
-    """
+    """A :class:`~grpo.training.parallel.ParallelLearner` whose other ranks follow this one."""
 
     def __init__(self, learner: ParallelLearner, leader: Leader) -> None:
         self.learner, self.leader = learner, leader
@@ -171,12 +159,8 @@ class _LedOptimizer:
 
 
 class LedReference:
-    """The :class:`~grpo.weights.adapters.AdapterDisabledReference` of a sharded model.
-
-    Args:
-        learner: of the model with adapters; all ranks score a share of the rows.
-        max_tokens: token budget of a micro-batch.
-    """
+    """The :class:`~grpo.weights.adapters.AdapterDisabledReference` of a sharded model: each rank
+    scores a share of the rows, ``max_tokens`` a micro-batch."""
 
     def __init__(self, learner: LedLearner, *, max_tokens: int) -> None:
         self.loss, self.leader, self.max_tokens = learner.loss, learner.leader, max_tokens
@@ -192,12 +176,7 @@ class LedReference:
 
 
 class LedScorer:
-    """Scores tokens with the sharded model, for the canary.
-
-    Args:
-        loss: whose scorer is called on all ranks.
-        leader: tells the others.
-    """
+    """Scores tokens with the sharded model, on all ranks, for the canary."""
 
     def __init__(self, loss: GRPOLoss, leader: Leader) -> None:
         self.loss, self.leader = loss, leader

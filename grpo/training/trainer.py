@@ -70,28 +70,14 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        *,
-        collector: Collector,
-        advantage: TensorDictModuleBase,
-        learner: Learner,
-        weights: WeightSync,
-        canary: Canary,
-        evaluator: Evaluator | None,
-        reporter: Reporter,
-        tokenizer: Any,
-        run_dir: Path,
-        config: dict[str, Any],
-        iterations: int,
-        eval_frequency: int = 10,
-        checkpoint_frequency: int = 0,
-        keep_checkpoints: int = 3,
+        self, *, collector: Collector, advantage: TensorDictModuleBase, learner: Learner,
+        weights: WeightSync, canary: Canary, evaluator: Evaluator | None, reporter: Reporter,
+        tokenizer: Any, run_dir: Path, config: dict[str, Any], iterations: int,
+        eval_frequency: int = 10, checkpoint_frequency: int = 0, keep_checkpoints: int = 3,
         reference: Callable[[TensorDictBase], TensorDictBase] | None = None,
         teacher: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        adaptations: Sequence[Adaptation] = (),
-        overlap_canary: bool = False,
-        proof_interval: int = 10,
-        max_reward_errors: float = 0.5,
+        adaptations: Sequence[Adaptation] = (), overlap_canary: bool = False,
+        proof_interval: int = 10, max_reward_errors: float = 0.5,
     ) -> None:
         self.collector, self.advantage, self.learner = collector, advantage, learner
         self.weights, self.canary, self.evaluator = weights, canary, evaluator
@@ -101,8 +87,7 @@ class Trainer:
         self.frozen = {"reference": reference, "teacher": teacher}
         self.adaptations = list(adaptations)
         self.iterations, self.eval_frequency = iterations, eval_frequency
-        self.checkpoint_frequency = checkpoint_frequency
-        self.keep_checkpoints = keep_checkpoints
+        self.checkpoint_frequency, self.keep_checkpoints = checkpoint_frequency, keep_checkpoints
         self.max_reward_errors = max_reward_errors
         self.step = 0
         self.resumed_from: Path | None = None
@@ -165,7 +150,11 @@ class Trainer:
             result = save_final(self.model, self.tokenizer, self.run_dir)
         except NotSavedError as error:
             failed = error
-        self._write_report(self._headline(), result)
+        headline = f"{self.step} iterations"
+        if self.evaluator is not None:
+            headline = (f"held-out accuracy {self.first_accuracy:.3f} -> {self.last_accuracy:.3f} "
+                        f"in {headline}")
+        self._write_report(headline, result)
         if failed is not None:
             raise failed
 
@@ -200,12 +189,6 @@ class Trainer:
             self.first_accuracy = self.last_accuracy
             self.reporter.step(0, metrics)
         self._looked = True
-
-    def _headline(self) -> str:
-        if self.evaluator is None:
-            return f"{self.step} iterations"
-        return (f"held-out accuracy {self.first_accuracy:.3f} -> {self.last_accuracy:.3f} in "
-                f"{self.step} iterations")
 
     def iterate(self) -> dict[str, float]:
         """One iteration; returns its metrics."""
