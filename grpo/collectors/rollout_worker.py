@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from grpo import data
 from grpo.collectors.sync import DROPPED
 from grpo.envs.prompts import Prompt
 from grpo.envs.rewards.batch import first_failures
@@ -36,70 +35,42 @@ from grpo.weights.worker.lora import nested
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetup:
-    """What a worker is built from; everything in it can be sent to another host.
+    """What a worker is built from; everything in it can be sent to another host."""
 
-    Attributes:
-        config: a :class:`grpo.config.schema.Config` as plain values.
-        path: folder or hub id of the weights that the run starts from.
-        prompt_width: ``P``.
-        max_model_len: prompt plus response, in tokens.
-        rows: rows that the engine generates at a time.
-        backend: ``vllm`` or ``transformers``.
-        device: ``cuda`` or ``cpu``.
-        dtype: of the weights, without ``torch.``.
-        tensor_parallel_size: devices of the engine.
-    """
-
-    config: dict[str, Any]
-    path: str
-    prompt_width: int
-    max_model_len: int
-    rows: int
-    backend: str
-    device: str
-    dtype: str
-    tensor_parallel_size: int = 1
+    config: dict[str, Any]  # a grpo.config.schema.Config as plain values
+    path: str  # folder or hub id of the weights that the run starts from
+    prompt_width: int  # P
+    max_model_len: int  # prompt plus response, in tokens
+    rows: int  # that the engine generates at a time
+    backend: str  # vllm or transformers
+    device: str  # cuda or cpu
+    dtype: str  # of the weights, without "torch."
+    tensor_parallel_size: int = 1  # devices of the engine
 
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """What a worker works with.
-
-    Attributes:
-        policy: samples.
-        engine: the policy's, where weights can be brought to; None with Transformers.
-        sampler: what the thread of the engine drives.
-        environments: one for each thread that scores, and one to begin groups in.
-        groups_a_call: groups that are begun together.
-        group_rows: completions of a prompt.
-    """
+    """What a worker works with."""
 
     policy: Policy
-    engine: InProcessEngine | None
-    sampler: TransformersSampler | VLLMSampler
-    environments: list[VerifiableEnv]
-    groups_a_call: int
-    group_rows: int
+    engine: InProcessEngine | None  # the policy's, for new weights; None with Transformers
+    sampler: TransformersSampler | VLLMSampler  # what the thread of the engine drives
+    environments: list[VerifiableEnv]  # one for each thread that scores, and one to begin groups in
+    groups_a_call: int  # that are begun together
+    group_rows: int  # completions of a prompt
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker has to say.
+    """What a worker has to say."""
 
-    Attributes:
-        groups: ``(lease, group, error)`` of each finished group: its rows, or None and the reason.
-        busy: seconds that the engine has been at work since the worker started.
-        tokens: sampled since then.
-        seconds: since then.
-        started: Unix time of that start, which tells a worker from the one that it replaces.
-        failures: of the rewards of those groups, as of :class:`~grpo.envs.rewards.RewardBatch`.
-    """
-
+    #: ``(lease, group, error)`` of each finished group: its rows, or None and the reason.
     groups: list[tuple[int, TensorDictBase | None, str | None]]
-    busy: float
-    tokens: int
-    seconds: float
-    started: float
+    busy: float  # seconds that the engine has been at work since the worker started
+    tokens: int  # sampled since then
+    seconds: float  # since then
+    started: float  # Unix time of that start, which tells a worker from the one that it replaces
+    #: Of the rewards of those groups, as of :class:`~grpo.envs.rewards.RewardBatch`.
     failures: dict[str, str] = field(default_factory=dict)
 
 
@@ -149,7 +120,7 @@ class RolloutWorker:
     def _start(self, lease: int, number: int) -> None:
         batch = self._with_env(number, lambda env, batch: batch)
         call, place = divmod(number, self._groups_a_call)
-        job = Job(self._prompts(batch), self.policy.sampling, call=call,
+        job = Job(self.policy.prompts_of(batch), self.policy.sampling, call=call,
                   first=place * self._group_rows, of=self._groups_a_call * self._group_rows)
         self._jobs[lease] = job
         self.driver.submit(job).add_done_callback(
@@ -208,11 +179,6 @@ class RolloutWorker:
         finally:
             self._envs.put(env)
 
-    @staticmethod
-    def _prompts(batch: TensorDictBase) -> list[list[int]]:
-        return [row[mask].tolist() for row, mask in
-                zip(batch[data.PROMPT_TOKENS], batch[data.PROMPT_MASK], strict=True)]
-
     def generate(self, job: Job, timeout: float) -> Completions:
         """Sample rows for the trainer, such as an evaluation's; they join what is running.
 
@@ -260,9 +226,7 @@ class RolloutWorker:
 
     # -- weights that come through Ray's object store ------------------------------------------
 
-    def load_adapter(
-        self, packed: Packed, version: int, mode: PauseMode, timeout: float
-    ) -> None:
+    def load_adapter(self, packed: Packed, version: int, mode: PauseMode, timeout: float) -> None:
         """A new adapter for vLLM, between two steps.
 
         Args:

@@ -25,22 +25,25 @@ class Sampling:
     Only sampling whose distribution the trainer can score is offered: a temperature, and greedy
     decoding (``temperature=0``) for evaluation. Top-p and top-k would renormalise the
     distribution and bias every ratio.
-
-    Attributes:
-        max_tokens: greatest number of response tokens.
-        temperature: 0 means greedy.
-        seed: of the random numbers; call ``n`` of a policy draws from ``(seed, n)``.
     """
 
-    max_tokens: int
-    temperature: float = 1.0
-    seed: int = 0
+    max_tokens: int  # greatest number of response tokens
+    temperature: float = 1.0  # 0 means greedy
+    seed: int = 0  # of the random numbers; call n of a policy draws from (seed, n)
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
         if self.temperature < 0:
             raise ValueError(f"temperature={self.temperature} must not be negative; 0 is greedy")
+
+    def call_seed(self, call: int) -> int:
+        """The seed of a policy's call number ``call``."""
+        return self.seed * 1_000_003 + call
+
+    def row_seed(self, call: int, row: int = 0) -> int:
+        """A seed for one row of a call; calls lie 2**20 rows apart, so no two share one."""
+        return ((self.call_seed(call) << 20) + row) % 2**62
 
 
 #: Is told of each row as soon as it is finished: its number in the call, and its tokens.
@@ -49,19 +52,13 @@ RowListener: TypeAlias = Callable[[int, list[int]], None]
 
 @dataclass
 class Completions:
-    """What a backend generated, one list entry a row.
+    """What a backend generated, one list entry a row."""
 
-    Attributes:
-        tokens: sampled token ids, the end token included.
-        log_probs: of each sampled token.
-        truncated: whether the length limit ended the row.
-        versions: ``[(policy version, tokens), ...]`` in order, where weights can change while a row
-            is sampled; None: the policy's version is that of all tokens.
-    """
-
-    tokens: list[list[int]]
+    tokens: list[list[int]]  # sampled ids, the end token included
     log_probs: list[list[float]]
-    truncated: list[bool]
+    truncated: list[bool]  # whether the length limit ended the row
+    #: ``[(policy version, tokens), ...]`` in order, where weights can change while a row is
+    #: sampled; None: the policy's version is that of all tokens.
     versions: list[list[tuple[int, int]]] | None = None
 
 
@@ -87,25 +84,19 @@ class Policy(TensorDictModuleBase):
     out_keys = [data.RESPONSE_TOKENS, data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK,
                 data.LOG_PROBS, data.FINISH_REASON, data.POLICY_VERSIONS, data.POLICY_VERSION]
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        *,
-        pad_token_id: int,
-        eos_token_ids: tuple[int, ...],
-        max_model_len: int,
-        version: Callable[[], int] = lambda: 0,
-    ) -> None:
+    def __init__(self, sampling: Sampling, *, pad_token_id: int, eos_token_ids: tuple[int, ...],
+                 max_model_len: int, version: Callable[[], int] = lambda: 0) -> None:
         super().__init__()
-        self.sampling = sampling
-        self.pad_token_id = pad_token_id
-        self.eos_token_ids = eos_token_ids
+        self.sampling, self.version, self.calls = sampling, version, 0
+        self.pad_token_id, self.eos_token_ids = pad_token_id, eos_token_ids
         self.max_model_len = max_model_len
-        self.version = version
-        self.calls = 0
 
     def with_sampling(self, **changes) -> Policy:
-        """The same engine and weights, with other fields of :class:`Sampling`."""
+        """A policy with the same engine and weights that draws differently.
+
+        Args:
+            **changes: fields of :class:`Sampling`, for example ``temperature=0.0``.
+        """
         other = copy.copy(self)
         other.sampling = replace(self.sampling, **changes)
         other.calls = 0
@@ -132,20 +123,27 @@ class Policy(TensorDictModuleBase):
             tensordict: as for a call.
             on_row: called between two steps of the engine, in this thread.
         """
-        prompts = self._prompts(tensordict)
+        prompts = self.prompts_of(tensordict)
         # Own random numbers for each call: a resumed run draws what an uninterrupted one did, and
         # evaluation does not shift the numbers of training.
-        with own_random_numbers(self.sampling.seed * 1_000_003 + self.calls):
+        with own_random_numbers(self.sampling.call_seed(self.calls)):
             completions = self._generate(prompts, on_row)
         self.calls += 1
         return self.write(tensordict, completions)
 
     def start(self, tensordict: TensorDictBase) -> Callable[[], TensorDictBase]:
-        """Begin a call, where the engine is elsewhere; what is returned waits for its result."""
+        """Call the policy in two steps, between which an engine elsewhere generates.
+
+        Returns:
+            The second step, which waits for the responses and returns what a call would. Here
+            nothing happens before it.
+        """
         return lambda: self(tensordict)
 
-    def _prompts(self, tensordict: TensorDictBase) -> list[list[int]]:
-        prompts = _ragged(tensordict[data.PROMPT_TOKENS], tensordict[data.PROMPT_MASK])
+    def prompts_of(self, tensordict: TensorDictBase) -> list[list[int]]:
+        """Token ids of a batch's prompts, which must leave room for a response."""
+        prompts = first_of_rows(tensordict[data.PROMPT_TOKENS],
+                                tensordict[data.PROMPT_MASK].sum(1).tolist())
         longest = max(map(len, prompts))
         if longest >= self.max_model_len:
             raise ValueError(f"a prompt has {longest} tokens but prompt and response share "
@@ -154,14 +152,8 @@ class Policy(TensorDictModuleBase):
         return prompts
 
     @abstractmethod
-    def _generate(
-        self, prompts: list[list[int]], on_row: RowListener | None = None
-    ) -> Completions:
+    def _generate(self, prompts: list[list[int]], on_row: RowListener | None = None) -> Completions:
         """Sample one completion for each prompt, under ``self.sampling``."""
-
-    def _seed(self) -> int:
-        """Of the call's first row, to which each adds its number; calls lie 2**20 rows apart."""
-        return ((self.sampling.seed * 1_000_003 + self.calls) << 20) % 2**62
 
     def write(self, tensordict: TensorDictBase, completions: Completions) -> TensorDictBase:
         prompt_BP, mask_BP = tensordict[data.PROMPT_TOKENS], tensordict[data.PROMPT_MASK]
@@ -195,8 +187,7 @@ class Policy(TensorDictModuleBase):
         return data.pad_rows(rows, width, self.version())
 
     def start_at(self, version: int) -> None:
-        """Count weight updates from here, when a run goes on; for engines that count themselves.
-        """
+        """Count weight updates from here, when a run goes on, if the engine counts them itself."""
 
     def close(self) -> None:
         """Release what the backend holds; the policy cannot be used afterwards."""
@@ -241,6 +232,6 @@ def _refuse_nan(log_probs_BR: Tensor, version: Callable[[], int]) -> None:
             "the model overflows: see train_model.torch_dtype and train_model.fp32_head")
 
 
-def _ragged(tokens_BP: Tensor, mask_BP: Tensor) -> list[list[int]]:
-    rows, sizes = tokens_BP.tolist(), mask_BP.sum(1).tolist()
-    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+def first_of_rows(values_BT: Tensor, sizes: list[int]) -> list[list]:
+    """So many values of each row."""
+    return [row[:size] for row, size in zip(values_BT.tolist(), sizes, strict=True)]

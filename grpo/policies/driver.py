@@ -35,42 +35,24 @@ class Job:
 
     Random numbers are those of rows ``first``, ``first + 1``, ... of a policy's call number
     ``call`` with ``of`` rows: a batch may be divided over engines without changing what is drawn.
-
-    Attributes:
-        prompts: token ids, one list a row.
-        sampling: how tokens are drawn.
-        call: number of the policy's call.
-        first: number of the first row in that call.
-        of: rows of that call; None: those given here are all.
-        params: for vLLM, a ``SamplingParams`` that takes the place of ``sampling``. As it may ask
-            for log-probs of further tokens, those of its rows are given as vLLM's flat log-probs.
     """
 
-    prompts: list[list[int]]
+    prompts: list[list[int]]  # token ids
     sampling: Sampling
     call: int = 0
     first: int = 0
-    of: int | None = None
+    of: int | None = None  # None: the rows given here are all
+    #: For vLLM, a ``SamplingParams`` that takes the place of ``sampling``. As it may ask for
+    #: log-probs of further tokens, those of its rows are given as vLLM's flat log-probs.
     params: Any = None
-
-    @property
-    def seed(self) -> int:
-        """Of the call, as :class:`~grpo.policies.base.Policy` computes it."""
-        return self.sampling.seed * 1_000_003 + self.call
 
 
 class Sampler(Protocol):
-    """What the driver needs of an engine; not safe for use from several threads.
+    """What the driver needs of an engine; not safe for use from several threads."""
 
-    Attributes:
-        policy: whose engine or model it is.
-        tokens: sampled so far.
-        version: of the tokens that are sampled now.
-    """
-
-    policy: Any
-    tokens: int
-    version: int
+    policy: Any  # whose engine or model it is
+    tokens: int  # sampled so far
+    version: int  # of the tokens that are sampled now
 
     def add(self, job: Job) -> None:
         """Start a job at the next step."""
@@ -97,13 +79,11 @@ class EngineDriver:
 
     Args:
         sampler: the engine; used by nobody else.
-
-    Attributes:
-        busy: seconds spent in steps so far.
     """
 
     def __init__(self, sampler: Sampler) -> None:
-        self.sampler, self.busy = sampler, 0.0
+        self.sampler = sampler
+        self.busy = 0.0  # seconds spent in steps so far
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._paused = self._closed = False
         self._failure: BaseException | None = None
@@ -200,8 +180,10 @@ class EngineDriver:
 
     def _run(self) -> None:
         while not self._closed:
-            resting = self._paused or self.sampler.idle
-            self._serve(wait=resting)
+            if self._paused or self.sampler.idle:
+                self._inbox.get()()  # nothing to do before somebody asks for something
+            while not self._inbox.empty():
+                self._inbox.get()()
             if self._closed or self._paused or self.sampler.idle:
                 continue
             start = time.perf_counter()
@@ -213,17 +195,6 @@ class EngineDriver:
             self.busy += time.perf_counter() - start
             for job, completions in finished:
                 self._open.pop(job).set_result(completions)
-
-    def _serve(self, *, wait: bool) -> None:
-        """Do what others have asked for."""
-        if wait:
-            self._inbox.get()()
-        while True:
-            try:
-                request = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            request()
 
     def _add(self, job: Job, future: Future) -> None:
         if self._held is not None:
@@ -299,8 +270,7 @@ class VLLMSampler:
     def add(self, job: Job) -> None:
         self._answers[job] = [None] * len(job.prompts)
         for number, prompt in enumerate(job.prompts):
-            # Rows of different calls lie 2**20 apart, as those of ServerPolicy.
-            seed = ((job.seed << 20) + job.first + number) % 2**62 if self.seeded else None
+            seed = job.sampling.row_seed(job.call, job.first + number) if self.seeded else None
             params = job.params or self.policy.sampling_params(job.sampling, seed=seed,
                                                                final_only=True)
             id = f"row-{next(self._ids)}"
@@ -377,10 +347,9 @@ class TransformersSampler:
                     == (first.call, first.of, first.sampling)]
         self._jobs = [job for job in self._jobs if job not in together]
         rows = [job.first + i for job in together for i in range(len(job.prompts))]
-        policy = self.policy.with_sampling()
-        policy.sampling = first.sampling
+        policy = self.policy.with_sampling(**vars(first.sampling))
         policy.drawn = rows, first.of or len(rows)
-        with own_random_numbers(first.seed):
+        with own_random_numbers(first.sampling.call_seed(first.call)):
             whole = policy._generate([prompt for job in together for prompt in job.prompts])
         self.tokens += sum(map(len, whole.tokens))
         done, start = [], 0

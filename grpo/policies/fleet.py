@@ -41,15 +41,13 @@ class FleetPolicy(Policy):
 
     def start(self, tensordict: TensorDictBase) -> Callable[[], TensorDictBase]:
         """See :meth:`grpo.policies.base.Policy.start`; the workers begin at once."""
-        prompts, number = self._prompts(tensordict), self.calls
+        prompts, number = self.prompts_of(tensordict), self.calls
         self.calls += 1
         self.heal()
         calls = self._send(prompts, number)
         return lambda: self.write(tensordict, self._result(calls, prompts, number))
 
-    def _generate(
-        self, prompts: list[list[int]], on_row: RowListener | None = None
-    ) -> Completions:
+    def _generate(self, prompts: list[list[int]], on_row: RowListener | None = None) -> Completions:
         self.heal()
         return self._result(self._send(prompts, self.calls), prompts, self.calls)
 

@@ -37,23 +37,14 @@ class ServerPolicy(Policy):
     """
 
     def __init__(
-        self,
-        client: EngineClient,
-        sampling: Sampling,
-        *,
-        ignore_eos: bool = False,
-        seeded: bool = True,
-        timeout: float = 1200.0,
-        stop: Callable[[], None] | None = None,
+        self, client: EngineClient, sampling: Sampling, *, ignore_eos: bool = False,
+        seeded: bool = True, timeout: float = 1200.0, stop: Callable[[], None] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(sampling, max_model_len=client.info()["max_model_len"],
                          version=lambda: client.version, **options)
-        self.client = client
-        self.ignore_eos = ignore_eos
-        self.seeded = seeded
-        self.timeout = timeout
-        self.stop = stop
+        self.client, self.timeout, self.stop = client, timeout, stop
+        self.ignore_eos, self.seeded = ignore_eos, seeded
 
     def start_at(self, version: int) -> None:
         # Environments may be asking already; tokens that are being sampled have no one version.
@@ -67,9 +58,7 @@ class ServerPolicy(Policy):
         if self.stop is not None:
             self.stop()
 
-    def _generate(
-        self, prompts: list[list[int]], on_row: RowListener | None = None
-    ) -> Completions:
+    def _generate(self, prompts: list[list[int]], on_row: RowListener | None = None) -> Completions:
         def tell(row: int, answer: Generated) -> None:
             if answer.finish_reasons[0] != "abort":
                 on_row(row, answer.tokens[0])
@@ -79,7 +68,7 @@ class ServerPolicy(Policy):
             max_tokens=self.sampling.max_tokens,
             temperature=float(self.sampling.temperature), ignore_eos=self.ignore_eos,
             stop_token_ids=None if self.ignore_eos else list(self.eos_token_ids),
-            seed=self._seed() if self.seeded else None)
+            seed=self.sampling.row_seed(self.calls) if self.seeded else None)
         _refuse_aborted(answers)
         return Completions(
             tokens=[answer.tokens[0] for answer in answers],

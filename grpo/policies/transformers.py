@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.objectives.head import log_probs_from_logits
-from grpo.policies.base import Completions, Policy, RowListener, Sampling
+from grpo.policies.base import Completions, Policy, RowListener, Sampling, first_of_rows
 from grpo.policies.scoring import evaluating
 
 
@@ -48,15 +48,11 @@ class TransformersPolicy(Policy):
     def model(self) -> nn.Module:
         return self._model[0]
 
-    def _generate(
-        self, prompts: list[list[int]], on_row: RowListener | None = None
-    ) -> Completions:
+    def _generate(self, prompts: list[list[int]], on_row: RowListener | None = None) -> Completions:
         with evaluating(self.model):
             return self._sample(prompts, on_row)
 
-    def _sample(
-        self, prompts: list[list[int]], on_row: RowListener | None
-    ) -> Completions:
+    def _sample(self, prompts: list[list[int]], on_row: RowListener | None) -> Completions:
         from transformers import DynamicCache
 
         device = next(self.model.parameters()).device
@@ -91,10 +87,9 @@ class TransformersPolicy(Policy):
             position_ids = position_ids[:, -1:] + 1
         sizes = torch.stack(running).sum(0).tolist()
         return Completions(
-            tokens=_rows(torch.stack(sampled, 1), sizes),
-            log_probs=_rows(torch.stack(log_probs, 1), sizes),
-            truncated=(~stopped_B).tolist(),
-        )
+            tokens=first_of_rows(torch.stack(sampled, 1), sizes),
+            log_probs=first_of_rows(torch.stack(log_probs, 1), sizes),
+            truncated=(~stopped_B).tolist())
 
     def _draw(self, logits_BV: Tensor) -> tuple[Tensor, Tensor]:
         """Next tokens and their log-probs under the distribution they are drawn from."""
@@ -103,14 +98,12 @@ class TransformersPolicy(Policy):
             tokens_B = logits_BV.argmax(-1)
         else:
             # Gumbel trick: argmax(log p + Gumbel noise) is a sample of p.
-            noise = self._exponential(logits_BV).log()
-            tokens_B = (logits_BV.float() / temperature - noise).argmax(-1)
+            rows, of = self.drawn or (slice(None), len(logits_BV))
+            noise = logits_BV.new_empty(of, logits_BV.shape[1], dtype=torch.float32)
+            noise_BV = noise.exponential_()[rows].log()
+            tokens_B = (logits_BV.float() / temperature - noise_BV).argmax(-1)
         log_probs_B, _ = log_probs_from_logits(logits_BV, tokens_B, temperature=temperature or 1.0)
         return tokens_B, log_probs_B
-
-    def _exponential(self, logits_BV: Tensor) -> Tensor:
-        rows, of = self.drawn or (slice(None), len(logits_BV))
-        return logits_BV.new_empty(of, logits_BV.shape[1], dtype=torch.float32).exponential_()[rows]
 
 
 def _left_pad(prompts: list[list[int]], value: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -119,7 +112,3 @@ def _left_pad(prompts: list[list[int]], value: int, device: torch.device) -> tup
     tokens = torch.tensor([[value] * (width - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
     return tokens, mask
-
-
-def _rows(values_BR: Tensor, sizes: list[int]) -> list[list]:
-    return [row[:size] for row, size in zip(values_BR.tolist(), sizes, strict=True)]

@@ -40,14 +40,8 @@ class VLLMPolicy(Policy):
     """
 
     def __init__(
-        self,
-        engine: LLM,
-        sampling: Sampling,
-        *,
-        ignore_eos: bool = False,
-        lora_request: LoRARequest | None = None,
-        seeded: bool = False,
-        **options: Any,
+        self, engine: LLM, sampling: Sampling, *, ignore_eos: bool = False,
+        lora_request: LoRARequest | None = None, seeded: bool = False, **options: Any,
     ) -> None:
         super().__init__(
             sampling, max_model_len=engine.llm_engine.model_config.max_model_len, **options)
@@ -55,27 +49,26 @@ class VLLMPolicy(Policy):
             raise ValueError(f"lora_request {lora_request.lora_name!r} has load_inplace=True, with "
                              "which vLLM reloads the adapter at every engine step; pass the "
                              "request without it")
-        self.engine = engine
-        self.ignore_eos = ignore_eos
-        self.lora_request, self.seeded = lora_request, seeded
+        self.engine, self.lora_request = engine, lora_request
+        self.ignore_eos, self.seeded = ignore_eos, seeded
         self._settled = False
 
     def close(self) -> None:
         stop_engine(self.engine)
 
-    def _generate(
-        self, prompts: list[list[int]], on_row: RowListener | None = None
-    ) -> Completions:
+    def _generate(self, prompts: list[list[int]], on_row: RowListener | None = None) -> Completions:
         if not self._settled:
             # All models are loaded by now. Python's collector would look through them again and
             # again while the engine's scheduler, in the same interpreter, makes its small objects.
             gc.collect()
             gc.freeze()
             self._settled = True
-        seeds = [self._seed() + row for row in range(len(prompts))] if self.seeded else [None]
-        params = [self.sampling_params(self.sampling, seed=seed) for seed in seeds]
-        rows = generate(self.engine, prompts, params if self.seeded else params[0],
-                        lora_request=self.lora_request, on_row=on_row)
+        params = self.sampling_params(self.sampling)
+        if self.seeded:
+            params = [self.sampling_params(
+                self.sampling, seed=self.sampling.row_seed(self.calls, row))
+                for row in range(len(prompts))]
+        rows = generate(self.engine, prompts, params, lora_request=self.lora_request, on_row=on_row)
         return Completions([row.tokens for row in rows], [row.log_probs for row in rows],
                            [row.finish_reason == "length" for row in rows])
 
