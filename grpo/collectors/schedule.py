@@ -13,6 +13,7 @@ batch waits for a running group for which there would be no place left while it 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,51 +24,34 @@ COUNTS = ("finished", "awaited", "too_old", "expired", "failed", "lost", "droppe
 
 @dataclass(frozen=True, order=True)
 class Ticket:
-    """A group to generate.
+    """A group to generate."""
 
-    Attributes:
-        index: number of the group in the run.
-        attempt: how often it was given up on before: it took too long, or failed.
-    """
-
-    index: int
-    attempt: int = 0
+    index: int  # number of the group in the run
+    attempt: int = 0  # how often it was given up on before: it took too long, or failed
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A ticket in the hands of a worker.
+    """A ticket in the hands of a worker."""
 
-    Attributes:
-        id: each lease has its own.
-        ticket: what is to be generated.
-        worker: who does it.
-        since: when it was handed out, in seconds.
-        version: number of weight updates before; no token of the group can be older.
-    """
-
-    id: int
+    id: int  # each lease has its own
     ticket: Ticket
     worker: int
-    since: float
-    version: int
+    since: float  # when it was handed out, in seconds
+    version: int  # number of weight updates before; no token of the group can be older
 
 
 @dataclass(frozen=True)
 class Finished:
     """A group that waits to be trained on.
 
-    Attributes:
-        ticket: what it is.
-        version: number of weight updates before its oldest token.
-        group: the rows, of any type.
-        rank: 0 for a group to train on; others fill a batch only where ``max_rounds`` did not
-            suffice, the least first.
+    It is meant to be if its rank is 0. Others fill a batch only where ``max_rounds`` did not
+    suffice, the least rank first.
     """
 
     ticket: Ticket
-    version: int
-    group: Any = field(repr=False)
+    version: int  # number of weight updates before its oldest token
+    group: Any = field(repr=False)  # the rows, of any type
     rank: int = 0
 
 
@@ -136,10 +120,9 @@ class RolloutSchedule:
         self._next = 0  # first group that has no ticket yet
         self._again: list[Ticket] = []  # given back; before new ones
         self._leases: dict[int, Lease] = {}
-        self._ready: list[Finished] = []
-        self._spare: list[Finished] = []  # of another rank than 0, with max_rounds
+        self._waiting: list[Finished] = []  # to be taken; with max_rounds of any rank
         self._training: list[Finished] = []  # taken since the last update
-        self._lease_ids = 0
+        self._ids = itertools.count()  # of leases
 
     # -- handing out ---------------------------------------------------------------------------
 
@@ -151,7 +134,7 @@ class RolloutSchedule:
     @property
     def ready(self) -> int:
         """Groups that wait to be trained on."""
-        return len(self._ready)
+        return sum(not done.rank for done in self._waiting)
 
     def held_by(self, worker: int) -> int:
         """Groups in the hands of one worker."""
@@ -171,7 +154,7 @@ class RolloutSchedule:
         if wanted <= 0 or self.running + self.ready >= wanted + self.extra:
             return False
         return self.max_rounds is None or (
-            self.running + self.ready + len(self._spare) < self.max_rounds * wanted + self.extra)
+            self.running + len(self._waiting) < self.max_rounds * wanted + self.extra)
 
     def lease(self, *, worker: int, now: float) -> Lease | None:
         """Give a worker the next group; None while no group may be started."""
@@ -182,8 +165,7 @@ class RolloutSchedule:
             ticket = self._again.pop(0)
         else:
             ticket, self._next = Ticket(self._next), self._next + 1
-        lease = Lease(self._lease_ids, ticket, worker, now, self.version)
-        self._lease_ids += 1
+        lease = Lease(next(self._ids), ticket, worker, now, self.version)
         self._leases[lease.id] = lease
         return lease
 
@@ -208,8 +190,8 @@ class RolloutSchedule:
                              f"was handed out, {lease.version}: worker {lease.worker} has missed "
                              "an update")
         self.counts["finished"] += 1
-        done = Finished(lease.ticket, version, group, 0 if self.max_rounds is None else rank)
-        (self._spare if done.rank else self._ready).append(done)
+        self._waiting.append(
+            Finished(lease.ticket, version, group, 0 if self.max_rounds is None else rank))
         return True
 
     def fail(self, lease_id: int) -> None:
@@ -229,11 +211,9 @@ class RolloutSchedule:
         return gone
 
     def expire(self, now: float, *, but: Container[int] = ()) -> list[Lease]:
-        """End the leases past their deadline; the workers need not go on with these groups.
+        """End the leases past their deadline at ``now``, in seconds; the workers need not go on.
 
-        Args:
-            now: monotonic time, in seconds.
-            but: leases whose groups are generated already.
+        Those in ``but`` are spared: their groups are generated already.
         """
         if self.group_deadline is None:
             return []
@@ -252,19 +232,19 @@ class RolloutSchedule:
         Those that would soon be too old go first.
         """
         self._refuse_old()
-        if len(self._ready) < self.batch_groups:
-            rounds = self.max_rounds
-            if rounds is None or self.ready + len(self._spare) < rounds * self.batch_groups:
-                return None
-        found = sorted([*self._ready, *self._spare],
+        if self.ready < self.batch_groups and (
+                self.max_rounds is None
+                or len(self._waiting) < self.max_rounds * self.batch_groups):
+            return None
+        found = sorted(self._waiting,
                        key=lambda done: (done.rank, done.version, done.ticket.index))
         batch, left = found[: self.batch_groups], found[self.batch_groups :]
         first, self.awaited = not self.awaited, self._overtaken(left)
         if self.awaited:
             self.counts["awaited"] += self.awaited * first
             return None
-        self._ready, self._spare = [done for done in left if not done.rank], []
-        filtered = len(left) - len(self._ready)
+        self._waiting = [done for done in left if not done.rank]
+        filtered = len(left) - len(self._waiting)
         self.counts["filtered"] += filtered
         self.generated = len(batch) + filtered
         self._taken += self.batch_groups
@@ -298,13 +278,12 @@ class RolloutSchedule:
 
     def _refuse_old(self) -> None:
         oldest = self.version - self.staleness
-        old = [done for done in self._ready if done.version < oldest]
-        self._ready = [done for done in self._ready if done.version >= oldest]
-        self.counts["too_old"] += len(old)
-        self._again += [done.ticket for done in old]
-        fresh = [done for done in self._spare if done.version >= oldest]
-        self.counts["filtered"] += len(self._spare) - len(fresh)
-        self._spare = fresh
+        old = [done for done in self._waiting if done.version < oldest]
+        self._waiting = [done for done in self._waiting if done.version >= oldest]
+        again = [done.ticket for done in old if not done.rank]
+        self._again += again
+        self.counts["too_old"] += len(again)
+        self.counts["filtered"] += len(old) - len(again)
 
     def _retry(self, ticket: Ticket) -> None:
         if ticket.attempt + 1 < self.max_attempts:
@@ -330,7 +309,7 @@ class RolloutSchedule:
         return {"version": self.version, "taken": self._taken, "next": self._next,
                 "unfinished": [[ticket.index, ticket.attempt] for ticket in unfinished],
                 "ready": [[done.ticket.index, done.ticket.attempt, done.version, done.rank,
-                           done.group] for done in [*self._training, *self._ready, *self._spare]],
+                           done.group] for done in [*self._training, *self._waiting]],
                 "counts": dict(self.counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -341,9 +320,7 @@ class RolloutSchedule:
         self.version, self._next = state["version"], state["next"]
         self._taken = self.version * self.batch_groups
         self._again = [Ticket(*ticket) for ticket in state["unfinished"]]
-        done = [Finished(Ticket(index, attempt), version, group, rank)
-                for index, attempt, version, rank, group in state["ready"]]
-        self._ready = [group for group in done if not group.rank]
-        self._spare = [group for group in done if group.rank]
+        self._waiting = [Finished(Ticket(index, attempt), version, group, rank)
+                         for index, attempt, version, rank, group in state["ready"]]
         self.counts = dict.fromkeys(COUNTS, 0) | state["counts"]
         self._leases, self._training = {}, []
