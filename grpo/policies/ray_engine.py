@@ -15,7 +15,7 @@ import importlib.util
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from grpo.policies.handle import EngineError, EngineHandle, PauseMode
@@ -42,13 +42,9 @@ def require_ray() -> None:
 
 
 def answer(ref: Any, *, timeout: float, who: str, what: str) -> Any:
-    """The result of a Ray call.
+    """The result of a Ray call, within ``timeout`` seconds.
 
-    Args:
-        ref: from ``method.remote()``.
-        timeout: seconds.
-        who: was called, for messages.
-        what: was asked of it.
+    ``ref`` is from ``method.remote()``; messages name who was called and what was asked.
 
     Raises:
         EngineDied: if the actor's process, its node or the answer itself is gone.
@@ -83,21 +79,15 @@ def _reason(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """Something asked of a worker.
+    """Something asked of a worker."""
 
-    Attributes:
-        number: of the worker.
-        life: of the worker's process; one that takes a dead one's place has another.
-        method: what was asked.
-        ref: Ray's reference to the answer.
-    """
-
-    number: int
-    life: int
+    number: int  # of the worker
+    life: int  # of its process; one that takes a dead one's place has another
     method: str
-    ref: Any
+    ref: Any  # Ray's reference to the answer
 
 
+@dataclass(eq=False)
 class WorkerPool:
     """Actors that do the same work, such as those of
     :class:`~grpo.collectors.rollout_worker.RolloutWorker`; each has a method ``describe``.
@@ -109,38 +99,34 @@ class WorkerPool:
         max_restarts: how often, in all, a dead one is replaced.
         start_timeout: seconds until one must answer.
 
-    Attributes:
-        actors: Ray's handles, by number.
-        lives: ids of their processes, by number.
-        dead: numbers of those that are gone.
-        outdated: numbers of those that have not been given the present weights since they started.
-        restarts: so far.
-
     Raises:
         WorkersLost: from :meth:`revive`, when ``max_restarts`` are used up.
     """
 
-    def __init__(self, make: Callable[[int], Any], *, count: int, kind: str = "rollout worker",
-                 max_restarts: int = 3, start_timeout: float = 900.0) -> None:
+    make: Callable[[int], Any]
+    _: KW_ONLY
+    count: int
+    kind: str = "rollout worker"
+    max_restarts: int = 3
+    start_timeout: float = 900.0
+    actors: list[Any] = field(default_factory=list, init=False)  # Ray's handles, by number
+    lives: list[int] = field(init=False)  # ids of their processes, by number
+    dead: dict[int, str] = field(default_factory=dict, init=False)  # why, by number
+    # Numbers of those that have not been given the present weights since they started.
+    outdated: set[int] = field(default_factory=set, init=False)
+    restarts: int = field(default=0, init=False)
+    about: list[dict[str, Any]] = field(default_factory=list, init=False)  # what they have answered
+
+    def __post_init__(self) -> None:
         require_ray()
-        self.make, self.count, self.kind = make, count, kind
-        self.max_restarts, self.start_timeout = max_restarts, start_timeout
-        self.actors: list[Any] = []
-        self.lives = list(range(count))
-        self.dead: dict[int, str] = {}
-        self.outdated: set[int] = set()
-        self.restarts = 0
-        self.about: list[dict[str, Any]] = []
+        self.lives = list(range(self.count))
 
     def start(self) -> None:
         """Start all; returns when each has answered."""
         self.actors = [self.make(number) for number in range(self.count)]
         deadline = time.monotonic() + self.start_timeout
-        self.about = [self._wait_for(number, deadline) for number in range(self.count)]
-
-    def _wait_for(self, number: int, deadline: float) -> dict[str, Any]:
-        left = max(1.0, deadline - time.monotonic())
-        return self.ask(number, "describe", timeout=left)
+        self.about = [self.ask(number, "describe", timeout=max(1.0, deadline - time.monotonic()))
+                      for number in range(self.count)]
 
     @property
     def usable(self) -> list[int]:
@@ -157,11 +143,7 @@ class WorkerPool:
         return Call(number, self.lives[number], method, ref)
 
     def result(self, call: Call, *, timeout: float) -> Any:
-        """Wait for the answer to a call; a death is noted.
-
-        Raises:
-            EngineError: see :func:`answer`.
-        """
+        """Wait for the answer to a call, see :func:`answer`; a death is noted."""
         try:
             return answer(call.ref, timeout=timeout, who=self.name(call.number), what=call.method)
         except EngineDied as error:
@@ -221,7 +203,7 @@ class WorkerPool:
             self.actors[number] = self.make(number)
             self.lives[number] = max(self.lives) + 1
             try:
-                self.about[number] = self._wait_for(number, time.monotonic() + self.start_timeout)
+                self.about[number] = self.ask(number, "describe", timeout=self.start_timeout)
             except EngineDied:
                 continue  # noted, and tried again at the next call
             del self.dead[number]
@@ -239,16 +221,12 @@ class WorkerPool:
         ray.kill(actor)
 
 
+@dataclass(eq=False)
 class RayEngine:
-    """The :class:`~grpo.policies.handle.EngineHandle` of one worker of a pool.
+    """The :class:`~grpo.policies.handle.EngineHandle` of one worker of a pool."""
 
-    Args:
-        pool: of the worker.
-        number: of the worker; a replaced one keeps it.
-    """
-
-    def __init__(self, pool: WorkerPool, number: int) -> None:
-        self.pool, self.number = pool, number
+    pool: WorkerPool
+    number: int  # of the worker; a replaced one keeps it
 
     def __str__(self) -> str:
         return f"vLLM engine of {self.pool.name(self.number)}"
@@ -275,6 +253,7 @@ class RayEngine:
         return self.pool.ask(self.number, method, *args, timeout=timeout + _GRACE)
 
 
+@dataclass(eq=False)
 class EngineFleet:
     """Several engines as one handle: what is asked of it is asked of all at the same time.
 
@@ -289,8 +268,9 @@ class EngineFleet:
         True
     """
 
-    def __init__(self, engines: Sequence[EngineHandle], *, tensor_parallel_size: int = 1) -> None:
-        self.engines, self.tensor_parallel_size = list(engines), tensor_parallel_size
+    engines: Sequence[EngineHandle]
+    _: KW_ONLY
+    tensor_parallel_size: int = 1
 
     def __str__(self) -> str:
         return f"{len(self.engines)} engines"
