@@ -8,19 +8,12 @@ from tensordict import TensorDictBase
 
 
 class Collector(Protocol):
-    """Rollouts, one batch at a time.
+    """Rollouts, one batch at a time; what is told of the last batch can be read from it."""
 
-    Attributes:
-        policy: what generates them, whose ``calls`` a checkpoint keeps.
-        seconds: what the last batch took, by phase.
-        metrics: of the last batch, under the names of ``metrics.jsonl``.
-        failures: of the last batch's rewards, as of :class:`~grpo.envs.rewards.RewardBatch`.
-    """
-
-    policy: Any
-    seconds: dict[str, float]
-    metrics: dict[str, float]
-    failures: dict[str, str]
+    policy: Any  # what generates them, whose ``calls`` a checkpoint keeps
+    seconds: dict[str, float]  # what the last batch took, by phase
+    metrics: dict[str, float]  # under the names of metrics.jsonl
+    failures: dict[str, str]  # of rewards, as of grpo.envs.rewards.RewardBatch
 
     def collect(self) -> TensorDictBase:
         """One batch of whole groups, dense and flat, ``batch_size [N]``."""

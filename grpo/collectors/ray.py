@@ -115,7 +115,9 @@ class RayCollector:
     def collect(self) -> TensorDictBase:
         """One batch of whole groups, flat and dense."""
         start, self._overtaken_wait = time.perf_counter(), 0.0
-        self._start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="rollouts")
+            self._thread.start()
         finished, patience = -1, 0.0
         while (batch := self._taken()) is None:
             self._raise_failure()
@@ -138,11 +140,6 @@ class RayCollector:
             self._thread.join(timeout=10.0)
 
     # -- the trainer's side --------------------------------------------------------------------
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="rollouts")
-            self._thread.start()
 
     def _taken(self) -> list[Finished] | None:
         with self._changed:

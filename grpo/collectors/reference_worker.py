@@ -17,19 +17,12 @@ from grpo.policies.scoring import ReferenceScorer
 
 @dataclass(frozen=True)
 class Scored:
-    """A scored group.
+    """A scored group."""
 
-    Attributes:
-        log_probs: float32 ``[B, T]``, on the CPU.
-        busy: seconds that the worker has scored since it started.
-        seconds: since then.
-        started: Unix time of that start, which tells a worker from the one that it replaces.
-    """
-
-    log_probs: Tensor
-    busy: float
-    seconds: float
-    started: float
+    log_probs: Tensor  # float32 [B, T], on the CPU
+    busy: float  # seconds that the worker has scored since it started
+    seconds: float  # since then
+    started: float  # Unix time of that start, which tells a worker from the one that it replaces
 
 
 class ReferenceWorker:

@@ -52,12 +52,8 @@ class SyncCollector:
     """
 
     def __init__(
-        self,
-        env: EnvBase,
-        policy: Callable[[TensorDictBase], TensorDictBase],
-        *,
-        turns_per_batch: int | None = None,
-        max_rounds: int | None = None,
+        self, env: EnvBase, policy: Callable[[TensorDictBase], TensorDictBase], *,
+        turns_per_batch: int | None = None, max_rounds: int | None = None,
     ) -> None:
         rows = env.batch_size.numel()
         turns_per_batch = turns_per_batch or rows

@@ -28,13 +28,10 @@ class DenseLLMCollector(LLMCollector):
 
     def next_batch(self) -> TensorDictBase | None:
         """The next batch, flat and dense; None when all turns have been collected."""
-        batch = next(self._batches(), None)
-        return None if batch is None else batch.contiguous().exclude(*DROPPED)
-
-    def _batches(self) -> Iterator[TensorDictBase]:
         if getattr(self, "_iterator", None) is None:
             self._iterator = iter(self)
-        return self._iterator
+        batch = next(self._iterator, None)
+        return None if batch is None else batch.contiguous().exclude(*DROPPED)
 
     @torch.no_grad()
     def load_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
@@ -69,15 +66,9 @@ class DenseRayLLMCollector(RayLLMCollector):
     """
 
     def __init__(
-        self,
-        env: Callable[[], EnvBase],
-        *,
-        policy_factory: Callable[[], Policy],
-        dialog_turns_per_batch: int,
-        total_dialog_turns: int = -1,
-        sync_iter: bool = True,
-        remote_config: dict[str, Any] | None = None,
-        timeout: float = 1800.0,
+        self, env: Callable[[], EnvBase], *, policy_factory: Callable[[], Policy],
+        dialog_turns_per_batch: int, total_dialog_turns: int = -1, sync_iter: bool = True,
+        remote_config: dict[str, Any] | None = None, timeout: float = 1800.0,
     ) -> None:
         # Not the base's constructor, which fails on these options.
         require_ray()

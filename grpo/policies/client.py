@@ -26,19 +26,12 @@ class EngineUnreachableError(EngineCallError, ConnectionError):
 
 @dataclass(frozen=True)
 class Generated:
-    """What was sampled for one prompt, one list entry a sample.
+    """What was sampled for one prompt, one list entry a sample."""
 
-    Attributes:
-        tokens: sampled token ids, the end token included.
-        log_probs: of each sampled token, under the distribution that sampled it.
-        finish_reasons: ``stop``, ``length`` or ``abort``.
-        versions: ``[[policy version, tokens], ...]`` in order.
-    """
-
-    tokens: list[list[int]]
-    log_probs: list[list[float]]
-    finish_reasons: list[str]
-    versions: list[list[list[int]]]
+    tokens: list[list[int]]  # the end token included
+    log_probs: list[list[float]]  # of each token, under the distribution that sampled it
+    finish_reasons: list[str]  # ``stop``, ``length`` or ``abort``
+    versions: list[list[list[int]]]  # ``[[policy version, tokens], ...]`` in order
 
 
 class EngineClient(JsonClient):
@@ -99,7 +92,7 @@ class EngineClient(JsonClient):
             **sampling: fields of :class:`~grpo.server.api.SamplingFields`.
 
         Returns:
-            One :class:`Generated` a prompt, in order.
+            One entry a prompt, in order.
         """
         body = {"prompt_token_ids": prompts, "logprobs": 0, "flat_logprobs": True,
                 "return_text": bool(sampling.get("stop")), **sampling}
@@ -170,8 +163,7 @@ class EngineClient(JsonClient):
     ) -> str:
         """Use the adapter in a folder, or the one of this id in the workers' memory.
 
-        Returns:
-            The name under which requests can ask for it.
+        The name that comes back is the one under which requests can ask for it.
         """
         return self._wait("/lora/load", timeout, adapter_path=path, adapter_id=adapter_id,
                           adapter_name=name, version=version)["adapter_name"]
@@ -179,14 +171,8 @@ class EngineClient(JsonClient):
     def lora_fingerprints(
         self, shapes: dict[str, list[int]], *, timeout: float | None = None
     ) -> list[dict[str, list]]:
-        """What each worker's slot holds of the adapter that new requests use.
-
-        Args:
-            shapes: see :func:`~grpo.weights.worker.lora.slot_fingerprints`.
-            timeout: seconds.
-
-        Returns:
-            One answer a worker, ``[{}]`` where requests use the model without an adapter.
+        """What each worker's slot holds of the adapter that new requests use, ``[{}]`` if of none;
+        see :func:`~grpo.weights.worker.lora.slot_fingerprints`.
         """
         adapter_id = self.call("GET", "/lora/status")["active_adapter_id"]
         if adapter_id is None:

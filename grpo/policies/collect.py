@@ -8,10 +8,11 @@ in which no step is started.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from grpo.policies.base import RowListener
 from grpo.policies.decode_steps import UNSUPPORTED, Row, check_tokens, short_decode_steps
 
 if TYPE_CHECKING:
@@ -22,23 +23,16 @@ __all__ = ["Response", "generate", "responses_alone"]
 
 
 class Response(NamedTuple):
-    """What was sampled for one prompt.
+    """What was sampled for one prompt."""
 
-    Attributes:
-        tokens: sampled ids, the end token included.
-        log_probs: of each of them.
-        finish_reason: vLLM's, ``length`` where the limit ended the row.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # the end token included
     log_probs: list[float]
-    finish_reason: str | None
+    finish_reason: str | None  # vLLM's, "length" where the limit ended the row
 
 
 def generate(
     engine: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], *,
-    lora_request: LoRARequest | None = None,
-    on_row: Callable[[int, list[int]], None] | None = None,
+    lora_request: LoRARequest | None = None, on_row: RowListener | None = None,
 ) -> list[Response]:
     """Sample one response for each prompt.
 
@@ -50,8 +44,8 @@ def generate(
         params: for all rows, or those of each, which may differ in their seeds; with
             ``logprobs=0`` and ``flat_logprobs=True``.
         lora_request: the adapter to generate with.
-        on_row: is told of each row as soon as it is finished: its number and its tokens. Where
-            nothing but responses is collected, see :func:`responses_alone`.
+        on_row: is told of each row as soon as it is finished, where nothing but responses is
+            collected, see :func:`responses_alone`.
 
     Returns:
         In the order of the prompts.
@@ -77,9 +71,8 @@ def generate(
 def responses_alone(engine: LLM, params: SamplingParams) -> bool:
     """Whether nothing but finished responses and their log-probs is wanted from the engine.
 
-    It is False as well for an engine whose front end has another shape than the one that
-    :func:`generate` knows, which is that of vLLM 0.25 to 0.32; it then generates in the ordinary
-    way.
+    It is False as well for a front end of another shape than that of vLLM 0.25 to 0.32, with which
+    :func:`generate` then works in the ordinary way.
     """
     front_end = getattr(engine.llm_engine, "output_processor", None)
     shape = all(hasattr(front_end, name)
@@ -116,9 +109,7 @@ def _request_ids(engine: LLM) -> set[str]:
 
 
 @contextmanager
-def _collected(
-    engine: LLM, on_row: Callable[[int, list[int]], None] | None
-) -> Iterator[_Collector]:
+def _collected(engine: LLM, on_row: RowListener | None) -> Iterator[_Collector]:
     """Within the context the engine's front end sees requests only when they are finished."""
     front_end = engine.llm_engine.output_processor
     collector = _Collector(front_end, on_row)
@@ -132,9 +123,7 @@ def _collected(
 class _Collector:
     """Keep tokens and log-probs of each request until it is finished."""
 
-    def __init__(
-        self, front_end: Any, on_row: Callable[[int, list[int]], None] | None
-    ) -> None:
+    def __init__(self, front_end: Any, on_row: RowListener | None) -> None:
         self.front_end, self.on_row = front_end, on_row
         self.numbers: dict[str, int] = {}  # of the rows, by request
         self.process_finished = front_end.process_outputs

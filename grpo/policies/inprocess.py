@@ -148,16 +148,11 @@ def start_engine(
     with starting():
         engine = LLM(
             model_path,
-            dtype=str(dtype).removeprefix("torch."),
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            seed=seed,
-            enforce_eager=enforce_eager,
-            enable_prefix_caching=enable_prefix_caching,
+            dtype=str(dtype).removeprefix("torch."), seed=seed,
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching,
             tensor_parallel_size=tensor_parallel_size,
-            logprobs_mode="processed_logprobs",
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
+            logprobs_mode="processed_logprobs", disable_log_stats=True, use_tqdm_on_load=False,
             **options,
         )
     remember(engine)

@@ -18,24 +18,6 @@ from grpo.objectives.scorer import TokenScorer
 class ModelShape:
     """Sizes of a causal language model.
 
-    Attributes:
-        parameters: values in all parameters; a tied matrix counts once.
-        tensors: number of parameters.
-        hidden: ``D``.
-        intermediate: width of the feed-forward part, of one expert where there are several.
-        experts: experts that work on a token; 0 without mixture of experts.
-        layers: decoder layers.
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: width of a head.
-        vocabulary: ``V``.
-        norm_width: summed widths of a layer's norms, those of queries and keys excepted.
-        qk_norm_width: summed widths of the norms of queries and keys; 0 without.
-        linears: ``(layer, name, in_features, out_features)`` of the decoder's linear layers.
-        tiled: whether log-probs can be computed from hidden states tile by tile.
-        context: greatest number of tokens; None where the model does not say.
-        architecture: ``model_type`` of its configuration.
-
     Examples:
         >>> from transformers import Qwen2Config
         >>> shape = ModelShape.of(Qwen2Config(
@@ -45,27 +27,31 @@ class ModelShape:
         '1,543,714,304'
     """
 
-    parameters: int
-    tensors: int
-    hidden: int
-    intermediate: int
-    experts: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    norm_width: int
-    qk_norm_width: int
+    parameters: int  # values in all of them; a tied matrix counts once
+    tensors: int  # number of parameters
+    hidden: int  # D
+    intermediate: int  # width of the feed-forward part, of one expert where there are several
+    experts: int  # that work on a token; 0 without mixture of experts
+    layers: int  # of the decoder
+    heads: int  # of queries
+    kv_heads: int  # of keys and values
+    head_dim: int  # width of a head
+    vocabulary: int  # V
+    norm_width: int  # summed widths of a layer's norms, those of queries and keys excepted
+    qk_norm_width: int  # summed widths of the norms of queries and keys; 0 without
+    #: ``(layer, name, in_features, out_features)`` of the decoder's linear layers.
     linears: tuple[tuple[int, str, int, int], ...]
-    tiled: bool
-    context: int | None
-    architecture: str = ""
+    tiled: bool  # whether log-probs can be computed from hidden states tile by tile
+    context: int | None  # greatest number of tokens; None where the model does not say
+    architecture: str = ""  # model_type of its configuration
     caps_attention: bool = False
 
     @classmethod
     def of(cls, model: str | Any) -> ModelShape:
-        """Sizes of a configuration, or of that of a folder or hub id; each is counted once."""
+        """Sizes of a folder or hub id (only its ``config.json`` is read), or of a configuration.
+
+        Those of one model are counted once.
+        """
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model
@@ -128,13 +114,11 @@ _COUNTED: dict[str, ModelShape] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """Adapters of one rank, on linear layers by the last parts of their names and on decoder layers
-    by number; None: all of the decoder's.
-    """
+    """Adapters, and the linear layers that they are added to."""
 
-    rank: int = 16
-    targets: tuple[str, ...] | None = None
-    layers: tuple[int, ...] | None = None
+    rank: int = 16  # of all adapters
+    targets: tuple[str, ...] | None = None  # last parts of the linear layers' names; None: all
+    layers: tuple[int, ...] | None = None  # numbers of decoder layers; None: all
 
 
 def _changes_logits(config: Any) -> bool:

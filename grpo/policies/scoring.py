@@ -177,17 +177,11 @@ class ProximalScorer:
         return rollout
 
     def _score(self, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of every assistant token."""
         return score_rollout(self.scorer, rollout, max_tokens=self.max_tokens)
 
 
 def highest(values_BT: Tensor, mask_BT: Tensor, *, fraction: float) -> Tensor:
-    """Mark the greatest values under a mask, at least one, ties included.
-
-    Args:
-        values_BT: ``[B, T]``.
-        mask_BT: bool ``[B, T]``.
-        fraction: share of the masked values to mark.
+    """Mark the greatest ``fraction`` of the values under a mask, at least one, ties included.
 
     Examples:
         >>> values = torch.tensor([[1.0, 9.0, 5.0, 7.0]])
