@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from grpo.collectors.schedule import RolloutSchedule, Ticket
+from grpo.collectors.schedule import Lease, RolloutSchedule, Ticket
 
 WORKERS = 3
 
@@ -23,7 +23,7 @@ class Run(RuleBasedStateMachine):
                         "oversample": oversample, "max_rounds": max_rounds}
         self.groups = groups
         self.schedule = RolloutSchedule(groups, **self.options)
-        self.now, self.batches = 0.0, 0
+        self.now = 0.0
         self.leases: dict[int, tuple] = {}  # id -> (lease, version at its start)
         self.trained: list[int] = []
         self.seen: set[int] = set()
@@ -84,7 +84,6 @@ class Run(RuleBasedStateMachine):
         assert indices == sorted(set(indices))
         assert not set(indices) & set(self.trained)
         self.trained += indices
-        self.batches += 1
         self.schedule.publish(self.schedule.version + 1)
 
     @rule()
@@ -97,8 +96,6 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def no_more_is_started_than_can_be_fresh(self) -> None:
-        if not hasattr(self, "schedule"):
-            return
         live = self.schedule.running + self.schedule.ready
         bound = (self.schedule.version + 1 + self.options["staleness"]) * self.groups
         assert len(self.trained) + live <= bound + self.schedule.extra
@@ -116,19 +113,16 @@ class Run(RuleBasedStateMachine):
             lease, version = self.leases.pop(id)
             self.schedule.finish(id, lease.ticket.index, version=version)
         self.trained += [done.group for done in batch]
-        self.batches += 1
         self.schedule.publish(self.schedule.version + 1)
 
     @invariant()
     def none_is_too_old_that_was_not_meant_to_be_left_over(self) -> None:
-        if hasattr(self, "schedule") and not self.schedule.extra:
+        if not self.schedule.extra:
             assert self.schedule.counts["too_old"] == 0
 
     @invariant()
     def nothing_is_lost(self) -> None:
         """Each group that was ever started is trained, waiting, running, queued or counted."""
-        if not hasattr(self, "schedule"):
-            return
         state = self.schedule.state_dict()
         waiting = {index for index, *_ in state["unfinished"] + state["ready"]}
         missing = self.seen - waiting - set(self.trained)
@@ -140,43 +134,53 @@ class Run(RuleBasedStateMachine):
 TestAnyRun = Run.TestCase
 
 
-def drive(schedule: RolloutSchedule, batches: int) -> list[list[int]]:
-    """A trainer and one perfect worker."""
-    out = []
-    while len(out) < batches:
-        while (lease := schedule.lease(worker=0, now=0.0)) is not None:
-            schedule.finish(lease.id, lease.ticket.index, version=schedule.version)
-        batch = schedule.take()
-        assert batch is not None, "no batch and nothing to start: stuck"
-        out.append([done.group for done in batch])
-        schedule.publish(schedule.version + 1)
-    return out
+def lease(schedule: RolloutSchedule, count: int) -> list[Lease]:
+    """So many groups in the hands of worker 0, 1, ..."""
+    return [schedule.lease(worker=worker, now=0.0) for worker in range(count)]
+
+
+def finish(schedule: RolloutSchedule, leases, *, version: int) -> None:
+    """Each with its number as its rows."""
+    for lease in leases:
+        assert schedule.finish(lease.id, lease.ticket.index, version=version)
+
+
+def groups(batch) -> list:
+    return [done.group for done in batch]
+
+
+def fill(schedule: RolloutSchedule, rank=lambda index: 0) -> list[int]:
+    """Finish whatever is admitted, group by group; the numbers of the batch."""
+    while (batch := schedule.take()) is None:
+        lease = schedule.lease(worker=0, now=0.0)
+        schedule.finish(lease.id, lease.ticket.index, version=schedule.version,
+                        rank=rank(lease.ticket.index))
+    schedule.publish(schedule.version + 1)
+    return groups(batch)
 
 
 class TestOrder:
-    @given(groups=st.integers(1, 5), order=st.randoms(use_true_random=False))
-    def test_without_staleness_batches_are_those_of_a_synchronous_run(self, groups, order):
-        schedule = RolloutSchedule(groups, staleness=0)
+    @given(size=st.integers(1, 5), order=st.randoms(use_true_random=False))
+    def test_without_staleness_batches_are_those_of_a_synchronous_run(self, size, order):
+        schedule = RolloutSchedule(size, staleness=0)
         for batch in range(3):
-            leases = []
-            while (lease := schedule.lease(worker=0, now=0.0)) is not None:
-                leases.append(lease)
+            leases = lease(schedule, size)
+            assert schedule.lease(worker=0, now=0.0) is None
             order.shuffle(leases)
-            for lease in leases:
+            for one in leases:
                 assert schedule.take() is None
-                schedule.finish(lease.id, lease.ticket.index, version=batch)
-            taken = [done.group for done in schedule.take()]
-            assert taken == list(range(batch * groups, (batch + 1) * groups))
+                finish(schedule, [one], version=batch)
+            assert groups(schedule.take()) == list(range(batch * size, (batch + 1) * size))
             assert schedule.lease(worker=0, now=0.0) is None, "started with outdated weights"
             schedule.publish(batch + 1)
 
     def test_groups_are_trained_in_their_order_when_workers_keep_it(self):
-        assert drive(RolloutSchedule(2, staleness=2), 3) == [[0, 1], [2, 3], [4, 5]]
+        schedule = RolloutSchedule(2, staleness=2)
+        assert [fill(schedule) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
     def test_a_group_given_back_goes_before_new_ones(self):
         schedule = RolloutSchedule(4, staleness=0)
-        first = schedule.lease(worker=0, now=0.0)
-        schedule.lease(worker=1, now=0.0)
+        first, _ = lease(schedule, 2)
         schedule.lose(0)
         assert schedule.lease(worker=1, now=0.0).ticket == first.ticket
 
@@ -192,31 +196,31 @@ class TestAge:
 
     def test_a_batch_waits_for_a_straggler_that_would_be_too_old_after_it(self):
         schedule = RolloutSchedule(1, staleness=1)
-        slow, fast = (schedule.lease(worker=w, now=0.0) for w in range(2))
+        slow, fast = lease(schedule, 2)
         fast = self.next_one(schedule, fast)
         schedule.finish(fast.id, "fast", version=1)
         assert schedule.take() is None and schedule.take() is None
         assert schedule.awaited == schedule.counts["awaited"] == 1
         schedule.finish(slow.id, "slow", version=0)
-        assert [done.group for done in schedule.take()] == ["slow"] and schedule.awaited == 0
+        assert groups(schedule.take()) == ["slow"] and schedule.awaited == 0
         schedule.publish(2)
-        assert [done.group for done in schedule.take()] == ["fast"]
+        assert groups(schedule.take()) == ["fast"]
         assert schedule.counts["too_old"] == 0 and schedule.counts["awaited"] == 1
 
     def test_it_waits_where_two_stragglers_would_need_the_one_place_that_is_left(self):
         """Neither is due yet, but the batches until both are too old hold one of them."""
         schedule = RolloutSchedule(1, staleness=2)
-        fast, *slow = (schedule.lease(worker=w, now=0.0) for w in range(3))
+        fast, *slow = lease(schedule, 3)
         fast = self.next_one(schedule, fast)
         schedule.finish(fast.id, "fast", version=1)
         assert schedule.take() is None and schedule.awaited == 1
         schedule.finish(slow[1].id, "slow", version=0)
-        assert [done.group for done in schedule.take()] == ["slow"]
+        assert groups(schedule.take()) == ["slow"]
 
     @pytest.mark.parametrize("staleness", [1, 2, 4])
     def test_nothing_waits_for_a_group_that_finds_a_place_later(self, staleness):
         schedule = RolloutSchedule(1, staleness=staleness)
-        slow, fast = (schedule.lease(worker=w, now=0.0) for w in range(2))
+        slow, fast = lease(schedule, 2)
         for _ in range(staleness):
             fast = self.next_one(schedule, fast)
         schedule.finish(fast.id, "fast", version=staleness)
@@ -226,13 +230,13 @@ class TestAge:
     def test_a_straggler_that_is_given_back_holds_nobody_up(self, gone):
         """It keeps its number, and starts anew with the present weights."""
         schedule = RolloutSchedule(1, staleness=1, group_deadline=5.0)
-        slow, fast = (schedule.lease(worker=w, now=0.0) for w in range(2))
+        slow, fast = lease(schedule, 2)
         fast = self.next_one(schedule, fast)
         schedule.finish(fast.id, "fast", version=1)
         assert schedule.take() is None and schedule.slowest() == slow
         {"lose": lambda: schedule.lose(0), "fail": lambda: schedule.fail(slow.id),
          "expire": lambda: schedule.expire(9.0)}[gone]()
-        assert [done.group for done in schedule.take()] == ["fast"]
+        assert groups(schedule.take()) == ["fast"]
         schedule.publish(2)
         again = schedule.lease(worker=1, now=9.0)
         assert again.ticket.index == slow.ticket.index and again.version == 2
@@ -245,43 +249,38 @@ class TestAge:
 
     def test_the_oldest_go_first(self):
         schedule = RolloutSchedule(1, staleness=1)
-        old, new = (schedule.lease(worker=0, now=0.0) for _ in range(2))
+        old, new = lease(schedule, 2)
         schedule.finish(new.id, "new", version=0)
         schedule.take()
         schedule.publish(1)
         newest = schedule.lease(worker=0, now=0.0)
         schedule.finish(newest.id, "newest", version=1)
         schedule.finish(old.id, "old", version=0)
-        assert [done.group for done in schedule.take()] == ["old"]
+        assert groups(schedule.take()) == ["old"]
 
 
 class TestLongTail:
     def test_a_batch_does_not_wait_for_a_group_started_beyond_its_need(self):
         schedule = RolloutSchedule(2, staleness=0, oversample=0.5)
-        leases = [schedule.lease(worker=0, now=0.0) for _ in range(3)]
+        leases = lease(schedule, 3)
         assert schedule.lease(worker=0, now=0.0) is None
-        for lease in leases[1:]:
-            schedule.finish(lease.id, lease.ticket.index, version=0)
-        assert [done.group for done in schedule.take()] == [1, 2]
+        finish(schedule, leases[1:], version=0)
+        assert groups(schedule.take()) == [1, 2]
         assert schedule.lease(worker=0, now=0.0) is None, "nobody could use it"
         schedule.publish(1)
-        schedule.finish(leases[0].id, 0, version=0)
+        finish(schedule, leases[:1], version=0)
         assert schedule.take() is None and schedule.counts["too_old"] == 1
         assert schedule.lease(worker=0, now=0.0).ticket == Ticket(0), "its prompt comes again"
 
     def test_no_more_groups_are_left_over_than_were_started_beyond_the_need(self):
         schedule = RolloutSchedule(2, staleness=1, oversample=0.5)
-        leases = [schedule.lease(worker=0, now=0.0) for _ in range(5)]
-        for lease in leases[:2]:
-            schedule.finish(lease.id, lease.ticket.index, version=0)
+        leases = lease(schedule, 5)
+        finish(schedule, leases[:2], version=0)
         assert schedule.take() and schedule.publish(1) is None
-        for _ in range(2):
-            lease = schedule.lease(worker=0, now=0.0)
-            schedule.finish(lease.id, lease.ticket.index, version=1)
+        finish(schedule, lease(schedule, 2), version=1)
         assert schedule.take() is None and schedule.awaited == 2
-        for lease in leases[2:4]:
-            schedule.finish(lease.id, lease.ticket.index, version=0)
-        assert [done.group for done in schedule.take()] == [2, 3]
+        finish(schedule, leases[2:4], version=0)
+        assert groups(schedule.take()) == [2, 3]
 
     def test_a_group_that_always_takes_too_long_is_dropped_and_another_takes_its_place(self):
         schedule = RolloutSchedule(1, staleness=0, group_deadline=10.0, max_attempts=2)
@@ -294,76 +293,62 @@ class TestLongTail:
 
     def test_what_is_generated_already_does_not_expire(self):
         schedule = RolloutSchedule(2, staleness=0, group_deadline=1.0)
-        first, second = (schedule.lease(worker=worker, now=0.0) for worker in (3, 4))
-        assert schedule.holders() == {3, 4}
+        first, second = lease(schedule, 2)
+        assert schedule.holders() == {0, 1}
         assert schedule.expire(2.0, but={first.id}) == [second]
-        assert schedule.holders() == {3}
+        assert schedule.holders() == {0}
 
     def test_the_answer_of_an_expired_lease_is_ignored_and_counted(self):
         schedule = RolloutSchedule(1, staleness=0, group_deadline=1.0)
-        lease = schedule.lease(worker=0, now=0.0)
+        late, = lease(schedule, 1)
         schedule.expire(2.0)
-        assert not schedule.finish(lease.id, "late", version=0)
+        assert not schedule.finish(late.id, "late", version=0)
         assert schedule.counts["late"] == 1 and schedule.take() is None
 
 
 class TestDynamicSampling:
-    @staticmethod
-    def fill(schedule: RolloutSchedule, ranks) -> list[int]:
-        """Finish whatever is admitted, group by group; the numbers of the batch."""
-        while (batch := schedule.take()) is None:
-            lease = schedule.lease(worker=0, now=0.0)
-            schedule.finish(lease.id, lease.ticket.index, version=schedule.version,
-                            rank=ranks(lease.ticket.index))
-        schedule.publish(schedule.version + 1)
-        return [done.group for done in batch]
-
     def test_groups_that_teach_nothing_are_replaced(self):
         schedule = RolloutSchedule(2, staleness=0, max_rounds=3)
-        assert self.fill(schedule, lambda index: index % 2) == [0, 2]
+        assert fill(schedule, lambda index: index % 2) == [0, 2]
         assert schedule.generated == 3 and schedule.counts["filtered"] == 1
-        assert self.fill(schedule, lambda index: 0) == [3, 4] and schedule.generated == 2
+        assert fill(schedule, lambda index: 0) == [3, 4] and schedule.generated == 2
 
     def test_after_the_last_round_a_batch_is_filled_with_the_best_there_is(self):
         schedule = RolloutSchedule(2, staleness=0, max_rounds=2)
-        assert self.fill(schedule, lambda index: 0 if index == 1 else 2 - index // 3) == [1, 3]
+        assert fill(schedule, lambda index: 0 if index == 1 else 2 - index // 3) == [1, 3]
         assert schedule.generated == 4 and schedule.counts["filtered"] == 2
 
     def test_those_generated_ahead_are_kept_with_their_rank_over_a_resumption(self):
         schedule = RolloutSchedule(1, staleness=1, max_rounds=2)
-        for rank in (1, 0, 0):
-            lease = schedule.lease(worker=0, now=0.0)
-            schedule.finish(lease.id, lease.ticket.index, version=0, rank=rank)
+        for started, rank in zip(lease(schedule, 3), (1, 0, 0), strict=True):
+            schedule.finish(started.id, started.ticket.index, version=0, rank=rank)
         resumed = RolloutSchedule(1, staleness=1, max_rounds=2)
         resumed.load_state_dict(schedule.state_dict())
-        assert [done.group for done in resumed.take()] == [1]
+        assert groups(resumed.take()) == [1]
         assert resumed.counts["filtered"] == 1 and resumed.ready == 1
 
     def test_without_rounds_every_group_is_used(self):
-        assert self.fill(RolloutSchedule(2, staleness=0), lambda index: 1) == [0, 1]
+        assert fill(RolloutSchedule(2, staleness=0), lambda index: 1) == [0, 1]
 
 
 class TestResume:
     def test_running_groups_are_handed_out_again_and_finished_ones_kept(self):
         schedule = RolloutSchedule(2, staleness=1)
-        leases = [schedule.lease(worker=0, now=0.0) for _ in range(4)]
-        schedule.finish(leases[2].id, "kept", version=0)
+        schedule.finish(lease(schedule, 4)[2].id, "kept", version=0)
         resumed = RolloutSchedule(2, staleness=1)
         resumed.load_state_dict(schedule.state_dict())
-        again = [resumed.lease(worker=0, now=0.0) for _ in range(3)]
-        assert [lease.ticket.index for lease in again] == [0, 1, 3]
+        again = lease(resumed, 3)
+        assert [one.ticket.index for one in again] == [0, 1, 3]
         assert resumed.lease(worker=0, now=0.0) is None
         resumed.finish(again[0].id, "new", version=0)
-        assert [done.group for done in resumed.take()] == ["new", "kept"]
-
+        assert groups(resumed.take()) == ["new", "kept"]
 
     def test_what_no_longer_fits_smaller_batches_is_generated_again(self):
         schedule = RolloutSchedule(3, staleness=0)
-        for lease in [schedule.lease(worker=0, now=0.0) for _ in range(3)]:
-            schedule.finish(lease.id, lease.ticket.index, version=0)
+        finish(schedule, lease(schedule, 3), version=0)
         resumed = RolloutSchedule(1, staleness=0)
         resumed.load_state_dict(schedule.state_dict())
-        assert [done.group for done in resumed.take()] == [0]
+        assert groups(resumed.take()) == [0]
         resumed.publish(1)
         assert resumed.counts["too_old"] == 2 and resumed.take() is None
         assert resumed.lease(worker=0, now=0.0).ticket == Ticket(1)
@@ -380,6 +365,5 @@ def test_options_out_of_range_are_named(options, message):
 
 def test_a_version_from_the_future_is_refused():
     schedule = RolloutSchedule(1, staleness=0)
-    lease = schedule.lease(worker=0, now=0.0)
     with pytest.raises(ValueError, match="newer than the weights"):
-        schedule.finish(lease.id, None, version=1)
+        finish(schedule, lease(schedule, 1), version=1)

@@ -153,7 +153,3 @@ class TestHighest:
         assert sorted(kept, reverse=True) == chosen[: len(kept)] and len(kept) >= wanted - 1e-9
         assert sum(v > min(kept) for v in kept) < wanted + 1e-9
         assert all(v < min(kept) for v in chosen[len(kept) :])
-
-    def test_equal_values_are_all_marked(self):
-        mask = torch.tensor([[True, True, False], [True, True, True]])
-        assert torch.equal(highest(torch.ones(2, 3), mask, fraction=0.2), mask)
