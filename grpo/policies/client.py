@@ -163,7 +163,7 @@ class EngineClient(JsonClient):
     ) -> str:
         """Use the adapter in a folder, or the one of this id in the workers' memory.
 
-        The name that comes back is the one under which requests can ask for it.
+        Returns the name under which requests can ask for it.
         """
         return self._wait("/lora/load", timeout, adapter_path=path, adapter_id=adapter_id,
                           adapter_name=name, version=version)["adapter_name"]
@@ -171,8 +171,10 @@ class EngineClient(JsonClient):
     def lora_fingerprints(
         self, shapes: dict[str, list[int]], *, timeout: float | None = None
     ) -> list[dict[str, list]]:
-        """What each worker's slot holds of the adapter that new requests use, ``[{}]`` if of none;
-        see :func:`~grpo.weights.worker.lora.slot_fingerprints`.
+        """What each worker's slot holds of the adapter that new requests use.
+
+        It is ``[{}]`` where they use none; for ``shapes`` and the answers of workers see
+        :func:`~grpo.weights.worker.lora.slot_fingerprints`.
         """
         adapter_id = self.call("GET", "/lora/status")["active_adapter_id"]
         if adapter_id is None:
