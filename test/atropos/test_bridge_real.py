@@ -37,7 +37,7 @@ def test_what_an_environment_sends_is_matched_with_what_was_sampled(
     with serving(tokenizer) as (bridge, url), HubServer() as hub:
         flags = serve_flags(engine_url=url, model="policy", tokenizer=tmp_path / "tokenizer",
                             group_size=GROUP, ensure_scores_are_not_same=False)
-        with BatchStream(AtroposClient(hub.url), registration(batch_size=12),
+        with BatchStream(AtroposClient(hub.url), registration(batch_size=12, max_token_len=512),
                          poll_seconds=0.05) as stream, EnvironmentProcess(
                     REPO / "examples" / "atropos" / f"{name}_env.py", python=python,
                     api_url=hub.url, flags=flags, log_path=tmp_path / "log",
