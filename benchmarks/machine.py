@@ -22,7 +22,7 @@ def describe_machine(*, also: tuple[str, ...] = ()) -> dict:
     """Machine, versions (of the packages ``also`` named, too) and commit of a result."""
     import torch
 
-    from grpo.training.checkpoint import versions
+    from grpo.system.versions import versions
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     more = {name: found.version for name in also

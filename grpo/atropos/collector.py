@@ -110,8 +110,9 @@ class AtroposCollector:
                     f"{self.assembler.rows} rows are here, and so far "
                     f"{self.assembler.metrics() or 'nothing'} was counted. "
                     + (getattr(self.assembler.source, "silence", None) or
-                       "See the environments' logs: are they running, do all their groups have "
-                       "equal scores?"))
+                       "See the environments' logs: are they running? atroposlib drops groups of "
+                       "equal scores, and without a word those with a row longer than the "
+                       "max_token_len that the trainer registered (atropos.seq_len)"))
 
     def _timed(self, phase: str, function: Callable, *args: Any) -> Any:
         start = time.perf_counter()

@@ -238,18 +238,15 @@ class GroupConverter:
                 values = [row[key] for row in rows]
                 out[key] = (pad_sequence(values, batch_first=True, padding_value=fills.get(key, 0))
                             if values[0].ndim else torch.stack(values))
-        tokens = [row[data.TOKENS].tolist() for row in rows]
-        trained_BT = out[data.ASSISTANT_MASK]
         # The response begins at the first trained token; a row without one is all prompt.
-        starts_B = torch.where(trained_BT.any(-1), trained_BT.int().argmax(-1), data.lengths(out))
-        starts = starts_B.tolist()
-        R = max(1, *(len(row) - start for row, start in zip(tokens, starts, strict=True)))
-        out[data.PROMPT_TOKENS] = data.pad_rows(
-            [row[:start] for row, start in zip(tokens, starts, strict=True)], max(starts),
-            self.pad_token_id)
-        out[data.PROMPT_MASK] = torch.arange(max(starts)) < starts_B[:, None]
-        out[data.RESPONSE_TOKENS] = data.pad_rows(
-            [row[start:] for row, start in zip(tokens, starts, strict=True)], R, self.pad_token_id)
+        tokens_BT, size_B1 = out[data.TOKENS], data.lengths(out)[:, None]
+        start_B1 = data.first_scored(out[data.ASSISTANT_MASK], out[data.ATTENTION_MASK])[:, None]
+        P, R = int(start_B1.max()), max(1, int((size_B1 - start_B1).max()))
+        out[data.PROMPT_MASK] = torch.arange(P) < start_B1
+        out[data.PROMPT_TOKENS] = tokens_BT[:, :P].where(out[data.PROMPT_MASK], self.pad_token_id)
+        at_BR = start_B1 + torch.arange(R)
+        out[data.RESPONSE_TOKENS] = tokens_BT.gather(1, at_BR.clamp(max=tokens_BT.shape[1] - 1)) \
+            .where(at_BR < size_B1, self.pad_token_id)
         out[data.REWARD_ERROR] = torch.zeros(len(rows), 1, dtype=torch.bool)
         # Atropos does not say what succeeded. Scores are around 0 or from 0 to 1: the sign tells.
         out[data.SUCCESS] = out[data.REWARD] > 0

@@ -75,7 +75,8 @@ class SyncCollector:
         self.seconds, self.failures = {"generate": 0.0, "reward": 0.0}, {}
         if self.max_rounds is not None:
             return self._collect_informative()
-        return torch.cat([self._rollout() for _ in range(self.rollouts_per_batch)])
+        rollouts = [self._rollout() for _ in range(self.rollouts_per_batch)]
+        return rollouts[0] if len(rollouts) == 1 else torch.cat(rollouts)
 
     def state_dict(self) -> dict[str, Any]:
         """The environment's, for a checkpoint."""

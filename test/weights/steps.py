@@ -27,8 +27,10 @@ def running_engine(folder, **options) -> Iterator[InProcessEngine]:
     engine = InProcessEngine(start_engine(
         str(folder), device=torch.device("cpu"), dtype=torch.float32, max_model_len=256,
         max_num_seqs=64, **options))
-    yield engine
-    stop_engine(engine.llm)
+    try:
+        yield engine
+    finally:
+        stop_engine(engine.llm)
 
 
 def load(folder, dtype: torch.dtype = torch.float32):

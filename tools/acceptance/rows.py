@@ -58,14 +58,14 @@ SMALL_ITERATIONS, SMALL_ROWS = 3, 32
 #: The same for a random model of real size. Nearly all its tokens stand for no character, so only
 #: a reward by length differs within a group.
 SMALLER_LARGE = (
-    "env.data_path=$WORK/problems", "env.num_envs=8", "env.repeats=4", "env.task.num_test=8",
+    "env.data_path=$WORK/problems", "env.num_envs=4", "env.repeats=4", "env.task.num_test=8",
     "env.reward=my_rewards:brevity", "inference_model.max_tokens=64",
-    "train.total_dialog_turns=128", "train.eval_frequency=0", "train.checkpoint_frequency=0")
+    "train.total_dialog_turns=64", "train.eval_frequency=0", "train.checkpoint_frequency=0")
 LARGE_ITERATIONS = 4
 
 #: GiB of a GPU that a run takes, with room: by model, and for adapters.
-GIB = {"embedded": 5.0, "0.5b": 24.0, "1.5b": 50.0}
-GIB_ADAPTERS = {"embedded": 5.0, "0.5b": 16.0, "1.5b": 24.0}
+GIB = {"embedded": 3.5, "0.5b": 18.0, "1.5b": 45.0}
+GIB_ADAPTERS = {"embedded": 3.5, "0.5b": 11.0, "1.5b": 24.0}
 
 GSM8K = f"{SCRIPT} --config-name grpo_gsm8k model.name=$WORK/models"
 GSM8K_ASYNC = f"{ASYNC_SCRIPT} --config-name grpo_async_gsm8k model.name=$WORK/models"
@@ -98,9 +98,9 @@ WORK = "--shape 1.5b --model $WORK/models/1.5b"
 OURS, PEER = "step time with the defaults", "TRL + Liger on the same work"
 #: Name -> program and options in benchmarks/, and the keys of its result for the table.
 BENCHMARKS = {
-    OURS: (f"step_time.py {WORK} --iterations 8", ("seconds/step", "canary_share",
+    OURS: (f"step_time.py {WORK} --iterations 11", ("seconds/step", "canary_share",
                                                    "memory_gib/peak")),
-    PEER: (f"peer_trl.py {WORK} --iterations 6", ("seconds/step", "memory_gib/peak")),
+    PEER: (f"peer_trl.py {WORK} --iterations 8", ("seconds/step", "memory_gib/peak")),
     # The hashes alone: what they cost in a run is part of the canary's share above.
     "cost of the proof": ("proof_cost.py --shape 1.5b --ways memory --repeats 5",
                           ("ways/memory/whole_milliseconds", "ways/memory/share_of_step")),
@@ -112,6 +112,8 @@ AT_MOST = 0.45  # of the peer's seconds
 TESTS_OF_SEVERAL_GPUS = {"test_parallel.py": (2, 2), "test_transfer.py": (1, 3)}
 #: Files of test/gpu that take more of a GPU than the others.
 TEST_GIB = {"test_server_sleep.py": 56.0}
+#: Files of test/gpu that are done before the models are made.
+SHORT_TESTS = ("test_head_triton.py", "test_proof.py")
 
 
 class UnknownCommandError(ValueError):
@@ -143,18 +145,26 @@ def in_order(parts: list[Part]) -> list[Part]:
 
     The first fills the caches of compiled code, which the others would otherwise all fill at once.
     What takes several GPUs, and then what may take longest, goes before the rest: begun last, it
-    would still run when nothing else does.
+    would still run when nothing else does. What is short and needs no such model runs while the
+    models are made, before what runs alone.
     """
     leaders: dict[str, str] = {}
-    behind = []
+    short, behind = [], []
     for part in parts:
-        if not part.missing and "/sota-implementations/" in part.script:
+        if part.name.endswith(SHORT_TESTS) or (
+                "backend=transformers" in part.script and not part.after):
+            short.append(part.name)
+        elif (not part.missing and "/sota-implementations/" in part.script
+              and "lora.alpha=16 train_model.compile=true" not in part.script):
             leader = leaders.setdefault(model_of(part.script), part.name)
             part = replace(part, behind=() if leader == part.name else (leader,))
         behind.append(part)
     first = {PREPARE, *leaders.values()}
+    early = (*short, *(name for model, name in leaders.items() if model == "embedded"))
+    behind = [replace(part, behind=early) if part.alone else part for part in behind]
     return sorted(behind, key=lambda part: (
-        part.name not in first and not part.alone, -part.gpus, -part.limit))
+        part.name not in first and part.name not in short and not part.alone,
+        -part.gpus, -part.limit))
 
 
 def _once(parts: list[Part]) -> Iterator[Part]:

@@ -68,9 +68,9 @@ class Part:
     covers: tuple[str, ...] = ()
 
 
-def needed(names: set[str], parts: Sequence[Part]) -> set[str]:
-    """These parts and all that they come after."""
-    after = {part.name: part.after for part in parts}
+def needed(names: set[str], parts: Sequence[Part], *, behind: bool = False) -> set[str]:
+    """These parts and all that they come after, or with ``behind`` wait for."""
+    after = {part.name: (*part.after, *(part.behind if behind else ())) for part in parts}
     while more := {name for part in names for name in after[part]} - names:
         names = names | more
     return names
@@ -103,7 +103,7 @@ class _Running:
 class Schedule:
     """Runs parts in their order, as many at a time as fit.
 
-    Those that run ``alone`` go first, with what they come after: once others have begun, they would
+    Those that run ``alone`` go first, with what they wait for: once others have begun, they would
     wait for the longest of them, and nothing could begin meanwhile. Each has a GPU to itself, and
     where there are several they run beside each other. Another part that does not fit lets later
     ones go first. When the deadline comes, or after :meth:`stop`, what runs is ended and what waits
@@ -179,7 +179,7 @@ class Schedule:
             part.name for part in self.parts if part.alone and not part.missing
             and self.outcomes[part.name].status == "waiting"
             and all(self.outcomes[name].status in ("waiting", "running", "passed")
-                    for name in part.after)}, self.parts)
+                    for name in part.after)}, self.parts, behind=True)
 
     def _place(self, part: Part) -> list[int] | None:
         """GPUs for a part, or None if it does not fit now."""
