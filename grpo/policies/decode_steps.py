@@ -3,7 +3,8 @@
 Between two steps of a small model with many rows the GPU waits for the scheduler. At every token it
 asks the cache manager for a block, hashes blocks, looks for the end of the row, and makes an output
 that nobody reads before the row is finished. A block holds several tokens (16 on a GPU): as long as
-a token falls inside a block and cannot end its row, it is enough to append it.
+a token falls inside a block and cannot end its row, it is enough to append it. And as long as
+nobody waits for a place, the next step is one token more for each row.
 """
 
 from __future__ import annotations
@@ -52,11 +53,14 @@ def short_decode_steps(engine: LLM, running: Mapping[str, Row]) -> Iterator[None
         return
     manager = scheduler.kv_cache_manager
     manager.allocate_slots = _allocating_at_borders(manager)
+    if _is_plain(scheduler):
+        scheduler.schedule = _one_token_more(scheduler)
     scheduler.update_from_output = _appending(scheduler, running)
     try:
         yield
-    finally:
-        del manager.allocate_slots, scheduler.update_from_output  # which hid those of the classes
+    finally:  # these hid those of the classes
+        del manager.allocate_slots, scheduler.update_from_output
+        vars(scheduler).pop("schedule", None)
 
 
 def _allocating_at_borders(manager: Any) -> Callable[..., Any]:
@@ -85,17 +89,103 @@ def _no_blocks(empty: Any) -> Any:
     return NoBlocks(empty.blocks)
 
 
+def _one_token_more(scheduler: Any) -> Callable[..., Any]:
+    """The scheduler's ``schedule``, which is left the steps that are more than a token a row."""
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.output import CachedRequestData
+
+    manager, schedule = scheduler.kv_cache_manager, scheduler.schedule
+    size, places = _block_size(manager), _places(scheduler)
+
+    def schedule_step(throttle_prefills: bool = False) -> Any:
+        rows = None if throttle_prefills else _rows_of_one_token(scheduler, size)
+        if not rows:
+            return schedule(throttle_prefills)
+        ids = [row.request_id for row in rows]
+        more = CachedRequestData(
+            req_ids=ids, resumed_req_ids=set(), new_token_ids=[], all_token_ids={},
+            new_block_ids=[
+                None if 0 < row.num_computed_tokens % size < size - 1 else
+                manager.allocate_slots(row, 1, **_PLAIN).get_block_ids(allow_none=True)
+                for row in rows],
+            num_computed_tokens=[row.num_computed_tokens for row in rows],
+            num_output_tokens=[len(row._output_token_ids) + row.num_output_placeholders
+                               for row in rows])
+        # A paused scheduler makes an empty step, with all that is to be told beside the rows.
+        pause, scheduler._pause_state = scheduler._pause_state, PauseState.PAUSED_ALL
+        try:
+            step = schedule()
+        finally:
+            scheduler._pause_state = pause
+        step.scheduled_cached_reqs = more
+        step.num_scheduled_tokens = dict.fromkeys(ids, 1)
+        step.total_num_scheduled_tokens = len(ids)
+        if not scheduler.use_v2_model_runner:
+            scheduler.prev_step_scheduled_req_ids.update(ids)
+        counts_in_flight = hasattr(rows[0], "num_in_flight_tokens")
+        for row in rows:
+            row.num_computed_tokens += 1
+            row.num_output_placeholders += places
+            if counts_in_flight:
+                row.num_in_flight_tokens += 1
+        return step
+
+    return schedule_step
+
+
+def _rows_of_one_token(scheduler: Any, size: int) -> list[Any] | None:
+    """The rows that get a token in the next step; None if there is more to decide."""
+    running, waiting = scheduler.get_request_counts()
+    if (waiting and running < scheduler.max_num_running_reqs
+            or running > scheduler.max_num_scheduled_tokens
+            or scheduler._pause_state.name != "UNPAUSED"):
+        return None
+    before = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
+    rows, blocks, longest = [], 0, scheduler.max_model_len
+    for row in scheduler.running:
+        computed, placed = row.num_computed_tokens, row.num_output_placeholders
+        if placed and computed + 2 - placed >= row.num_prompt_tokens + row.max_tokens:
+            continue  # its last token is on the way
+        if (len(row._all_token_ids) + placed - computed != 1 or row.is_prefill_chunk
+                or computed + 1 >= longest or row.mm_features or row.structured_output_request
+                or before is not None and row.request_id not in before):
+            return None
+        blocks += computed % size == 0
+        rows.append(row)
+    # Where there are too few blocks, somebody must lose its place.
+    return rows if blocks <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else None
+
+
+def _is_plain(scheduler: Any) -> bool:
+    """Whether a step of this scheduler has nothing but what is written here."""
+    return (_is_known() and scheduler.num_lookahead_tokens == scheduler.num_spec_tokens == 0
+            and scheduler.num_sampled_tokens_per_step == 1 and not scheduler.use_pp
+            and scheduler.max_num_scheduled_tokens
+            <= scheduler.scheduler_config.max_num_batched_tokens
+            and all(not getattr(scheduler, name, None) for name in (
+                "ec_connector", "aux_output_connector", "enable_return_routed_experts")))
+
+
+def _is_known() -> bool:
+    import vllm
+
+    return vllm.__version__.partition("+")[0] in _KNOWN_RELEASES
+
+
+def _places(scheduler: Any) -> int:
+    """How many places a row's token takes when its step is begun, before it is known."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    return 1 if isinstance(scheduler, AsyncScheduler) else 0
+
+
 def _appending(scheduler: Any, running: Mapping[str, Row]) -> Callable[..., Any]:
     """The scheduler's ``update_from_output``, which is left the rows at a border or an end."""
-    import vllm
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.request import RequestStatus
 
-    known = vllm.__version__.partition("+")[0] in _KNOWN_RELEASES
+    known, places = _is_known(), _places(scheduler)
     size, longest = _block_size(scheduler.kv_cache_manager), scheduler.max_model_len
     requests, update = scheduler.requests, scheduler.update_from_output
-    # The token's place was taken when its step was begun, before the token before it was known.
-    places = 1 if isinstance(scheduler, AsyncScheduler) else 0
 
     def append(request: Any, token: int) -> bool:
         """Give the row its token; False if there may be more to do."""

@@ -106,9 +106,11 @@ class Runner:
             ("time", "tokens/per_second"))} for row in loggers.read_jsonl(
                 trainer.run_dir / "metrics.jsonl")]
         samples = loggers.read_jsonl(trainer.run_dir / "samples.jsonl")
-        # Before the first update nothing depends on who was faster.
-        kept = len(rows) if mode.stable else 1
-        seen.did["metrics"], seen.did["samples"] = rows[:kept], samples[:kept]
+        # After the first update what a run does depends on who was faster, unless it is stable.
+        kept = len(rows) if mode.stable else 2
+        for name in set().union(*rows):  # each by itself: one that chance changes hides no other
+            seen.did[f"metric {name}"] = [row.get(name) for row in rows[:kept]]
+        seen.did["samples"] = samples[: kept if mode.stable else 1]
         seen.did["steps"] = [(row["step"], sorted(row), row.get("train/lr")) for row in rows]
         shutil.rmtree(folder)
         return seen

@@ -78,7 +78,9 @@ def decide(engine, kind: str, context, *, blocks: int) -> tuple[list, int, int, 
             lost += len(step.preempted_req_ids or ())
             ids = list(step.num_scheduled_tokens)
             decided.append((
-                step.num_scheduled_tokens, step.scheduled_cached_reqs.new_block_ids,
+                step.num_scheduled_tokens, vars(step.scheduled_cached_reqs).copy(),
+                step.total_num_scheduled_tokens, step.finished_req_ids, step.preempted_req_ids,
+                vars(step).keys(), step.num_spec_tokens_to_schedule,
                 [(new.req_id, new.block_ids, new.num_computed_tokens)
                  for new in step.scheduled_new_reqs],
                 {id: coordinator.get_blocks(id)[0][-1].block_id for id in ids},
@@ -128,12 +130,13 @@ def test_responses_are_the_same_where_rows_cross_a_border(engine, monkeypatch):
     assert (found == expected).all()
 
 
-def test_the_manager_is_left_as_it_was(engine):
-    manager = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+def test_scheduler_and_manager_are_left_as_they_were(engine):
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    manager = scheduler.kv_cache_manager
     with pytest.raises(KeyboardInterrupt), short_decode_steps(engine, {}):
-        assert "allocate_slots" in vars(manager)
+        assert "allocate_slots" in vars(manager) and "schedule" in vars(scheduler)
         raise KeyboardInterrupt
-    assert "allocate_slots" not in vars(manager)
+    assert not {"allocate_slots", "schedule"} & (vars(manager).keys() | vars(scheduler).keys())
 
 
 def test_other_ways_of_keeping_keys_are_left_alone(engine):
