@@ -8,6 +8,7 @@ the spot; ``$WORK`` and ``$REPO`` stand for the acceptance's folder and the repo
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -64,7 +65,7 @@ SMALLER_LARGE = (
 LARGE_ITERATIONS = 4
 
 #: GiB of a GPU that a run takes, with room: by model, and for adapters.
-GIB = {"embedded": 3.5, "0.5b": 18.0, "1.5b": 45.0}
+GIB = {"embedded": 3.5, "0.5b": 16.5, "1.5b": 43.0}
 GIB_ADAPTERS = {"embedded": 3.5, "0.5b": 11.0, "1.5b": 24.0}
 
 GSM8K = f"{SCRIPT} --config-name grpo_gsm8k model.name=$WORK/models"
@@ -75,7 +76,6 @@ VARIANTS = {
     "0.5b, packing, checkpointing, reference":
         f"{GSM8K}/0.5b train.packing=true train_model.gradient_checkpointing=true "
         "train.kl_to_ref_coeff=0.01",
-    "1.5b, layers not compiled": f"{GSM8K}/1.5b train_model.compile=false",
     "0.5b, adapters as views, compiled":
         f"{GSM8K}/0.5b {LORA} train_model.lora.alpha=16 train_model.compile=true",
     "0.5b, adapters written": f"{GSM8K}/0.5b {LORA} train_model.compile=false",
@@ -111,9 +111,9 @@ AT_MOST = 0.45  # of the peer's seconds
 #: Files of test/gpu -> GPUs that they need, and have use for; the others take one.
 TESTS_OF_SEVERAL_GPUS = {"test_parallel.py": (2, 2), "test_transfer.py": (1, 3)}
 #: Files of test/gpu that take more of a GPU than the others.
-TEST_GIB = {"test_server_sleep.py": 56.0}
-#: Files of test/gpu that are done before the models are made.
-SHORT_TESTS = ("test_head_triton.py", "test_proof.py")
+TEST_GIB = {"test_server_sleep.py": 56.0, "test_replay.py": 10.0}
+#: Files of test/gpu that run before what runs alone: short ones, and one that takes much memory.
+EARLY_TESTS = ("test_head_triton.py", "test_proof.py", "test_server_sleep.py")
 
 
 class UnknownCommandError(ValueError):
@@ -144,27 +144,36 @@ def in_order(parts: list[Part]) -> list[Part]:
     """Runs of a model behind the first one of it; what takes long before what does not.
 
     The first fills the caches of compiled code, which the others would otherwise all fill at once.
-    What takes several GPUs, and then what may take longest, goes before the rest: begun last, it
-    would still run when nothing else does. What is short and needs no such model runs while the
-    models are made, before what runs alone.
+    What takes several GPUs, and then what took longest before, goes before the rest: begun last, it
+    would still run when nothing else does. Before what runs alone go what is short and needs no
+    such model, while the models are made, and the first runs, so that the caches are there.
     """
     leaders: dict[str, str] = {}
-    short, behind = [], []
+    early, behind = [], []
     for part in parts:
-        if part.name.endswith(SHORT_TESTS) or (
+        if part.name.endswith(EARLY_TESTS) or (
                 "backend=transformers" in part.script and not part.after):
-            short.append(part.name)
+            early.append(part.name)
         elif (not part.missing and "/sota-implementations/" in part.script
               and "lora.alpha=16 train_model.compile=true" not in part.script):
             leader = leaders.setdefault(model_of(part.script), part.name)
             part = replace(part, behind=() if leader == part.name else (leader,))
         behind.append(part)
-    first = {PREPARE, *leaders.values()}
-    early = (*short, *(name for model, name in leaders.items() if model == "embedded"))
-    behind = [replace(part, behind=early) if part.alone else part for part in behind]
+    early += leaders.values()
+    took = seconds_before()
+    behind = [replace(part, behind=tuple(early)) if part.alone else part for part in behind]
     return sorted(behind, key=lambda part: (
-        part.name not in first and part.name not in short and not part.alone,
-        -part.gpus, -part.limit))
+        part.name not in early and part.name != PREPARE and not part.alone,
+        -part.gpus, -took.get(part.name, part.limit)))
+
+
+def seconds_before() -> dict[str, float]:
+    """What each part took in the results that are here, at most."""
+    took: dict[str, float] = {}
+    for path in sorted((REPO / "benchmarks" / "results").glob("acceptance_*.json")):
+        for part in json.loads(path.read_text())["parts"]:
+            took[part["name"]] = max(took.get(part["name"], 0.0), part.get("seconds") or 0.0)
+    return took
 
 
 def _once(parts: list[Part]) -> Iterator[Part]:
@@ -334,7 +343,7 @@ def gpu_tests(gpus: int) -> Iterator[Part]:
             f"test/gpu/{path.name}",
             "cd $REPO\npython -m pytest -q -m gpu -p no:cacheprovider -p no:warnings "
             f"--tb=short --show-capture=no test/gpu/{path.name}", limit=300.0,
-            gib=TEST_GIB.get(path.name, 10.0), gpus=max(least, min(gpus, most)),
+            gib=TEST_GIB.get(path.name, 6.0), gpus=max(least, min(gpus, most)),
             read=read_pytest)
 
 
