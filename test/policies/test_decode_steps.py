@@ -44,8 +44,7 @@ def as_if_of_an_engine(engine, kind: str, *, blocks: int):
 
 
 def decide(engine, kind: str, context, *, blocks: int) -> tuple[list, int, int, int]:
-    """All that the scheduler decides; how often it asked for blocks, how many outputs it made, and
-    how many rows lost their places."""
+    """All decisions; how often blocks were asked for, outputs made and places lost."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -78,11 +77,8 @@ def decide(engine, kind: str, context, *, blocks: int) -> tuple[list, int, int, 
             lost += len(step.preempted_req_ids or ())
             ids = list(step.num_scheduled_tokens)
             decided.append((
-                step.num_scheduled_tokens, vars(step.scheduled_cached_reqs).copy(),
-                step.total_num_scheduled_tokens, step.finished_req_ids, step.preempted_req_ids,
-                vars(step).keys(), step.num_spec_tokens_to_schedule,
-                [(new.req_id, new.block_ids, new.num_computed_tokens)
-                 for new in step.scheduled_new_reqs],
+                vars(step) | {"scheduled_cached_reqs": vars(step.scheduled_cached_reqs).copy(),
+                              "scheduled_new_reqs": [vars(new) for new in step.scheduled_new_reqs]},
                 {id: coordinator.get_blocks(id)[0][-1].block_id for id in ids},
                 [block.block_hash is not None for block in scheduler.kv_cache_manager.block_pool
                  .blocks]))
