@@ -24,7 +24,7 @@ from gpu_memory import PeakMemory
 from machine import Recording
 from step_time import add_work_options, count_parameters, describe_work, make_model
 
-SKIPPED = 3  # steps that still compile and warm up
+SKIPPED = 2  # steps that still compile and warm up
 
 
 def measure(args: argparse.Namespace, model: Path, work: Path, recording: Recording) -> None:
@@ -116,7 +116,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add_work_options(parser)
     parser.add_argument("--micro-batch-rows", type=int, default=32)
-    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--no-vllm", dest="vllm", action="store_false",
                         help="generate with Transformers")
     parser.add_argument("--no-liger", dest="liger", action="store_false", help="TRL's own loss")

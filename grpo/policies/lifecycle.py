@@ -1,4 +1,4 @@
-"""The end of an engine: everything it had goes, and nothing that others use.
+"""The end of an engine: everything it had goes, and nothing that others use; and its beginning.
 
 vLLM leaves three things to be desired. An engine that ends takes torch.distributed with it, which
 all in-process engines, and perhaps a trainer, use too. A worker process that is killed leaves its
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import gc
 import sys
+import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 
@@ -44,6 +46,7 @@ def starting() -> Iterator[None]:
     """While vLLM starts an engine: torch.distributed is the engines' if it was not there before."""
     global _distributed_is_theirs
     _keep_distributed()
+    _meet_at_a_file()
     before = torch.distributed.is_initialized()
     try:
         yield
@@ -132,6 +135,20 @@ def _keep_distributed() -> None:
             envs.disable_envs_cache()  # the rest of it that is not about distribution
 
     core.cleanup_dist_env_and_memory = clean_up_after_the_last
+
+
+def _meet_at_a_file() -> None:
+    """Let an engine's processes find each other by a file, as newer releases of vLLM do.
+
+    Others choose a free port and open it a moment later, when another run may have it.
+    """
+    from vllm.utils import network_utils
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    if not hasattr(network_utils, "get_file_store_init_method"):
+        for module in (multiproc_executor, uniproc_executor):
+            module.get_distributed_init_method = lambda *_: (
+                f"file://{tempfile.gettempdir()}/vllm_{uuid4().hex}")
 
 
 def _workers(engine: LLM) -> list:

@@ -53,3 +53,21 @@ def test_processes_that_compiled_are_gone_before_a_worker_is_killed():
     assert had > 0 and left > 0  # what the call is for
     had, left = compiled("ended")
     assert had > 0 and left == 0
+
+
+@pytest.mark.vllm
+def test_engines_of_older_releases_need_no_free_port(monkeypatch):
+    from vllm.utils import network_utils
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    from grpo.policies.lifecycle import starting
+
+    # Newer ones choose the file themselves, as the one that is here: a stand-in for the others.
+    monkeypatch.delattr(network_utils, "get_file_store_init_method")
+    for module in (multiproc_executor, uniproc_executor):
+        monkeypatch.setattr(module, "get_distributed_init_method",
+                            network_utils.get_distributed_init_method)
+    with starting():
+        methods = {module.get_distributed_init_method("127.0.0.1", 29500)
+                   for module in (multiproc_executor, uniproc_executor)}
+    assert len(methods) == 2 and all(method.startswith("file:///") for method in methods)

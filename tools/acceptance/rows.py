@@ -65,8 +65,8 @@ SMALLER_LARGE = (
 LARGE_ITERATIONS = 4
 
 #: GiB of a GPU that a run takes, with room: by model, and for adapters.
-GIB = {"embedded": 3.5, "0.5b": 16.5, "1.5b": 43.0}
-GIB_ADAPTERS = {"embedded": 3.5, "0.5b": 11.0, "1.5b": 24.0}
+GIB = {"embedded": 2.5, "0.5b": 16.5, "1.5b": 43.0}
+GIB_ADAPTERS = {"embedded": 2.5, "0.5b": 11.0, "1.5b": 24.0}
 
 GSM8K = f"{SCRIPT} --config-name grpo_gsm8k model.name=$WORK/models"
 GSM8K_ASYNC = f"{ASYNC_SCRIPT} --config-name grpo_async_gsm8k model.name=$WORK/models"
@@ -98,9 +98,9 @@ WORK = "--shape 1.5b --model $WORK/models/1.5b"
 OURS, PEER = "step time with the defaults", "TRL + Liger on the same work"
 #: Name -> program and options in benchmarks/, and the keys of its result for the table.
 BENCHMARKS = {
-    OURS: (f"step_time.py {WORK} --iterations 11", ("seconds/step", "canary_share",
+    OURS: (f"step_time.py {WORK} --iterations 10", ("seconds/step", "canary_share",
                                                    "memory_gib/peak")),
-    PEER: (f"peer_trl.py {WORK} --iterations 8", ("seconds/step", "memory_gib/peak")),
+    PEER: (f"peer_trl.py {WORK} --iterations 7", ("seconds/step", "memory_gib/peak")),
     # The hashes alone: what they cost in a run is part of the canary's share above.
     "cost of the proof": ("proof_cost.py --shape 1.5b --ways memory --repeats 5",
                           ("ways/memory/whole_milliseconds", "ways/memory/share_of_step")),
@@ -111,9 +111,10 @@ AT_MOST = 0.45  # of the peer's seconds
 #: Files of test/gpu -> GPUs that they need, and have use for; the others take one.
 TESTS_OF_SEVERAL_GPUS = {"test_parallel.py": (2, 2), "test_transfer.py": (1, 3)}
 #: Files of test/gpu that take more of a GPU than the others.
-TEST_GIB = {"test_server_sleep.py": 56.0, "test_replay.py": 10.0}
-#: Files of test/gpu that run before what runs alone: short ones, and one that takes much memory.
-EARLY_TESTS = ("test_head_triton.py", "test_proof.py", "test_server_sleep.py")
+TEST_GIB = {"test_server_sleep.py": 25.0, "test_replay.py": 10.0}
+SHORT = 80.0  # seconds: runs of the embedded model that go before what runs alone
+#: What a command says that concerns the engine or the weights; others may generate by Transformers.
+OF_THE_ENGINE = ("inference_model.", "train_model.", "--config-name", "--multirun", "resume=")
 
 
 class UnknownCommandError(ValueError):
@@ -143,27 +144,40 @@ def all_parts(gpus: int, *, root: Path = REPO) -> list[Part]:
 def in_order(parts: list[Part]) -> list[Part]:
     """Runs of a model behind the first one of it; what takes long before what does not.
 
-    The first fills the caches of compiled code, which the others would otherwise all fill at once.
+    The first fills the caches of compiled code, which the others would otherwise all fill at once:
+    of those whose engine is in the run's process and has no adapters, the one that took least.
     What takes several GPUs, and then what took longest before, goes before the rest: begun last, it
-    would still run when nothing else does. Before what runs alone go what is short and needs no
-    such model, while the models are made, and the first runs, so that the caches are there.
+    would still run when nothing else does. Before what runs alone go the first runs, so that the
+    caches are there, and beside them what is short and needs no model that has yet to be made.
     """
-    leaders: dict[str, str] = {}
-    early, behind = [], []
-    for part in parts:
-        if part.name.endswith(EARLY_TESTS) or (
-                "backend=transformers" in part.script and not part.after):
-            early.append(part.name)
-        elif (not part.missing and "/sota-implementations/" in part.script
-              and "lora.alpha=16 train_model.compile=true" not in part.script):
-            leader = leaders.setdefault(model_of(part.script), part.name)
-            part = replace(part, behind=() if leader == part.name else (leader,))
-        behind.append(part)
-    early += leaders.values()
     took = seconds_before()
-    behind = [replace(part, behind=tuple(early)) if part.alone else part for part in behind]
+    early, runs, leaders = [], [], {}
+    for part in parts:
+        if part.missing:
+            continue
+        if (part.name.startswith("test/gpu/") and part.gpus == 1
+                or "backend=transformers" in part.script):
+            early.append(part.name)
+        elif ("/sota-implementations/" in part.script
+              and "lora.alpha=16 train_model.compile=true" not in part.script):
+            runs.append(part.name)
+            if part.gpus == 1 and not part.after and took.get(part.name, part.limit) < SHORT:
+                early.append(part.name)
+    for part in sorted(parts, key=lambda part: took.get(part.name, part.limit)):
+        if part.name in runs and part.gpus == 1 and not re.search(r"engine=|lora\.", part.script):
+            leaders.setdefault(model_of(part.script), part.name)
+    early = sorted({*early, *leaders.values()})
+    behind = []
+    for part in parts:
+        leader = leaders.get(model_of(part.script))
+        if part.alone:
+            part = replace(part, behind=tuple(early))
+        elif part.name in runs and leader and leader != part.name:
+            part = replace(part, behind=(leader,))
+        behind.append(part)
     return sorted(behind, key=lambda part: (
-        part.name not in early and part.name != PREPARE and not part.alone,
+        part.name != PREPARE, part.name not in leaders.values(),
+        part.name not in early and not part.alone,
         -part.gpus, -took.get(part.name, part.limit)))
 
 
@@ -223,7 +237,7 @@ def _short(text: str) -> str:
 
 def run_part(name: str, text: str) -> Part:
     """A run of ``grpo.py`` or ``grpo-async.py``, on less work."""
-    if name.startswith("docs/objectives") and "backend=" not in text:
+    if text.startswith(f"{SCRIPT} ") and not any(word in text for word in OF_THE_ENGINE):
         text += " inference_model.backend=transformers"  # whose engine starts at once
     if "weight_sync=restart" in text:
         text += f" train.total_dialog_turns={SMALL_ROWS}"  # a new server takes a minute
@@ -236,7 +250,7 @@ def run_part(name: str, text: str) -> Part:
     asynchronous = text.startswith(ASYNC_SCRIPT)
     return Part(
         name, script,
-        limit=(100.0 if quick else 150.0 if model == "embedded" else 300.0) + 40.0 * (runs - 1)
+        limit=(100.0 if quick else 200.0 if model == "embedded" else 300.0) + 40.0 * (runs - 1)
         + 100.0 * ("weight_sync=restart" in text),
         gpus=devices_of(text), gib=(GIB_ADAPTERS if "lora.enabled=true" in text else GIB)[model],
         # Ray's own ports are taken anew by each that starts.
@@ -343,7 +357,7 @@ def gpu_tests(gpus: int) -> Iterator[Part]:
             f"test/gpu/{path.name}",
             "cd $REPO\npython -m pytest -q -m gpu -p no:cacheprovider -p no:warnings "
             f"--tb=short --show-capture=no test/gpu/{path.name}", limit=300.0,
-            gib=TEST_GIB.get(path.name, 6.0), gpus=max(least, min(gpus, most)),
+            gib=TEST_GIB.get(path.name, 4.0), gpus=max(least, min(gpus, most)),
             read=read_pytest)
 
 
