@@ -112,7 +112,6 @@ AT_MOST = 0.45  # of the peer's seconds
 TESTS_OF_SEVERAL_GPUS = {"test_parallel.py": (2, 2), "test_transfer.py": (1, 3)}
 #: Files of test/gpu that take more of a GPU than the others.
 TEST_GIB = {"test_server_sleep.py": 25.0, "test_replay.py": 10.0}
-SHORT = 80.0  # seconds: runs of the embedded model that go before what runs alone
 #: What a command says that concerns the engine or the weights; others may generate by Transformers.
 OF_THE_ENGINE = ("inference_model.", "train_model.", "--config-name", "--multirun", "resume=")
 
@@ -148,7 +147,7 @@ def in_order(parts: list[Part]) -> list[Part]:
     of those whose engine is in the run's process and has no adapters, the one that took least.
     What takes several GPUs, and then what took longest before, goes before the rest: begun last, it
     would still run when nothing else does. Before what runs alone go the first runs, so that the
-    caches are there, and beside them what is short and needs no model that has yet to be made.
+    caches are there, and beside them what does not read these.
     """
     took = seconds_before()
     early, runs, leaders = [], [], {}
@@ -161,12 +160,10 @@ def in_order(parts: list[Part]) -> list[Part]:
         elif ("/sota-implementations/" in part.script
               and "lora.alpha=16 train_model.compile=true" not in part.script):
             runs.append(part.name)
-            if part.gpus == 1 and not part.after and took.get(part.name, part.limit) < SHORT:
-                early.append(part.name)
     for part in sorted(parts, key=lambda part: took.get(part.name, part.limit)):
         if part.name in runs and part.gpus == 1 and not re.search(r"engine=|lora\.", part.script):
             leaders.setdefault(model_of(part.script), part.name)
-    early = sorted({*early, *leaders.values()})
+    early += leaders.values()
     behind = []
     for part in parts:
         leader = leaders.get(model_of(part.script))
@@ -184,7 +181,7 @@ def in_order(parts: list[Part]) -> list[Part]:
 def seconds_before() -> dict[str, float]:
     """What each part took in the results that are here, at most."""
     took: dict[str, float] = {}
-    for path in sorted((REPO / "benchmarks" / "results").glob("acceptance_*.json")):
+    for path in sorted((REPO / "benchmarks" / "results").glob("acceptance_[0-9].json")):
         for part in json.loads(path.read_text())["parts"]:
             took[part["name"]] = max(took.get(part["name"], 0.0), part.get("seconds") or 0.0)
     return took
