@@ -137,12 +137,13 @@ def choose(parts: list[Part], *, only: list[str] | None, skip: list[str]) -> lis
 
 
 def prepare_folder(work: Path) -> None:
-    """What needs no model: problems, the README's reward, and `python` for commands of pages."""
+    """What needs no model: problems, the README's functions, and `python` for commands of pages."""
     work.mkdir(parents=True)
     make_problems(work / "problems", count=256, prompt_tokens=64)
-    rewards = next(block for block in blocks((REPO / "README.md").read_text(), "python")
-                   if re.search(r"^def brevity", block, flags=re.MULTILINE))
-    (work / "my_rewards.py").write_text(rewards)
+    for name, module in {"brevity": "my_rewards.py", "again": "my_steps.py"}.items():
+        source = next(block for block in blocks((REPO / "README.md").read_text(), "python")
+                      if re.search(rf"^def {name}\(", block, flags=re.MULTILINE))
+        (work / module).write_text(source)
     python = work / "bin" / "python"
     python.parent.mkdir()
     # No link: an environment's interpreter finds its packages by its own path.

@@ -12,25 +12,32 @@ import os
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
 from grpo.collectors.sync import DROPPED
+from grpo.envs.dialog import Dialog
 from grpo.envs.prompts import Prompt
 from grpo.envs.rewards.batch import first_failures
+from grpo.envs.tasks.base import Problem
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Completions, Policy
+from grpo.policies.converse import hold
 from grpo.policies.driver import EngineDriver, Job, TransformersSampler, VLLMSampler
 from grpo.policies.handle import EngineError, InProcessEngine, PauseMode
 from grpo.weights.fingerprint import fingerprints
 from grpo.weights.lora_slot import AdapterSlot
 from grpo.weights.packed import Packed
 from grpo.weights.worker.lora import nested
+
+_MOST_TALKS = 1024  # conversations at a time
+# Between the numbers of calls of a conversation's turns, so that each draws its own random numbers.
+_CALLS_A_TURN = 15_485_863
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +106,8 @@ class RolloutWorker:
         self._finished: queue.SimpleQueue[tuple[int, Any, str | None]] = queue.SimpleQueue()
         self._failures: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
         self._scoring = ThreadPoolExecutor(threads, thread_name_prefix="scoring")
+        # A conversation has a thread, which nearly always waits for the engine.
+        self._talking = ThreadPoolExecutor(_MOST_TALKS, thread_name_prefix="dialog")
         self._started, self._started_at = time.monotonic(), time.time()
 
     def describe(self) -> dict[str, Any]:
@@ -118,13 +127,25 @@ class RolloutWorker:
                 self._finished.put((lease, None, f"{type(error).__name__}: {error}"))
 
     def _start(self, lease: int, number: int) -> None:
-        batch = self._with_env(number, lambda env, batch: batch)
+        batch, dialog, problems = self._with_env(
+            number, lambda env, batch: (batch, env.dialog, env.current_problems))
+        prompts = self.policy.prompts_of(batch)
+        if dialog is None:
+            self._sample(lease, number, prompts).add_done_callback(
+                lambda future: self._sampled(lease, number, future))
+        else:
+            self._talking.submit(self._converse, lease, number, prompts, dialog, problems)
+
+    def _sample(self, lease: int, number: int, prompts: list[list[int]], *, turn: int = 0,
+                limit: int | None = None) -> Future:
+        """Sample rows of a group, in a dialog those of a turn that go on."""
         call, place = divmod(number, self._groups_a_call)
-        job = Job(self.policy.prompts_of(batch), self.policy.sampling, call=call,
-                  first=place * self._group_rows, of=self._groups_a_call * self._group_rows)
-        self._jobs[lease] = job
-        self.driver.submit(job).add_done_callback(
-            lambda future: self._sampled(lease, number, future))
+        sampling = self.policy.sampling
+        job = self._jobs[lease] = Job(
+            prompts, replace(sampling, max_tokens=limit or sampling.max_tokens),
+            call=call + turn * _CALLS_A_TURN, first=place * self._group_rows,
+            of=self._groups_a_call * self._group_rows)
+        return self.driver.submit(job)
 
     def cancel(self, leases: list[int]) -> None:
         """Give up on groups; those that are finished already are reported all the same."""
@@ -152,12 +173,26 @@ class RolloutWorker:
     def _sampled(self, lease: int, number: int, future: Future) -> None:
         self._jobs.pop(lease, None)
         if not future.cancelled():
-            self._scoring.submit(self._score, lease, number, future)
+            self._scoring.submit(self._score, lease, number, future.result)
 
-    def _score(self, lease: int, number: int, future: Future) -> None:
+    def _converse(self, lease: int, number: int, prompts: list[list[int]], dialog: Dialog,
+                  problems: list[Problem]) -> None:
+        def speak(prompts: list[list[int]], limit: int, turn: int) -> TensorDictBase:
+            if turn and lease not in self._jobs:
+                raise CancelledError  # between two turns
+            future = self._sample(lease, number, prompts, turn=turn, limit=limit)
+            return self.policy.write(self.policy.pad_prompts(prompts), future.result())
+
+        self._score(lease, number, lambda: hold(
+            speak, prompts, dialog, problems, max_tokens=self.policy.sampling.max_tokens))
+        self._jobs.pop(lease, None)
+
+    def _score(self, lease: int, number: int, sampled: Callable[[], Completions]) -> None:
         try:
-            completions = future.result()
+            completions = sampled()
             group = self._with_env(number, lambda env, batch: self._step(env, batch, completions))
+        except CancelledError:
+            return
         except Exception as error:  # one group's; the trainer decides what becomes of it
             self._finished.put((lease, None, f"{type(error).__name__}: {error}"))
         else:
@@ -294,7 +329,8 @@ class RolloutWorker:
 
     def close(self) -> None:
         """End engine and threads."""
-        self._scoring.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._scoring, self._talking):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.driver.close()
 
 

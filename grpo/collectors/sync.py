@@ -16,6 +16,7 @@ from grpo.envs.rewards.batch import first_failures
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.objectives.shaping import informative_groups
 from grpo.policies.base import Policy
+from grpo.policies.converse import respond
 
 # What the next observation repeats, and what TorchRL keeps for longer episodes.
 DROPPED = (("next", "tokens"), ("next", "masks"), ("next", "group_id"), "done", "terminated",
@@ -40,8 +41,7 @@ class SyncCollector:
             group is used, whatever its rewards.
 
     Groups are scored as they are finished, where policy and environment know how
-    (:meth:`~grpo.policies.base.Policy.stream`,
-    :meth:`~grpo.envs.verifiable.VerifiableEnv.row_finished`).
+    (:func:`~grpo.policies.converse.respond`).
 
     Attributes:
         seconds: what the last batch spent in ``"generate"``, and then waited for ``"reward"``.
@@ -111,7 +111,7 @@ class SyncCollector:
         batch = self.env.reset()
         start = time.perf_counter()
         if isinstance(self.policy, Policy) and isinstance(self.env, VerifiableEnv):
-            batch = self.policy.stream(batch, self.env.row_finished)
+            batch = respond(self.policy, self.env, batch)
         else:
             batch = self.policy(batch)
         generated = time.perf_counter()

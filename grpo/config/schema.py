@@ -32,7 +32,7 @@ from grpo.config.objective import (
 from grpo.config.optimizer import OptimizerConfig
 from grpo.config.section import Section
 from grpo.config.train import TrainConfig
-from grpo.config.unread import WHOLE_PROOF, Unread, refuse_unread
+from grpo.config.unread import WHOLE_PROOF, Unread, only_with, refuse_unread
 from grpo.objectives.registry import get_objective
 
 
@@ -55,6 +55,12 @@ class EnvConfig(Section):
     max_reward_errors: float = Field(0.5, ge=0, le=1)
     """Greatest share of a batch for which reward functions may fail or be late; above it the run
     ends and says why. Failed rows below it leave the advantage and the loss."""
+    step: str | None = None
+    """What answers the model after its turn: ``retry``, or the import path of a function of a
+    :class:`~grpo.envs.dialog.DialogState`; null: nobody, a completion is one turn."""
+    max_steps: Annotated[int, only_with("env.step")] = Field(2, ge=2)
+    """Turns of the model in a completion, at most. With the messages between them they share
+    ``inference_model.max_tokens``."""
     num_envs: int = Field(32, ge=1)
     """Different prompts a batch."""
     repeats: int = Field(16, ge=2)

@@ -1,4 +1,4 @@
-"""Single-turn environment: a prompt from a task, a reward from its verifier."""
+"""The environment of a task: prompts from its problems, rewards from its verifier."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from grpo import data
+from grpo.envs.dialog import Dialog
 from grpo.envs.prompts import Prompt, PromptStream
 from grpo.envs.rewards.batch import RewardBatch, Row
 from grpo.envs.rewards.scorer import RewardScorer
@@ -30,6 +31,8 @@ class _Begun(NamedTuple):
 class VerifiableEnv(EnvBase):
     """Prompts as observations, whole responses as actions, one step an episode.
 
+    In a ``dialog`` the response is a whole conversation, and the reward is that of its last turn.
+
     All entries are dense tensors (see :mod:`grpo.data`), so the environment runs under TorchRL's
     collectors as well as ours.
 
@@ -44,6 +47,8 @@ class VerifiableEnv(EnvBase):
         eos_token_ids: tokens that end a response.
         seed: of the order of prompts.
         shuffle: False draws the prompts in order, for evaluation.
+        dialog: what is said to the model after its turn, see
+            :func:`~grpo.policies.converse.converse`; None: nothing, it has one turn.
 
     Raises:
         ValueError: for a group size below 2 with training (shuffled) prompts.
@@ -60,6 +65,7 @@ class VerifiableEnv(EnvBase):
         self, prompts: Sequence[Prompt], score: RewardScorer, tokenizer: Any, *, num_prompts: int,
         group_size: int, max_prompt_tokens: int, max_response_tokens: int,
         eos_token_ids: tuple[int, ...], seed: int = 0, shuffle: bool = True,
+        dialog: Dialog | None = None,
     ) -> None:
         if shuffle and group_size < 2:
             raise ValueError(f"env.repeats={group_size}: a group needs at least 2 completions, "
@@ -69,7 +75,7 @@ class VerifiableEnv(EnvBase):
         super().__init__(device=torch.device("cpu"),
                          batch_size=torch.Size([num_prompts * group_size]))
         self.stream = PromptStream(prompts, seed=seed, shuffle=shuffle)
-        self.score, self.tokenizer = score, tokenizer
+        self.score, self.tokenizer, self.dialog = score, tokenizer, dialog
         self.num_prompts, self.group_size = num_prompts, group_size
         self.pad_token_id = int(tokenizer.pad_token_id)
         self.eos_token_ids = torch.tensor(eos_token_ids, dtype=torch.int64)
@@ -140,7 +146,7 @@ class VerifiableEnv(EnvBase):
         """A policy has finished a row of the batch: the last of a group starts its rewards.
 
         They run while other groups are generated; :meth:`step` waits for them. ``tokens`` are those
-        of the response, end token included.
+        of the response, in a dialog of its last turn, end token included.
         """
         width = self.action_spec[data.RESPONSE_TOKENS].shape[-1]
         (self._finished[row],), _ = self._read(data.pad_rows([tokens], width, self.pad_token_id))
@@ -151,7 +157,8 @@ class VerifiableEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         response_BR = tensordict[data.RESPONSE_TOKENS].cpu()
-        rows, ended_B = self._read(response_BR)
+        rows, ended_B = self._read(
+            response_BR if self.dialog is None else self._last_turns(tensordict))
         finish_reason = tensordict.get(data.FINISH_REASON, None)
         if finish_reason is not None:  # the policy knows; an action without it is read for EOS
             ended_B = finish_reason.cpu() == data.FINISH_STOP
@@ -200,6 +207,17 @@ class VerifiableEnv(EnvBase):
         before_eos = is_eos.int().cumsum(-1) == 0
         rows = [row[keep].tolist() for row, keep in zip(response_BR, before_eos, strict=True)]
         return rows, is_eos.any(-1)
+
+    def _last_turns(self, batch: TensorDictBase) -> torch.Tensor:
+        """The tokens that were sampled last in each row, behind those of others, ``[B, R]``."""
+        mask_BT, width = batch[data.ASSISTANT_MASK].cpu(), batch[data.RESPONSE_TOKENS].shape[-1]
+        column_T = torch.arange(mask_BT.shape[-1])
+        last_B = column_T.where(mask_BT, -1).amax(-1, keepdim=True)
+        others_BT = ~mask_BT & (column_T < last_B)
+        start_B = column_T.where(others_BT, -1).amax(-1, keepdim=True)
+        rows = [tokens[keep].tolist() for tokens, keep in zip(
+            batch[data.TOKENS].cpu(), mask_BT & (column_T > start_B), strict=True)]
+        return data.pad_rows(rows, width, self.pad_token_id)
 
     def seek(self, group: int) -> None:
         """Let the next reset begin with the group of this number of the run."""

@@ -60,6 +60,9 @@ class Completions:
     #: ``[(policy version, tokens), ...]`` in order, where weights can change while a row is
     #: sampled; None: the policy's version is that of all tokens.
     versions: list[list[tuple[int, int]]] | None = None
+    #: Which of ``tokens`` the policy sampled, where others have spoken in between; ``versions`` are
+    #: of those alone. None: all of them.
+    sampled: list[list[bool]] | None = None
 
 
 class Policy(TensorDictModuleBase):
@@ -170,6 +173,11 @@ class Policy(TensorDictModuleBase):
         tensordict.update(data.join_prompt_response(
             prompt_BP, mask_BP, response_BR.to(device), response_mask_BR.to(device),
             log_probs_BR.to(device), pad_token_id=self.pad_token_id))
+        if completions.sampled is not None:
+            sampled_BR = data.pad_rows(completions.sampled, width, False, dtype=torch.bool)
+            mask_BT = tensordict[data.ASSISTANT_MASK]
+            tensordict[data.ASSISTANT_MASK] = mask_BT.masked_scatter(
+                mask_BT, sampled_BR[response_mask_BR].to(device))
         reason = torch.where(torch.tensor(completions.truncated), data.FINISH_LENGTH,
                              data.FINISH_STOP)
         tensordict[data.FINISH_REASON] = reason.to(device)
@@ -181,7 +189,8 @@ class Policy(TensorDictModuleBase):
             return torch.full((len(completions.tokens), width), self.version())
         rows = [[version for version, tokens in spans for _ in range(tokens)]
                 for spans in completions.versions]
-        dated, sampled = ([*map(len, part)] for part in (rows, completions.tokens))
+        dated, sampled = [*map(len, rows)], [*map(sum, completions.sampled or ())] or [
+            *map(len, completions.tokens)]
         if dated != sampled:
             raise RuntimeError(f"the engine dated {dated} tokens of the rows but sampled {sampled}")
         return data.pad_rows(rows, width, self.version())

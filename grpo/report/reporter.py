@@ -77,9 +77,12 @@ class Reporter:
             self.console.warn(str(silence))
 
     def _samples(self, batch: TensorDictBase, problems: Sequence[Problem]) -> list[Sample]:
+        columns_T = torch.arange(batch[data.TOKENS].shape[-1])
         return [Sample(
             prompt=self._text(row[data.PROMPT_TOKENS], row[data.PROMPT_MASK]),
-            completion=self._text(row[data.TOKENS], row[data.ASSISTANT_MASK]),
+            # With what was said to the model between its turns, if it had several.
+            completion=self._text(row[data.TOKENS], row[data.ATTENTION_MASK]
+                                  & (columns_T >= row[data.PROMPT_MASK].sum())),
             reward=math.nan if row[data.REWARD_ERROR] else float(row[data.REWARD]),
             success=bool(row[data.SUCCESS]), truncated=bool(row[data.TRUNCATED]),
             answer=problem.answer) for row, problem in zip(batch, problems, strict=True)]

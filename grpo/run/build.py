@@ -11,6 +11,7 @@ import torch
 
 from grpo.config.schema import Config, ConfigError
 from grpo.config.unread import ON_A_CPU, TRANSFORMERS, refuse_unread
+from grpo.envs.dialog import Dialog, named_step
 from grpo.envs.embedded import EmbeddedSpec, embedded_model
 from grpo.envs.prompts import Prompt, render_all
 from grpo.envs.rewards import RewardFn, RewardScorer, get_reward
@@ -81,6 +82,8 @@ def check(config: Config, task: Task, *, device: torch.device, backend: str) -> 
         ValueError: naming the key and the fix.
     """
     reward_function(config, task)
+    if config.env.step is not None:
+        named_step(config.env.step)
     for key, name in (("ref_model.name", config.ref_model.name),
                       ("distill.teacher", config.distill.teacher)):
         if name is not None:
@@ -203,9 +206,11 @@ def build_env(
     config: Config, task: Task, prompts: Prompts, tokenizer: Any, policy: Policy
 ) -> VerifiableEnv:
     """The training environment: ``env.num_envs`` groups of ``env.repeats`` completions."""
+    score = reward_function(config, task)
     return VerifiableEnv(
-        prompts.train, reward_function(config, task), tokenizer, num_prompts=config.env.num_envs,
-        group_size=config.env.repeats, seed=config.train.seed, **_widths(prompts, policy))
+        prompts.train, score, tokenizer, num_prompts=config.env.num_envs,
+        group_size=config.env.repeats, seed=config.train.seed,
+        dialog=build_dialog(config, score, tokenizer, policy), **_widths(prompts, policy))
 
 
 def build_eval_env(
@@ -213,9 +218,21 @@ def build_eval_env(
 ) -> VerifiableEnv:
     """Every held-out problem once, in order."""
     rows = min(len(prompts.test), config.env.num_envs * config.env.repeats)
+    score = reward_function(config, task)
     return VerifiableEnv(
-        prompts.test, reward_function(config, task), tokenizer, num_prompts=rows, group_size=1,
-        shuffle=False, **_widths(prompts, policy))
+        prompts.test, score, tokenizer, num_prompts=rows, group_size=1, shuffle=False,
+        dialog=build_dialog(config, score, tokenizer, policy), **_widths(prompts, policy))
+
+
+def build_dialog(
+    config: Config, score: RewardScorer, tokenizer: Any, policy: Policy
+) -> Dialog | None:
+    """What answers the model, if ``env.step`` says that somebody does."""
+    if config.env.step is None:
+        return None
+    return Dialog(named_step(config.env.step), tokenizer, score, max_steps=config.env.max_steps,
+                  max_tokens=policy.sampling.max_tokens, eos_token_ids=policy.eos_token_ids,
+                  workers=config.env.reward_workers)
 
 
 def _widths(prompts: Prompts, policy: Policy) -> dict[str, Any]:
@@ -265,7 +282,9 @@ def describe(
         "task": f"{task.name}: {len(prompts.train):,} training and {len(prompts.test):,} held-out "
                 "problems",
         "batch": f"{config.groups_per_batch} prompts x {config.env.repeats} "
-                 f"completions of at most {config.max_tokens} tokens",
+                 f"completions of at most {config.max_tokens} tokens"
+                 + (f" in at most {config.env.max_steps} turns, answered by {config.env.step}"
+                    if config.env.step else ""),
         "run": describe_length(config, problems=len(prompts.train)),
         "loss": describe_loss(config),
         **describe_engine(config, device=device, backend=backend),

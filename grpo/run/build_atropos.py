@@ -174,12 +174,13 @@ def build_evaluator(start: Start, policy: Policy) -> Evaluator | None:
     prompts = render_all(task.split("test"), setup.tokenizer,
                          max_prompt_tokens=min(room, config.env.max_prompt_tokens or room),
                          what=f"{task.name} test")
+    policy, score = policy.with_sampling(max_tokens=tokens), build.reward_function(config, task)
     env = VerifiableEnv(
-        prompts, build.reward_function(config, task), setup.tokenizer,
-        num_prompts=min(len(prompts), ENGINE_ROWS), group_size=1, shuffle=False,
-        max_prompt_tokens=max(len(prompt.tokens) for prompt in prompts),
-        max_response_tokens=tokens, eos_token_ids=policy.eos_token_ids)
-    return Evaluator(env, policy.with_sampling(max_tokens=tokens),
+        prompts, score, setup.tokenizer, num_prompts=min(len(prompts), ENGINE_ROWS), group_size=1,
+        shuffle=False, max_prompt_tokens=max(len(prompt.tokens) for prompt in prompts),
+        max_response_tokens=tokens, eos_token_ids=policy.eos_token_ids,
+        dialog=build.build_dialog(config, score, setup.tokenizer, policy))
+    return Evaluator(env, policy,
                      max_reward_errors=config.env.max_reward_errors)
 
 

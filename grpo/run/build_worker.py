@@ -18,7 +18,13 @@ from grpo.policies.handle import InProcessEngine
 from grpo.policies.scoring import ReferenceScorer
 from grpo.policies.transformers import TransformersPolicy
 from grpo.policies.vllm import VLLMPolicy
-from grpo.run.build import build_task, load_tokenizer, quiet_libraries, reward_function
+from grpo.run.build import (
+    build_dialog,
+    build_task,
+    load_tokenizer,
+    quiet_libraries,
+    reward_function,
+)
 from grpo.run.build_engine import Setup, start_engine_of
 from grpo.run.build_model import load_model
 from grpo.run.build_objective import scoring_budget
@@ -41,11 +47,12 @@ def build_worker(setup: WorkerSetup, number: int, prompts: list[Prompt]) -> Work
     score = reward_function(config, build_task(config), try_first=False)
     workers = config.env.reward_workers  # a group waits in its thread while its calls run there
     threads = 1 if workers == 1 else _SCORING_THREADS + workers // config.env.repeats
+    dialog = build_dialog(config, score, shared.tokenizer, policy)
     environments = [
         VerifiableEnv(prompts, score, shared.tokenizer, num_prompts=1,
                       group_size=config.env.repeats, max_prompt_tokens=setup.prompt_width,
                       max_response_tokens=config.max_tokens,
-                      eos_token_ids=policy.eos_token_ids, seed=config.train.seed)
+                      eos_token_ids=policy.eos_token_ids, seed=config.train.seed, dialog=dialog)
         for _ in range(threads + 1)]
     return WorkerParts(policy, engine, sampler, environments,
                        groups_a_call=config.env.num_envs, group_rows=config.env.repeats)

@@ -11,6 +11,7 @@ from grpo import data
 from grpo.envs.rewards.batch import check_failures, first_failures
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
+from grpo.policies.converse import respond
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Evaluator:
         failures: dict[str, str] = {}
         first: tuple[TensorDictBase, list] | None = None
         while seen < total:
-            batch = self.env.step(self.policy(self.env.reset()))
+            batch = self.env.step(respond(self.policy, self.env, self.env.reset()))
             # The last batch wraps around to the first problems, which are not counted twice.
             rows = min(self.env.batch_size[0], total - seen)
             part = batch[:rows]

@@ -17,11 +17,14 @@ def rollout_metrics(rollout: TensorDictBase) -> dict[str, float]:
     its weight.
     """
     valid = ~rollout[data.REWARD_ERROR].flatten()
-    sizes = rollout[data.ASSISTANT_MASK].sum(-1).float()
+    sampled_BT = rollout[data.ASSISTANT_MASK]
+    sizes = sampled_BT.sum(-1).float()
+    turns = (sampled_BT[:, 1:] & ~sampled_BT[:, :-1]).sum(-1).float()
     metrics = {
         "reward/errors": (~valid).sum().item(),
         "tokens/response_mean": sizes.mean().item(),
         "tokens/response_max": sizes.max().item(),
+        "tokens/turns_mean": turns.mean().item(),
         "tokens/total": rollout[data.ATTENTION_MASK].sum().item(),
         "tokens/truncated_fraction": rollout[data.TRUNCATED].float().mean().item(),
     }

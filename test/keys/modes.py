@@ -100,6 +100,9 @@ MODES = {
         "distill": {"teacher": "{teacher}", "topk_coeff": 0.1, "reverse_kl_coeff": 0.1}})),
     "bfloat16": Mode("sync", merged(VLLM, {"train_model": {"torch_dtype": "bfloat16"}})),
     "wandb": Mode("sync", merged(TRANSFORMERS, {"logging": {"backends": ["wandb"]}})),
+    "dialog": Mode("sync", merged(TRANSFORMERS, {
+        "model": {"name": "{talker}"}, "env": {"step": "test.training.runs:again"},
+        "inference_model": {"max_tokens": 24}})),
     "a band": Mode("sync", merged(TRANSFORMERS, {
         "train": {"kl_to_ref_coeff": 0.1}, "kl_controller": {"kind": "band", "target": 0.1}})),
     "adafactor": Mode("sync", merged(TRANSFORMERS, {"optimizer": {"name": "adafactor"}})),

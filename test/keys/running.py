@@ -52,6 +52,7 @@ class Runner:
         self.folder = folder
         self.names = {name: str(runs.save_tiny(folder / name, tokenizer, seed=seed))
                       for seed, name in enumerate(("model", "teacher", "reference"))}
+        self.names["talker"] = str(runs.save_talker(folder / "talker", tokenizer, seed=0))
         self._count = 0
 
     def values(self, mode: Mode, key: str | None = None, value: Any = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ VALUES = {key: [value] for key, value in {
     "env.dataset": "other_arithmetic", "env.data_path": "/nowhere",
     "env.task": {"max_operand": 5, "num_train": 20, "num_test": 4},
     "env.reward": "negative_length", "env.reward_weights": [2.0], "env.reward_timeout": 7.5,
-    "env.reward_workers": 1, "env.max_reward_errors": 0.9,
+    "env.max_steps": 3, "env.reward_workers": 1, "env.max_reward_errors": 0.9,
     "env.num_envs": 4, "env.repeats": 2, "env.max_prompt_tokens": 3,
     "model.name": "{reference}", "model.warm_start_steps": 3, "model.warm_start_noise": 0.2,
     "train.exp_name": "other", "train.seed": 3, "train.total_dialog_turns": 24,
@@ -94,6 +94,7 @@ VALUES = {key: [value] for key, value in {
 ELSEWHERE = {
     "resume": "test/run/test_resume.py: it chooses the folder before anything is built",
     "ray.address": "test_config_async.py: test_without_an_address_ray_is_the_runs_own",
+    "env.step": "a mode of its own here, 'dialog', whose model ends its turns",
     "atropos.evaluate": "a mode of its own here, 'atropos, one copy, evaluated'",
 }
 

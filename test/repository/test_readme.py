@@ -29,6 +29,9 @@ ASYNC_GUIDE = (REPO / "docs" / "async.md").read_text()
 SCRIPT = "sota-implementations/grpo/grpo.py"
 ASYNC_SCRIPT = "sota-implementations/grpo/grpo-async.py"
 
+#: Functions on the page, and the modules that its commands name for them.
+MODULES = {"brevity": "my_rewards.py", "again": "my_steps.py"}
+
 #: Appended to every command of the script: the same code on less work.
 SMALLER = ["model.warm_start_steps=5", "env.num_envs=2", "env.repeats=2",
            "inference_model.max_tokens=4", "train.total_dialog_turns=8",
@@ -72,6 +75,8 @@ def on_less_work(command: str, model_folder: Path, gsm8k_rows: Path) -> list[str
     arguments = [a.replace("Qwen/Qwen2.5-1.5B-Instruct", str(model_folder))
                  .replace("path/to/gsm8k", str(gsm8k_rows)) for a in shlex.split(command)[2:]]
     smaller = list(SMALLER)
+    if any(a.startswith("inference_model.max_tokens=") for a in arguments):
+        smaller.remove("inference_model.max_tokens=4")  # what a conversation needs
     if any(a.startswith("model.name=") for a in arguments):
         smaller.remove("model.warm_start_steps=5")
         # The compiled path is for GPUs; on a CPU its set-up alone takes minutes.
@@ -95,8 +100,9 @@ def test_script_command_runs(command, tmp_path, cache, model_folder, gsm8k_rows)
 
 
 def test_other_script_commands_run(tmp_path, cache, model_folder, gsm8k_rows):
-    source = next(block for block in blocks("python", README) if "def brevity" in block)
-    (tmp_path / "my_rewards.py").write_text(source)
+    for function, module in MODULES.items():
+        source = next(block for block in blocks("python", README) if f"def {function}" in block)
+        (tmp_path / module).write_text(source)
     runs = [[*on_less_work(command, model_folder, gsm8k_rows),
              "inference_model.backend=transformers"]
             for command in commands_of(f"python {SCRIPT}") if command not in WITH_VLLM]

@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import torch
 from tensordict import TensorDict
+from transformers import GenerationConfig
 
 from grpo.envs.rewards import RewardResult
 from grpo.run import assemble
@@ -44,6 +45,18 @@ def always_the_same(completion: str, problem) -> float:
 
 def many_letters(completion: str, problem) -> float:
     return sum(character.isalpha() for character in completion) / 4
+
+
+def again(state) -> str | None:
+    """Answers most turns of a random model."""
+    return "+" if sum(map(ord, state.completions[-1])) % 4 else None
+
+
+def save_talker(folder, tokenizer, *, seed: int):
+    """A tiny model that seldom says much: many tokens end its turn."""
+    save_tiny(folder, tokenizer, seed=seed)
+    GenerationConfig(eos_token_id=[1, *range(30, 90)]).save_pretrained(folder)
+    return folder
 
 
 def save_tiny(folder, tokenizer, *, seed: int):

@@ -107,19 +107,32 @@ def get_reward(name: str) -> RewardFn:
                 f"unknown reward {name!r}; known rewards: {', '.join(reward_names())}; "
                 "your own function is named by import path, 'package.module:function'")
         return _REWARDS[name]
-    module_name, _, attribute = name.partition(":")
+    return imported(name, "reward")
+
+
+def imported(path: str, what: str) -> Callable:
+    """The function at ``"package.module:function"``.
+
+    Args:
+        path: where it is.
+        what: it is to be, for messages.
+
+    Raises:
+        ValueError: if there is none. An error inside the imported module itself surfaces unchanged.
+    """
+    module_name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        raise ValueError(f"reward {name!r} is no import path of the form 'package.module:function'")
+        raise ValueError(f"{what} {path!r} is no import path of the form 'package.module:function'")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # found, but it imports something that is missing
-        raise ValueError(f"reward {name!r}: there is no module {error.name!r}; install it, or put "
+        raise ValueError(f"{what} {path!r}: there is no module {error.name!r}; install it, or put "
                          "its folder on PYTHONPATH") from error
     fn = getattr(module, attribute, None)
     if not callable(fn):
-        raise ValueError(f"reward {name!r}: module {module_name!r} has no function {attribute!r}")
+        raise ValueError(f"{what} {path!r}: module {module_name!r} has no function {attribute!r}")
     return fn
 
 

@@ -1,0 +1,208 @@
+"""Dialogs: what is said to the model after its turn, and what stands in the batch then.
+
+A conversation is never rendered anew. What the engine sampled stays as it is, and the tokens of the
+next message are laid behind it, as the chat template puts them after a turn of the model. Rendering
+the whole again would change tokens that were sampled: templates drop the thoughts of earlier turns,
+and a tokenizer cuts text in its own way. Between the turns of the model stand the tokens of others,
+which have no log-probs and are not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, TypeAlias
+
+from grpo.envs.rewards.registry import imported
+from grpo.envs.rewards.scorer import RewardScorer
+from grpo.envs.tasks.base import Problem
+
+Message: TypeAlias = Mapping[str, str]  # with "role" and "content"
+RETRY = "That is not right. Check each step, find the mistake and give your answer again."
+_MARK = "0MODEL0TURN0"  # stands for what the model said while a message is rendered
+
+
+@dataclass(frozen=True)
+class DialogState:
+    """What a step gets to see after a turn of the model.
+
+    Attributes:
+        problem: what the conversation is about.
+        completions: what the model has said, turn by turn; the last is to be answered.
+        replies: what was answered to those before, one fewer.
+    """
+
+    problem: Problem
+    completions: tuple[str, ...]
+    replies: tuple[str | Message, ...]
+    _score: RewardScorer = field(repr=False)
+
+    @cached_property
+    def success(self) -> bool:
+        """Whether the last turn solves the problem by the run's reward, which is asked for it."""
+        return bool(self._score([self.completions[-1]], [self.problem]).success[0])
+
+
+#: The next message, of the user if it is a text; None ends the conversation.
+Step: TypeAlias = Callable[[DialogState], str | Message | None]
+
+
+def retry(state: DialogState) -> str | None:
+    """The built-in step: an answer that is wrong may be given again."""
+    return None if state.success else RETRY
+
+
+def named_step(name: str) -> Step:
+    """The step of this name, ``retry``, or at ``"package.module:function"``.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name == "retry":
+        return retry
+    if ":" not in name:
+        raise ValueError(f"there is no step {name!r}; give retry, or a function of your own by its "
+                         "import path, 'package.module:function'")
+    return imported(name, "step")
+
+
+@dataclass
+class Talk:
+    """One conversation: what stands behind its prompt, and its turns as texts."""
+
+    problem: Problem
+    tokens: list[int] = field(default_factory=list)  # of all turns and of what lies between them
+    sampled: list[bool] = field(default_factory=list)  # whether the model sampled each of them
+    log_probs: list[float] = field(default_factory=list)  # of each; 0 where it was not sampled
+    versions: list[int] = field(default_factory=list)  # of the weights, of sampled tokens alone
+    turns: list[list[int]] = field(default_factory=list)  # tokens of each, the end token included
+    completions: list[str] = field(default_factory=list)
+    replies: list[str | Message] = field(default_factory=list)
+    truncated: bool = False  # whether the length limit ended it
+    open: bool = True  # whether the model is to speak
+
+    def add_turn(self, tokens: list[int], log_probs: list[float], versions: list[int],
+                 truncated: bool) -> None:
+        """What the model has sampled."""
+        self.turns.append(tokens)
+        self.tokens += tokens
+        self.sampled += [True] * len(tokens)
+        self.log_probs += log_probs
+        self.versions += versions
+        self.truncated = truncated
+
+    def add_reply(self, reply: str | Message, tokens: list[int]) -> None:
+        """What is said to the model, which speaks next."""
+        self.replies.append(reply)
+        self.tokens += tokens
+        self.sampled += [False] * len(tokens)
+        self.log_probs += [0.0] * len(tokens)
+
+
+class Dialog:
+    """Answers the model until a step has nothing more to say.
+
+    Args:
+        step: makes the next message of a :class:`DialogState`.
+        tokenizer: of the model; with a chat template, messages are laid out by it.
+        score: what :attr:`DialogState.success` asks.
+        max_steps: turns of the model in a conversation, at most.
+        max_tokens: of a conversation behind its prompt, those of messages included.
+        eos_token_ids: tokens that end a turn.
+        workers: steps that run at a time; 1: one after the other, in this thread.
+
+    Examples:
+        >>> def step(state):
+        ...     return "And twice that?" if len(state.completions) < 2 else None
+        >>> dialog = Dialog(step, tokenizer, score, max_steps=2, max_tokens=64,
+        ...                 eos_token_ids=(1,))                              # doctest: +SKIP
+    """
+
+    def __init__(
+        self, step: Step, tokenizer: Any, score: RewardScorer, *, max_steps: int, max_tokens: int,
+        eos_token_ids: Sequence[int], workers: int = 1,
+    ) -> None:
+        self.step, self.tokenizer, self.score = step, tokenizer, score
+        self.max_steps, self.max_tokens = max_steps, max_tokens
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._threads = ThreadPoolExecutor(workers, "dialog") if workers > 1 else None
+        self._tried = False
+        self._rendered = lru_cache(maxsize=4096)(self._render)
+
+    def answer(self, talks: Sequence[Talk]) -> None:
+        """Give each conversation its next message, or close it, after a turn of the model.
+
+        Raises:
+            Exception: what a step raises, with the problem named in a note.
+            TypeError: for a message that is none.
+        """
+        for talk, reply in zip(talks, self._replies(talks), strict=True):
+            if reply is None:
+                talk.open = False
+                continue
+            tokens = self._tokens(talk, reply)
+            if len(talk.tokens) + len(tokens) < self.max_tokens:
+                talk.add_reply(reply, tokens)
+            else:
+                talk.open, talk.truncated = False, True
+
+    def said(self, turn: list[int]) -> list[int]:
+        """Tokens of a turn before its end token."""
+        end = next((i for i, token in enumerate(turn) if token in self.eos_token_ids), len(turn))
+        return turn[:end]
+
+    def _replies(self, talks: Sequence[Talk]) -> list[str | Message | None]:
+        if self._threads is None:
+            return [self._reply(talk) for talk in talks]
+        # The first call of a reward function runs alone, see RewardScorer.
+        first = [] if self._tried else [self._reply(talks[0])]
+        self._tried = True
+        return [*first, *self._threads.map(self._reply, talks[len(first):])]
+
+    def _reply(self, talk: Talk) -> str | Message | None:
+        """The next message; None after the last turn and after one that was cut."""
+        text = self.tokenizer.decode(self.said(talk.turns[-1]), skip_special_tokens=True)
+        talk.completions.append(text)
+        if talk.truncated or len(talk.turns) == self.max_steps:
+            return None
+        try:
+            reply = self.step(DialogState(talk.problem, tuple(talk.completions),
+                                          tuple(talk.replies), self.score))
+        except Exception as error:
+            error.add_note(f"while env.step answered turn {len(talk.turns)} of problem "
+                           f"{talk.problem.id!r}")
+            raise
+        if not (reply is None or isinstance(reply, str)
+                or isinstance(reply, Mapping) and {"role", "content"} <= reply.keys()):
+            raise TypeError(f"env.step returned {reply!r} for problem {talk.problem.id!r}; return "
+                            "the next message, as a text or as {'role': ..., 'content': ...}, or "
+                            "None to end the conversation")
+        return reply
+
+    def _tokens(self, talk: Talk, reply: str | Message) -> list[int]:
+        """Tokens of a message, and of what invites the model to speak again."""
+        if isinstance(talk.problem.prompt, str):
+            text = reply if isinstance(reply, str) else reply["content"]
+            return self._rendered(None, text, None)
+        role, content = ("user", reply) if isinstance(reply, str) else (
+            reply["role"], reply["content"])
+        return self._rendered(role, content, talk.turns[-1][-1])
+
+    def _render(self, role: str | None, content: str, end: int | None) -> list[int]:
+        """By the chat template if there is a ``role``, without the end token ``end``, which the
+        model has sampled itself."""
+        if role is None:
+            return self.tokenizer(content, add_special_tokens=False)["input_ids"]
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK},
+                    {"role": role, "content": content}]
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True,
+                                                  tokenize=False)
+        _, found, behind = text.partition(_MARK)
+        if not found:
+            raise ValueError("the chat template of model.name leaves out a turn of the model that "
+                             "another message follows, so it cannot lay out a dialog; set env.step "
+                             "to null, or choose another model")
+        ended = self.tokenizer.decode([end]) if end in self.eos_token_ids else ""
+        return self.tokenizer(behind.removeprefix(ended), add_special_tokens=False)["input_ids"]

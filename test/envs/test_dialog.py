@@ -1,0 +1,117 @@
+"""Steps: what they see, what they may say, and the tokens of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo.envs.dialog import RETRY, Dialog, Talk, named_step, retry
+from grpo.envs.rewards import RewardScorer, get_reward
+from grpo.envs.tasks.base import Problem
+
+EOS = 1
+CHAT = ({"role": "user", "content": "6*7?"},)
+#: Leaves the thoughts of earlier turns out, as templates of models that reason do.
+THOUGHTLESS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
+
+
+def make(tokenizer, step, **changes) -> Dialog:
+    score = RewardScorer([(get_reward("exact_match"), 1.0)], workers=1)
+    return Dialog(step, tokenizer, score, **{
+        "max_steps": 3, "max_tokens": 400, "eos_token_ids": (EOS,), **changes})
+
+
+def talk(tokenizer, *turns: str, prompt="6*7=") -> Talk:
+    """A conversation in which so much was said, and nothing answered yet to the last turn."""
+    found = Talk(Problem(prompt, "42", "p1"))
+    for turn in turns:
+        tokens = [*tokenizer(turn, add_special_tokens=False)["input_ids"], EOS]
+        found.add_turn(tokens, [-1.0] * len(tokens), [0] * len(tokens), False)
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_wrong_answer_may_be_given_again(tokenizer, workers):
+    talks = [talk(tokenizer, "41"), talk(tokenizer, "42"), talk(tokenizer, "40")]
+    make(tokenizer, retry, workers=workers).answer(talks)
+    assert [one.replies for one in talks] == [[RETRY], [], [RETRY]]
+    assert [one.open for one in talks] == [True, False, True]
+
+
+def test_a_step_sees_what_was_said(tokenizer):
+    seen = []
+
+    def step(state):
+        seen.append((state.problem.id, state.completions, state.replies))
+        return {"role": "user", "content": "again"}
+
+    dialog, one = make(tokenizer, step), talk(tokenizer, "41")
+    dialog.answer([one])
+    one.add_turn([65, EOS], [-1.0] * 2, [0] * 2, False)
+    dialog.answer([one])
+    again = {"role": "user", "content": "again"}
+    assert seen == [("p1", ("41",), ()), ("p1", ("41", tokenizer.decode([65])), (again,))]
+
+
+def test_after_the_last_turn_no_step_is_asked(tokenizer):
+    one = talk(tokenizer, "1", "2")
+    make(tokenizer, lambda state: pytest.fail("asked"), max_steps=2).answer([one])
+    assert not one.open and not one.truncated
+
+
+class TestTokensOfAMessage:
+    def test_behind_a_text_are_its_own(self, tokenizer):
+        one = talk(tokenizer, "41")
+        make(tokenizer, lambda state: "no").answer([one])
+        assert tokenizer.decode(one.tokens[-2:]) == "no"
+        assert one.sampled[-3:] == [True, False, False]
+
+    @pytest.mark.parametrize("template", [None, THOUGHTLESS])
+    def test_in_a_chat_are_those_of_the_template(self, tokenizer, template, monkeypatch):
+        if template:
+            monkeypatch.setattr(tokenizer, "chat_template", template)
+        one = talk(tokenizer, "<think>six</think>41", prompt=CHAT)
+        make(tokenizer, lambda state: "no").answer([one])
+        messages = [*CHAT, {"role": "assistant", "content": "<think>six</think>41"},
+                    {"role": "user", "content": "no"}]
+        shown = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        said = tokenizer.apply_chat_template(list(CHAT), add_generation_prompt=True, tokenize=False)
+        joined = tokenizer(said, add_special_tokens=False)["input_ids"] + one.tokens
+        if template is None:  # it ends no turn by a token, and the model did
+            assert tokenizer.decode(joined) == shown.replace("41", "41<eos>")
+        else:  # what was sampled stays, where rendering anew would drop it
+            assert tokenizer.decode(joined) == shown.replace("41", "<think>six</think>41")
+
+    def test_of_another_role(self, tokenizer):
+        one = talk(tokenizer, "41", prompt=CHAT)
+        make(tokenizer, lambda state: {"role": "tool", "content": "7*6 is 42"}).answer([one])
+        behind = tokenizer.decode([t for t, sampled in zip(one.tokens, one.sampled, strict=True)
+                                   if not sampled])
+        assert "tool" in behind and "7*6 is 42" in behind
+
+    def test_a_template_without_earlier_turns_is_refused(self, tokenizer, monkeypatch):
+        monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[-1].content }}")
+        with pytest.raises(ValueError, match=r"leaves out a turn.*set env.step to null"):
+            make(tokenizer, lambda state: "no").answer([talk(tokenizer, "41", prompt=CHAT)])
+
+
+@pytest.mark.parametrize("answer", [42, {"content": "no role"}, ["no"]])
+def test_what_is_no_message_is_an_error(tokenizer, answer):
+    with pytest.raises(TypeError, match="env.step returned .* for problem 'p1'; return the next"):
+        make(tokenizer, lambda state: answer).answer([talk(tokenizer, "41")])
+
+
+def test_an_error_of_a_step_names_the_problem(tokenizer):
+    with pytest.raises(ZeroDivisionError) as caught:
+        make(tokenizer, lambda state: 1 / 0).answer([talk(tokenizer, "41")])
+    assert caught.value.__notes__ == ["while env.step answered turn 1 of problem 'p1'"]
+
+
+def test_steps_have_names_or_import_paths():
+    assert named_step("retry") is retry
+    assert named_step("grpo.envs.dialog:retry") is retry
+    with pytest.raises(ValueError, match="no step 'again'; give retry, or a function of your own"):
+        named_step("again")
+    with pytest.raises(ValueError, match="step 'math:nothing': module 'math' has no function"):
+        named_step("math:nothing")
