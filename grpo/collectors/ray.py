@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from grpo import data
+from grpo.collectors.reference_worker import Scored, SharedScoring
 from grpo.collectors.schedule import Finished, RolloutSchedule
 from grpo.envs.rewards.batch import first_failures
 from grpo.objectives.shaping import informative_groups
@@ -40,8 +41,8 @@ class RayCollector:
         heal: replaces dead workers, with the present weights; called by :meth:`collect`.
         groups_each: groups that a worker has in hand at a time.
         timeout: seconds without a finished group after which :meth:`collect` gives up.
-        reference: pool of one :class:`~grpo.collectors.reference_worker.ReferenceWorker`, which
-            scores groups as they come; None: the trainer does, if anybody.
+        reference: pool of :class:`~grpo.collectors.reference_worker.ReferenceWorker`, which
+            score groups as they come; None: the trainer does, if anybody.
         layout: what rows and widths of a group follow from. Finished groups of a checkpoint with
             another one are generated anew.
 
@@ -66,11 +67,8 @@ class RayCollector:
             raise ValueError(f"groups_each={groups_each} must be at least 1")
         self.pool, self.schedule, self.policy = pool, schedule, policy
         self.heal, self.groups_each, self.timeout = heal, groups_each, timeout
-        self.reference, self.layout = reference, layout
-        self._unscored: dict[int, TensorDictBase] = {}  # by lease
-        self._waiting: dict[int, TensorDictBase] = {}  # being scored, by lease
-        self._scoring: dict[Call, int] = {}
-        self._scored: Any = None  # the reference's last answer
+        self.reference = None if reference is None else SharedScoring(reference)
+        self.layout = layout
         self.seconds = {"wait": 0.0}
         self.metrics: dict[str, float] = {}
         self._overtaken_wait = 0.0
@@ -83,7 +81,8 @@ class RayCollector:
         self._failures: dict[str, str] = {}  # since the last batch
         self._rewards: list[float] = []  # of all that was finished since the last batch
         self._latest: dict[int, Any] = {}  # worker -> its last report
-        self._before: dict[Any, Any] = {}  # worker or "reference" -> that of the last batch
+        self._before: dict[int, Any] = {}  # worker -> that of the last batch
+        self._scored_before: dict[int, Scored] = {}  # the same of the reference workers
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints: the schedule, with what is finished and in flight."""
@@ -169,8 +168,8 @@ class RayCollector:
         try:
             if self.pool.dead or self.pool.outdated:
                 self.heal()
-            if self.reference is not None and self.reference.dead:
-                self.reference.revive()  # its weights never change
+            if self.reference is not None and self.reference.pool.dead:
+                self.reference.pool.revive()  # their weights never change
         except WorkersLost as error:
             raise RolloutsFailed(str(error)) from error
 
@@ -206,12 +205,12 @@ class RayCollector:
                 pending.append(self.pool.send(number, "finished", _POLL))
 
     def _receive(self, pending: list[Call]) -> None:
-        awaited = [*pending, *self._scoring]
+        awaited = [*pending, *(self.reference.calls if self.reference else ())]
         if not awaited:  # all are dead; the trainer replaces them
             time.sleep(_LOOK)
             return
         for call in self.pool.wait(awaited, timeout=_LOOK):
-            if call not in pending:  # the reference's
+            if call not in pending:  # a reference worker's
                 continue
             pending.remove(call)
             try:
@@ -243,7 +242,7 @@ class RayCollector:
         if self.reference is None:
             self._finish(lease, group)
         else:
-            self._unscored[lease] = group
+            self.reference.add(lease, group)
 
     def _finish(self, lease: int, group: TensorDictBase) -> None:
         # A worker may have weights that are still on their way to others.
@@ -255,30 +254,13 @@ class RayCollector:
             self._rewards += group[data.REWARD].flatten()[valid_B].tolist()
 
     def _receive_scores(self) -> None:
-        """Let the reference model score what has come, while the trainer trains."""
+        """Let the reference score what has come, while the trainer trains."""
         if self.reference is None:
             return
-        for call, lease in list(self._scoring.items()):
-            if call.life != self.reference.lives[0]:  # it died
-                self._unscored[lease] = self._waiting.pop(lease)
-                del self._scoring[call]
-        answered = self.reference.wait(list(self._scoring), timeout=0) if self._scoring else []
-        for call in answered:
-            lease = self._scoring[call]
-            try:
-                scored = self._scored = self.reference.result(call, timeout=60.0)
-            except EngineError as error:
-                self.reference.bury(call, str(error))
-                return
-            del self._scoring[call]
-            group = self._waiting.pop(lease)
-            group[data.REF_LOG_PROBS] = scored.log_probs
+        for lease, group in self.reference.take():
             self._finish(lease, group)
             self._changed.notify_all()
-        if 0 not in self.reference.dead:
-            for lease in list(self._unscored):
-                group = self._waiting[lease] = self._unscored.pop(lease)
-                self._scoring[self.reference.send(0, "score", group)] = lease
+        self.reference.send()
 
     def _lose_gone(self) -> None:
         """Take back what is held by workers that the trainer's side found dead."""
@@ -290,7 +272,7 @@ class RayCollector:
     def _end_late(self) -> None:
         numbers = {life: number for number, life in enumerate(self.pool.lives)}
         late: dict[int, list[int]] = {}
-        generated = {*self._unscored, *self._waiting}  # and waiting for the reference
+        generated = self.reference.leases if self.reference else set()  # and not yet scored
         for lease in self.schedule.expire(time.monotonic(), but=generated):
             late.setdefault(lease.worker, []).append(lease.id)
         for life, leases in late.items():
@@ -323,6 +305,7 @@ class RayCollector:
             version = self.schedule.version
             rewards, self._rewards = self._rewards, []
             self.failures, self._failures = self._failures, {}
+            idle = self._idle_references()
         if self.schedule.max_rounds is not None:
             generated, useful = self.schedule.generated, sum(not done.rank for done in batch)
             metrics["sampling/rounds"] = generated / self.schedule.batch_groups
@@ -337,14 +320,26 @@ class RayCollector:
             if seconds > 0:
                 metrics[f"async/worker_{number}_idle"] = max(0.0, 1.0 - busy / seconds)
                 metrics[f"async/worker_{number}_tokens_per_second"] = tokens / seconds
-        if self._scored is not None:
-            latest["reference"] = self._scored
-            busy, seconds = _since(self._before.get("reference"), self._scored)
-            if seconds > 0:
-                metrics["async/reference_idle"] = max(0.0, 1.0 - busy / seconds)
+        if idle:
+            metrics["async/reference_idle"] = sum(idle) / len(idle)
         metrics["async/overtaken_wait"] = self._overtaken_wait
         metrics["async/restarts"] = float(self.pool.restarts)
         self._before, self.metrics = latest, metrics
+
+    def _idle_references(self) -> list[float]:
+        """Idle shares of the reference workers since the last batch, as far as they are known."""
+        if self.reference is None:
+            return []
+        reports, in_hand, shares = dict(self.reference.reports), self.reference.in_hand, []
+        for number in range(self.reference.pool.count):
+            before, report = self._scored_before.get(number), reports.get(number)
+            if report is not before:
+                busy, seconds = _since(before, report)
+                shares.append(max(0.0, 1.0 - busy / seconds))
+            elif not in_hand[number]:  # else its next report will tell
+                shares.append(1.0)
+        self._scored_before = reports
+        return shares
 
 
 def _since(before: Any, report: Any, *counts: str) -> list[float]:

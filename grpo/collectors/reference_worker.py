@@ -1,9 +1,10 @@
-"""The reference model on a device of its own."""
+"""The reference model on devices of its own: a worker on each, and how they share groups."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from grpo import data
+from grpo.policies.handle import EngineError
+from grpo.policies.ray_engine import Call, WorkerPool
 from grpo.policies.scoring import ReferenceScorer
 
 
@@ -48,3 +51,71 @@ class ReferenceWorker:
         now = time.monotonic()
         self._busy += now - start
         return Scored(log_probs_BT, self._busy, now - self._started, self._started_at)
+
+
+class SharedScoring:
+    """Groups that reference workers score, each of which has a whole copy of the reference.
+
+    A group goes to the living worker with the fewest in hand. Those of a worker that died go to
+    the others, or wait until one is there.
+
+    Args:
+        pool: of started workers.
+
+    Attributes:
+        reports: the last answer of each worker that has scored a group, by number.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self.pool = pool
+        self.reports: dict[int, Scored] = {}
+        self._waiting: dict[int, TensorDictBase] = {}  # by lease
+        self._sent: dict[Call, tuple[int, TensorDictBase]] = {}  # with the lease
+
+    @property
+    def calls(self) -> list[Call]:
+        """That have not been answered yet, or whose answers have not been taken."""
+        return list(self._sent)
+
+    @property
+    def leases(self) -> set[int]:
+        """Of all groups that are here."""
+        return {*self._waiting, *(lease for lease, _ in self._sent.values())}
+
+    @property
+    def in_hand(self) -> Counter[int]:
+        """How many groups each worker has been sent, by number."""
+        return Counter(call.number for call in self._sent)
+
+    def add(self, lease: int, group: TensorDictBase) -> None:
+        """Have a group scored; :meth:`send` gives it to a worker."""
+        self._waiting[lease] = group
+
+    def send(self) -> None:
+        """Give waiting groups to the workers that live."""
+        alive = [number for number in range(self.pool.count) if number not in self.pool.dead]
+        in_hand = self.in_hand
+        while alive and self._waiting:
+            number = min(alive, key=in_hand.__getitem__)
+            lease = next(iter(self._waiting))
+            group = self._waiting.pop(lease)
+            self._sent[self.pool.send(number, "score", group)] = lease, group
+            in_hand[number] += 1
+
+    def take(self) -> list[tuple[int, TensorDictBase]]:
+        """Leases and groups that have been scored since the last call."""
+        scored = []
+        for call in self.pool.wait(self.calls, timeout=0) if self._sent else ():
+            try:
+                report = self.pool.result(call, timeout=60.0)
+            except EngineError as error:
+                self.pool.bury(call, str(error))
+                continue
+            lease, group = self._sent.pop(call)
+            group[data.REF_LOG_PROBS] = report.log_probs
+            self.reports[call.number] = report
+            scored.append((lease, group))
+        for call in self.calls:
+            if call.number in self.pool.dead or self.pool.lives[call.number] != call.life:
+                lease, self._waiting[lease] = self._sent.pop(call)
+        return scored

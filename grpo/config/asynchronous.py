@@ -60,10 +60,10 @@ class PlacedRefModel(RefModelConfig, RoleDevices):
 
     role = "ref_model"
 
-    num_devices: Annotated[int | None, _SEPARATE] = Field(None, ge=1, le=1)
-    """1: a device of its own; null: the trainer's."""
-    devices: Annotated[list[Device] | None, _SEPARATE] = Field(
-        None, min_length=1, max_length=1)
+    num_devices: Annotated[int | None, _SEPARATE] = Field(None, ge=1)
+    """Devices of its own, on a CPU processes, each with a whole copy of the reference, which share
+    the groups to score; null: it is on the trainer's."""
+    devices: Annotated[list[Device] | None, _SEPARATE] = Field(None, min_length=1)
 
 
 class RayConfig(Section):

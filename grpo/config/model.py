@@ -32,6 +32,8 @@ _SERVER = Unread(lambda c: c.inference_model.engine != "server", "by inference_m
 _STARTED = Unread(lambda c: c.inference_model.url is not None, "because the server at "
                   "inference_model.url={inference_model.url} runs already; start that with the "
                   "option, or")
+_REFERENCE = Unread(lambda c: not c.needs_reference, "because train.kl_to_ref_coeff and "
+                    "maxent.beta are null; set the coefficient, or")
 
 
 class ModelConfig(Section):
@@ -224,8 +226,5 @@ def _obstacle_for_ranks(inference: InferenceModelConfig, way: Sync) -> str | Non
 class RefModelConfig(Section):
     """The reference policy of ``train.kl_to_ref_coeff`` and ``maxent.beta``."""
 
-    only = Unread(lambda c: not c.needs_reference, "because train.kl_to_ref_coeff and maxent.beta "
-                  "are null; set the coefficient, or")
-
-    name: str | None = None
+    name: Annotated[str | None, _REFERENCE] = None
     """null: the model the run starts from; with adapters that is the model without them."""

@@ -103,8 +103,9 @@ more devices'
     scorer = middle.get("async/reference_idle", 1.0)
     if waited >= _MUCH and resting >= _MUCH and scorer < _MUCH:
         return (f"the reference was the bottleneck: it was idle {scorer:.0%} of the time while the "
-                f"trainer waited {waited:.0%}; raise train.max_tokens_per_micro_batch, by which it "
-                "scores, or let the trainer score with ref_model.num_devices=null")
+                f"trainer waited {waited:.0%}; give ref_model more devices, raise "
+                "train.max_tokens_per_micro_batch, by which it scores, or let the trainer score "
+                "with ref_model.num_devices=null")
     if overtaken >= max(_MUCH, waited / 2):
         return (f"long groups were the bottleneck: for {overtaken:.0%} of the time a batch was "
                 "finished, but groups that it had overtaken would become too old; raise "

@@ -32,6 +32,7 @@ from grpo.run.build_team import TrainingActor
 from grpo.run.device_memory import available, capacity, check_roles_fit, role_ledgers, run_ledger
 from grpo.run.ledger import Ledger, Saving, check_fits
 from grpo.run.memory_advice import leaner_training, less_held, more_devices, savings, smaller_cache
+from grpo.run.placement import unused_reference
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.evaluation import Evaluator
 from grpo.training.trainer import Trainer
@@ -107,7 +108,7 @@ def assemble_async(
 
     # What it will take, before anything is launched
     setup, room, say = start.setup, capacity(start.setup.device), start.console.info
-    say("\n".join(places.plan.table()))
+    say("\n".join([*places.plan.table(), *unused_reference(config)]))
     ledgers_of = partial(role_ledgers, places=places.plan, model_path=setup.path,
                          device=setup.device, dtype=setup.dtype, backend=start.backend,
                          max_model_len=setup.max_model_len)

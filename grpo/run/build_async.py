@@ -74,7 +74,8 @@ def open_ray(config: AsyncConfig, at_end: ExitStack) -> Places:
         # Not a cluster that RAY_ADDRESS names, or that a `ray start` left on this machine.
         at_end.callback(_start_ray(
             address="local", include_dashboard=False, num_gpus=0,
-            num_cpus=4 + len(plan.engines) + len(plan.train), _system_config=_RAY_SETTINGS))
+            num_cpus=4 + len(plan.engines) + len(plan.reference) + len(plan.train),
+            _system_config=_RAY_SETTINGS))
     places = Places(plan, cluster=cluster)
     at_end.callback(places.release)
     if kind == "cuda":
@@ -175,7 +176,7 @@ def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, 
 def build_reference_pool(
     config: AsyncConfig, places: Places, path: str, dtype: torch.dtype
 ) -> WorkerPool | None:
-    """The reference model on a device of its own, started; None if it has none."""
+    """A copy of the reference model on each device of its own, started; None if it has none."""
     if not places.plan.reference:
         return None
     import ray
@@ -185,8 +186,8 @@ def build_reference_pool(
     build = partial(build_reference, _sent(config), path, places.plan.kind,
                     str(dtype).removeprefix("torch."))
     pool = WorkerPool(
-        lambda number: actor_class.options(**places.reference()).remote(build, path),
-        count=1, kind="reference worker", **_restart_options(config))
+        lambda number: actor_class.options(**places.reference(number)).remote(build, path),
+        count=len(places.plan.reference), kind="reference worker", **_restart_options(config))
     pool.start()
     return pool
 

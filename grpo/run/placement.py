@@ -2,7 +2,7 @@
 
 The same keys serve one machine and a cluster: ``train_model.num_devices``,
 ``ref_model.num_devices``, ``inference_model.num_devices`` and ``tensor_parallel_size``, or explicit
-``devices=[...]`` on one machine. On a CPU a device of ``inference_model`` is a process.
+``devices=[...]`` on one machine. On a CPU a device is a process.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ class DevicePlan:
     Examples:
         >>> plan = DevicePlan("cuda", (0,), (), ((1,), (2,)), available=4)
         >>> print("\\n".join(plan.table()))
-        train      GPU 0
-        engine 0   GPU 1
-        engine 1   GPU 2
-        free       GPU 3
+        train       GPU 0
+        engine 0    GPU 1
+        engine 1    GPU 2
+        free        GPU 3
     """
 
     kind: Kind
     train: tuple[int, ...]  # one a rank
-    reference: tuple[int, ...]  # empty: none of its own
+    reference: tuple[int, ...]  # one a copy of it; empty: none of its own
     engines: tuple[tuple[int, ...], ...]  # of each engine
     available: int | None = None  # None: a CPU has room for any number of processes
 
     def table(self) -> list[str]:
-        """One line a role."""
-        rows = [("train", self.train), ("reference", self.reference),
+        """One line for the trainer, each copy of the reference, each engine and what is free."""
+        rows = [("train", self.train),
+                *((f"reference {i}", (device,)) for i, device in enumerate(self.reference)),
                 *((f"engine {i}", devices) for i, devices in enumerate(self.engines))]
         used = {device for _, devices in rows for device in devices}
         rows.append(("free", tuple(d for d in range(self.available or 0) if d not in used)))
         unit = "GPU" if self.kind == "cuda" else "process"
-        return [f"{name:<10} {unit} {', '.join(map(str, devices))}"
+        return [f"{name:<11} {unit} {', '.join(map(str, devices))}"
                 for name, devices in rows if devices]
 
 
@@ -58,6 +59,8 @@ def plan_devices(config: AsyncConfig, *, kind: Kind, available: int | None) -> D
     size = config.inference_model.tensor_parallel_size
     sections = {"train_model": (config.train_model, 1), "ref_model": (config.ref_model, 0),
                 "inference_model": (config.inference_model, size)}
+    if not config.needs_reference:
+        del sections["ref_model"]
     wanted = {name: (len(section.devices), section.devices) if section.devices else
               (section.num_devices or default, None)
               for name, (section, default) in sections.items()}
@@ -87,7 +90,7 @@ def plan_devices(config: AsyncConfig, *, kind: Kind, available: int | None) -> D
         raise ConfigError(f"inference_model has {len(engines)} devices, which cannot be divided "
                           f"into engines of inference_model.tensor_parallel_size={size}")
     return DevicePlan(
-        kind, chosen["train_model"], chosen["ref_model"],
+        kind, chosen["train_model"], chosen.get("ref_model", ()),
         tuple(engines[i:i + size] for i in range(0, len(engines), size)), available)
 
 
@@ -110,6 +113,26 @@ def _explicit(wanted: dict[str, tuple[int, list[int] | None]], available: int | 
 def _words(count: int, devices: list[int] | None) -> str:
     return f"GPU {', '.join(map(str, devices))}" if devices else (
         f"{count} GPU{'s' * (count > 1)}")
+
+
+def unused_reference(config: AsyncConfig) -> list[str]:
+    """The line that says so where ``ref_model`` asks for devices and there is no reference.
+
+    Examples:
+        >>> for line in unused_reference(AsyncConfig(ref_model={"num_devices": 2})):
+        ...     print(line)
+        ref_model.num_devices=2 stays idle and reserves nothing: without train.kl_to_ref_coeff \
+or maxent.beta nothing is compared with a reference; set train.kl_to_ref_coeff=0.1 to use it
+        >>> unused_reference(AsyncConfig())
+        []
+    """
+    asked = config.ref_model.given()
+    key = next((key for key in ("devices", "num_devices") if key in asked), None)
+    if config.needs_reference or key is None:
+        return []
+    return [f"ref_model.{key}={asked[key]} stays idle and reserves nothing: without "
+            "train.kl_to_ref_coeff or maxent.beta nothing is compared with a reference; set "
+            "train.kl_to_ref_coeff=0.1 to use it"]
 
 
 def gpu_names() -> list[str] | None:
@@ -195,9 +218,9 @@ class Places:
         """Ray's options for the actor of an engine."""
         return self._options(self.plan.engines[number], 1 + number)
 
-    def reference(self) -> dict[str, Any]:
-        """Ray's options for the actor of the reference model."""
-        return self._options(self.plan.reference, 1 + len(self.plan.engines))
+    def reference(self, number: int) -> dict[str, Any]:
+        """Ray's options for the actor of a copy of the reference model."""
+        return self._options((self.plan.reference[number],), 1 + len(self.plan.engines) + number)
 
     def release(self) -> None:
         """Give back what a cluster has reserved."""
@@ -211,7 +234,7 @@ class Places:
         self._group = self._holder = None
 
     def _others(self) -> list[tuple[int, ...]]:
-        return [*self.plan.engines, *([self.plan.reference] if self.plan.reference else [])]
+        return [*self.plan.engines, *((device,) for device in self.plan.reference)]
 
     def _options(self, devices: tuple[int, ...], bundle: int) -> dict[str, Any]:
         # Ray would keep a record of every call, some 5 KB each, in its head process.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from tensordict import TensorDict
 
 from grpo import data
 from grpo.collectors.ray import RolloutsFailed, _since
-from grpo.collectors.reference_worker import ReferenceWorker, Scored
+from grpo.collectors.reference_worker import ReferenceWorker, Scored, SharedScoring
 from grpo.policies.ray_engine import WorkersLost
 from grpo.run.build_worker import build_reference
 from grpo.run.cli.endings import fit_with_workers
@@ -222,16 +224,18 @@ def test_a_group_past_its_deadline_is_given_to_another(start):
     assert cancelled, "the worker was not told"
 
 
-def test_the_reference_scores_groups_as_they_come_and_is_replaced_when_it_dies(start, folder):
+@pytest.mark.parametrize("count", [1, 2])
+def test_references_score_groups_as_they_come_and_one_is_replaced_when_it_dies(
+        start, folder, count):
     options = {"train": {"staleness": 0, "kl_to_ref_coeff": 0.1}}
     trainer = start(**options)
     here = trainer.frozen["reference"]
     config = async_config(folder, **options).model_dump(mode="json")
     build = partial(build_reference, config, str(folder), "cpu", "float32")
-    pool = LocalPool(lambda number: ReferenceWorker(build, str(folder)), count=1,
+    pool = LocalPool(lambda number: ReferenceWorker(build, str(folder)), count=count,
                      kind="reference worker")
     pool.start()
-    trainer.collector.reference, trainer.frozen["reference"] = pool, None
+    trainer.collector.reference, trainer.frozen["reference"] = SharedScoring(pool), None
     for step in range(3):
         if step == 1:
             pool.kill(0)
@@ -243,7 +247,62 @@ def test_the_reference_scores_groups_as_they_come_and_is_replaced_when_it_dies(s
         trainer.collector.pool.actors[0].set_version(step + 1)
         trainer.collector.pool.actors[1].set_version(step + 1)
         trainer.collector.published(step + 1)
+    trainer.collector._heal()  # a batch may have come from the other one before
     assert pool.restarts == 1
+
+
+class Held:
+    """A reference worker that scores by its number, once it may."""
+
+    def __init__(self, number: int, may: threading.Event) -> None:
+        self.number, self.may = number, may
+
+    def describe(self) -> dict:
+        return {}
+
+    def score(self, group: TensorDict) -> Scored:
+        assert self.may.wait(30)
+        return Scored(torch.full((2, 3), float(self.number)), busy=1.0, seconds=2.0, started=0.0)
+
+
+def test_a_group_goes_to_the_reference_with_the_least_to_do_and_those_of_a_dead_one_to_others():
+    may = threading.Event()
+    pool = LocalPool(lambda number: Held(number, may), count=3, kind="reference worker")
+    pool.start()
+    pool.dead[1] = "it died before"
+    scoring, scored = SharedScoring(pool), {}
+    for lease in range(5):
+        scoring.add(lease, TensorDict({}, [2]))
+        scoring.send()
+    assert scoring.in_hand == {0: 3, 2: 2}
+    assert scoring.leases == {0, 1, 2, 3, 4} and scoring.take() == []
+    pool.kill(0)
+    may.set()
+
+    def finished() -> bool:
+        scored.update(scoring.take())
+        scoring.send()
+        return len(scored) == 5
+
+    wait_until(finished)
+    assert all(group[data.REF_LOG_PROBS].eq(2).all() for group in scored.values())
+    assert sorted(pool.dead) == [0, 1] and not scoring.leases and not scoring.calls
+    scoring.add(5, TensorDict({}, [2]))
+    pool.dead[2] = "it died too"
+    scoring.send()
+    assert scoring.leases == {5} and not scoring.calls
+    assert pool.revive() == [0, 1, 2]
+    scoring.send()
+    assert scoring.in_hand == {0: 1}
+
+
+def test_references_that_have_nothing_to_do_are_idle_and_one_at_work_is_judged_later(start):
+    collector, report = start().collector, Scored(None, busy=1.0, seconds=4.0, started=0.0)
+    collector.reference = SimpleNamespace(pool=SimpleNamespace(count=3), reports={0: report},
+                                          in_hand=Counter({1: 1}))
+    assert collector._idle_references() == [0.75, 1.0]
+    collector.reference.reports = {0: report, 1: report}
+    assert collector._idle_references() == [1.0, 0.75, 1.0]
 
 
 def test_the_groups_of_a_worker_that_nobody_asked_meanwhile_are_taken_back(start):

@@ -1,4 +1,5 @@
-"""Two ranks train, one worker generates: the metrics are those of one process that does both."""
+"""Several ranks train, and workers of their own generate and score: the metrics are those of one
+process that does it all."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 
 from ..training.runs import make_trainer, save_tiny
 from .asynchronous import LORA, async_config, make_async_trainer, rows_of, sync_config
-from .test_ray import comparable
+from .test_ray import comparable, kill
 
 pytest.importorskip("ray")
 
@@ -46,3 +47,29 @@ def test_two_ranks_make_the_updates_of_one_process_and_their_checkpoint_fits_one
     for ours, theirs in zip(found, expected, strict=True):
         assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     assert rows_of(tmp_path / "async")[-1]["canary/max_abs_diff"] < 1e-4
+
+
+@pytest.mark.slow
+def test_two_devices_for_each_role_make_the_updates_of_one_process(tmp_path, tokenizer):
+    """Also when one of the two that have the reference dies on the way."""
+    folder, train = save_tiny(tmp_path / "model", tokenizer, seed=0), {"kl_to_ref_coeff": 0.1}
+    make_trainer(sync_config(folder, train=train), tmp_path / "sync").fit()
+    expected, two = comparable(tmp_path / "sync"), {"num_devices": 2}
+    config = async_config(folder, train={**train, "staleness": 0}, train_model=two, ref_model=two,
+                          inference_model=two)
+    with ExitStack() as at_end:
+        trainer = make_async_trainer(config, tmp_path / "async", at_end)
+        reference, collect = trainer.collector.reference, trainer.collector.collect
+
+        def collect_after_a_death():
+            if trainer.step == 2:
+                kill(reference.pool, 0)
+            return collect()
+
+        trainer.collector.collect = collect_after_a_death
+        trainer.fit()
+        assert reference.pool.restarts == 1 and set(reference.reports) == {0, 1}
+    rows = rows_of(tmp_path / "async")
+    assert all(0 <= row["async/reference_idle"] <= 1 for row in rows[1:])
+    for ours, theirs in zip(comparable(tmp_path / "async"), expected, strict=True):
+        assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-5)

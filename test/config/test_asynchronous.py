@@ -182,7 +182,8 @@ def test_workers_get_whole_paths_because_they_run_in_another_folder(model, sent,
     expected = (f"{tmp_path}/data", sent.format(tmp_path))
     config = load_config(small(env={"data_path": "data", "dataset": "gsm8k", "task": {}}),
                          AsyncConfig)
-    places = SimpleNamespace(plan=DevicePlan("cpu", (0,), (1,), ((2,),)), reference=dict)
+    places = SimpleNamespace(plan=DevicePlan("cpu", (0,), (1,), ((2,),)),
+                             reference=lambda number: {})
     setup = SimpleNamespace(config=config, path=model, dtype=torch.float32, max_model_len=9)
     worker = build_async.worker_setup(setup, SimpleNamespace(width=3), places, "transformers")
     assert (worker.config["env"]["data_path"], worker.path) == expected

@@ -15,6 +15,11 @@ def _transformers_workers(mode: Mode) -> bool:
         mode.sections.get("train", {}).get("staleness") != 0)
 
 
+def _no_reference(mode: Mode) -> bool:
+    return (mode.script == "async" and "lora" not in mode.sections.get("train_model", {})
+            and "kl_to_ref_coeff" not in mode.sections.get("train", {}))
+
+
 #: By key: values to try, of which the first is taken that the mode does not have.
 VALUES = {key: [value] for key, value in {
     "device": "cuda",
@@ -54,7 +59,7 @@ VALUES = {key: [value] for key, value in {
     "inference_model.enforce_eager": True,
     "inference_model.num_devices": 3, "inference_model.devices": [0],
     "inference_model.tensor_parallel_size": 2,
-    "ref_model.name": "{reference}", "ref_model.num_devices": 1, "ref_model.devices": [0],
+    "ref_model.name": "{reference}", "ref_model.devices": [0],
     "policy.kl_coef": 0.05,
     "optimizer.name": "adafactor", "optimizer.lr": 0.02, "optimizer.betas": [0.5, 0.6],
     "optimizer.eps": 0.5, "optimizer.weight_decay": 0.5, "optimizer.clip_grad_norm": 0.01,
@@ -84,7 +89,8 @@ VALUES = {key: [value] for key, value in {
 }.items()} | {
     "train.epochs": [2, 3], "train.objective": ["reinforce", "cispo"],
     "train.aggregation": ["sequence", "prompt"], "train_model.head": ["chunked", "fused"],
-    "train_model.num_devices": [2, 3], "inference_model.backend": ["transformers", "vllm"],
+    "train_model.num_devices": [2, 3], "ref_model.num_devices": [1, 2],
+    "inference_model.backend": ["transformers", "vllm"],
     "inference_model.engine": ["server", "process"],
     "inference_model.weight_sync": ["reload", "transfer"],
     "kl_controller.kind": ["band", "horizon"],
@@ -104,6 +110,8 @@ HOLDS = {
     "train.update_at": _transformers_workers,
     # Other ranks are started there: test/collectors/test_async_ranks.py.
     "train_model.num_devices": lambda mode: mode.script == "async",
+    # They stay idle there, which a line says: test/run/test_placement.py.
+    "ref_model.num_devices": _no_reference, "ref_model.devices": _no_reference,
     # atropos-grpo-run logs its hub there; atropos-grpo refuses it, see test_flags.py.
     "atropos.log_dir": lambda mode: bool(
         mode.sections.get("atropos", {}).get("bridge")

@@ -235,6 +235,18 @@ def test_a_role_that_does_not_fit_is_named_and_on_a_cpu_all_share_one_memory(fol
         check_roles_fit(ledgers, on_gpus, greatest - 1)
 
 
+def test_each_copy_of_the_reference_is_counted(folder):
+    config = placed(train={"kl_to_ref_coeff": 0.1})
+    one, two = (DevicePlan("cpu", (0,), references, ((3,),)) for references in ((1,), (1, 2)))
+    ledgers = roles_of(config, two, folder)
+    assert ledgers == roles_of(config, one, folder)  # of a device of each role
+    alone = sum(ledger.total for ledger in ledgers.values())
+    check_roles_fit(ledgers, one, alone)
+    check_roles_fit(ledgers, two, alone + ledgers["reference"].total)
+    with pytest.raises(DoesNotFitError, match="references .* engine .* train"):
+        check_roles_fit(ledgers, two, alone + ledgers["reference"].total - 1)
+
+
 def test_on_gpus_the_ledger_is_that_of_one_of_several_training_devices(folder, monkeypatch):
     monkeypatch.setattr(device_memory, "kv_cache_bytes", lambda *args, **options: 0)
     config = settings(train_model={"num_devices": 2}, inference_model={"engine": "process"})

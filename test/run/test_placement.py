@@ -10,7 +10,7 @@ import pytest
 
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError, load_config
-from grpo.run.placement import Places, plan_devices, positions, visible
+from grpo.run.placement import Places, plan_devices, positions, unused_reference, visible
 
 KL = {"train": {"kl_to_ref_coeff": 0.1}}
 
@@ -25,6 +25,10 @@ def plan(available: int | None = 4, kind: str = "cuda", **sections):
      (0, 1), (), ((2,), (3,))),
     ({"train_model": {"num_devices": 2}, "ref_model": {"num_devices": 1}, **KL},
      (0, 1), (2,), ((3,),)),
+    ({"ref_model": {"num_devices": 2}, **KL}, (0,), (1, 2), ((3,),)),
+    ({"ref_model": {"devices": [2, 3]}, **KL}, (0,), (2, 3), ((1,),)),
+    ({"ref_model": {"num_devices": 9}}, (0,), (), ((1,),)),
+    ({"ref_model": {"devices": [1]}}, (0,), (), ((1,),)),
     ({"inference_model": {"tensor_parallel_size": 2}}, (0,), (), ((1, 2),)),
     ({"inference_model": {"devices": [0, 1]}, "train_model": {"num_devices": 2}},
      (2, 3), (), ((0,), (1,))),
@@ -51,8 +55,10 @@ def test_each_role_gets_devices_of_its_own(sections, train, reference, engines):
     ({"train_model": {"devices": [1, 1]}}, r"train_model.devices=\[1, 1\] names a GPU twice"),
     ({"ray": {"address": "auto"}, "train_model": {"devices": [0]}},
      "ray.address=auto is a cluster"),
-    ({"ref_model": {"devices": [1, 2]}, **KL}, r"ref_model.devices=\[1, 2\]: .*at most 1 item"),
-    ({"ref_model": {"num_devices": 1}}, "not read because train.kl_to_ref_coeff"),
+    ({"ref_model": {"devices": [1, 2], "num_devices": 1}, **KL}, "contradict each other"),
+    ({"ref_model": {"devices": [0]}, "train_model": {"devices": [0]}, **KL},
+     "ref_model.devices=.0.: GPU 0 is train_model's already"),
+    ({"ref_model": {"num_devices": 3}, **KL}, "ref_model wants 3 GPUs; .*: 5 GPUs in all"),
     ({"inference_model": {"engine": "server"}}, "inference_model.engine=server is not read"),
     ({"train_model": {"lora": {"enabled": True}}, "ref_model": {"num_devices": 1}, **KL},
      "not read because with train_model.lora.enabled=true the reference is the trainer's own"),
@@ -68,10 +74,26 @@ def test_the_reference_of_adapters_has_a_device_only_if_it_is_another_model():
     assert plan(**sections, ref_model={"name": "other", "num_devices": 1}).reference == (1,)
 
 
+@pytest.mark.parametrize("sections, said", [
+    ({"ref_model": {"num_devices": 2}}, "ref_model.num_devices=2 stays idle and reserves nothing"),
+    ({"ref_model": {"devices": [3]}}, "ref_model.devices=[3] stays idle and reserves nothing")])
+def test_devices_for_no_reference_are_said_to_be_idle(sections, said):
+    [line] = unused_reference(load_config(sections, AsyncConfig))
+    assert line.startswith(said) and "set train.kl_to_ref_coeff=" in line
+    assert unused_reference(load_config({**sections, **KL}, AsyncConfig)) == []
+    assert unused_reference(AsyncConfig()) == []
+
+
+def test_the_table_has_a_line_for_each_copy_of_the_reference():
+    assert plan(available=5, ref_model={"num_devices": 2}, **KL).table() == [
+        "train       GPU 0", "reference 0 GPU 1", "reference 1 GPU 2", "engine 0    GPU 3",
+        "free        GPU 4"]
+
+
 def test_on_a_cpu_devices_are_processes():
     made = plan(available=None, kind="cpu", inference_model={"num_devices": 3})
     assert len(made.engines) == 3
-    assert made.table()[0] == "train      process 0"
+    assert made.table()[0] == "train       process 0"
 
 
 @pytest.mark.parametrize("sections, message", [
@@ -95,7 +117,7 @@ def test_processes_on_a_cpu_share_its_cores(monkeypatch, given, cores, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     places = Places(plan(available=None, kind="cpu", inference_model={"num_devices": 2},
                          ref_model={"num_devices": 1}, **KL), cluster=False)
-    for options in (places.engine(1), places.reference()):
+    for options in (places.engine(1), places.reference(0)):
         # Records of their calls would grow in Ray's head process for as long as the run goes on.
         assert options == {"num_cpus": 1, "enable_task_events": False,
                            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}}}
@@ -149,16 +171,17 @@ def test_ray_puts_actors_where_the_plan_says_and_a_cluster_reserves_them(
     ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False,
              logging_level="ERROR")
     try:
-        made = DevicePlan("cuda", (0, 1), (2,), ((3,),), 4)
+        made = DevicePlan("cuda", (0,), (1, 2), ((3,),), 4)
         here = Places(made, cluster=False)
-        assert [seen(here.engine(0)), seen(here.reference())] == [names[3], names[2]]
+        assert [seen(here.engine(0)), *(seen(here.reference(number)) for number in range(2))] == [
+            names[3], names[1], names[2]]
         cluster = Places(made, cluster=True, timeout=60)
-        places = [seen(cluster.engine(0)), seen(cluster.reference()),
+        places = [seen(cluster.engine(0)), *(seen(cluster.reference(i)) for i in range(2)),
                   *(names[device] for device in cluster.trainer)]
         assert sorted(places) == names
         cluster.release()
         too_much = DevicePlan("cuda", (0, 1), (), ((2,), (3,), (4,)), 4)
-        with pytest.raises(ConfigError, match="could not reserve(.|\n)*engine 2   GPU 4"):
+        with pytest.raises(ConfigError, match="could not reserve(.|\n)*engine 2    GPU 4"):
             Places(too_much, cluster=True, timeout=1)
     finally:
         ray.shutdown()
