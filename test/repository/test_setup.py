@@ -71,7 +71,8 @@ def test_the_package_states_the_version_that_is_installed(setup_py):
 def test_every_extra_is_a_list_of_valid_requirements(setup_py):
     extras = setup_py.arguments["extras_require"]
     # None of atroposlib, which needs another version of transformers, so another environment.
-    assert set(extras) == {"vllm", "vllm-cpu", "lora", "ray", "optim", "datasets", "logging", "dev"}
+    assert set(extras) == {"vllm", "vllm-cpu", "lora", "ray", "optim", "datasets", "logging",
+                           "reasoning-gym", "dev"}
     for lines in extras.values():
         assert lines and all(Requirement(line).specifier for line in lines)
     assert set(extras["logging"]) <= set(extras["dev"])
