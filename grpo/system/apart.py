@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import queue
 import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from grpo.system.child_process import package_environment
@@ -50,9 +51,8 @@ class CallsApart:
 
     def __init__(self, processes: int, *, seconds: float, imports: str) -> None:
         self.seconds, self.imports = seconds, imports
-        self._idle: queue.SimpleQueue[subprocess.Popen | None] = queue.SimpleQueue()
-        for _ in range(processes):
-            self._idle.put(None)  # which is started by whoever takes it
+        self._places = [_Place() for _ in range(processes)]
+        self._free = threading.Condition()
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """What ``fn(*args)`` returns there.
@@ -60,30 +60,44 @@ class CallsApart:
         Raises:
             ApartError: if it raises, or its process ends.
         """
-        request, child = pickle.dumps((fn, args)), self._take()
+        request, place = pickle.dumps((fn, args)), self._take()
         try:
-            child = child or self._start()
-            answer = _ask(child, request)
+            place.child = place.child or self._start()
+            answer = _ask(place.child, request)
         except BaseException:  # whoever waits has been interrupted
-            self._end(child)
+            place.end_child()
+            self._give_back(place)
             raise
+        code = place.end_child() if answer is None else None
+        self._give_back(place)
         if answer is None:
-            code = self._end(child)
             raise ApartError(f"took more than {self.seconds:g} s of computing"
                              if code == -signal.SIGPROF else
                              f"its process has ended, exit code {code}")
-        self._idle.put(child)
         returned, value = pickle.loads(answer)
         if not returned:
             raise ApartError(value)
         return value
 
-    def _take(self) -> subprocess.Popen | None:
-        while True:
-            try:
-                return self._idle.get(timeout=_LOOK)
-            except queue.Empty:
-                continue
+    def _take(self) -> _Place:
+        me = threading.current_thread()
+        with self._free:
+            while True:
+                for place in self._places:
+                    if place.owner is None:
+                        place.owner = me
+                        return place
+                    # Interrupted on its way, before it could give the place back.
+                    if place.owner is me or not place.owner.is_alive():
+                        place.owner = me
+                        place.end_child()
+                        return place
+                self._free.wait(_LOOK)
+
+    def _give_back(self, place: _Place) -> None:
+        with self._free:
+            place.owner = None
+            self._free.notify()
 
     def _start(self) -> subprocess.Popen:
         return subprocess.Popen(
@@ -91,8 +105,17 @@ class CallsApart:
             bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, **package_environment()})
 
-    def _end(self, child: subprocess.Popen | None) -> int | None:
-        self._idle.put(None)
+
+@dataclass(eq=False)
+class _Place:
+    """Where one call is made at a time: the thread that waits for it, and the child, if any."""
+
+    owner: threading.Thread | None = None
+    child: subprocess.Popen | None = None
+
+    def end_child(self) -> int | None:
+        """End it at once; its exit code."""
+        child, self.child = self.child, None
         if child is None:
             return None
         child.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import pickle
 import random
@@ -117,6 +118,13 @@ def test_numbers_for_which_there_is_no_problem_are_left_out(monkeypatch):
     monkeypatch.setattr(package, "__getitem__", some)
     assert [problem.id for problem in make(num_train=2, num_test=2).train] == [
         "chain_sum/4", "chain_sum/6"]
+
+
+def test_the_example_of_the_documentation_is_what_comes():
+    source = ReasoningGymTask.__doc__.replace("# doctest: +SKIP", "")
+    example = doctest.DocTestParser().get_doctest(
+        source, {"ReasoningGymTask": ReasoningGymTask}, "ReasoningGymTask", None, 0)
+    assert len(example.examples) == 2 and not doctest.DocTestRunner().run(example).failed
 
 
 def test_the_system_prompt_is_one_of_the_packages_or_ones_own():

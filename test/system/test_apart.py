@@ -51,6 +51,15 @@ def test_a_deadline_ends_the_child(apart):
     assert apart(max, 1, 2) == 2
 
 
+def test_a_place_that_nobody_gives_back_is_taken_from_threads_that_have_ended(apart):
+    pid = apart(os.getpid)
+    in_background(apart._take).result(timeout=60)
+    assert in_background(apart, max, 1, 2).result(timeout=60) == 2
+    wait_until(lambda: not runs(pid))  # which might have been asked something
+    apart._take()
+    assert apart(max, 1, 2) == 2
+
+
 def test_a_child_that_dies_is_named_and_replaced(apart):
     for number in (signal.SIGKILL, signal.SIGTERM):
         with pytest.raises(ApartError, match=f"its process has ended, exit code -{number:d}"):
@@ -64,7 +73,7 @@ def test_a_child_that_dies_is_named_and_replaced(apart):
 def test_a_child_ends_with_its_parent():
     calls = CallsApart(1, seconds=5, imports="fractions")
     pid = calls(os.getpid)
-    child = calls._idle.get()
+    child = calls._places[0].child
     child.stdin.close()  # as the system does for a process that is gone
     wait_until(lambda: not runs(pid))
     child.wait()
