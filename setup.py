@@ -18,6 +18,7 @@ LOGGING = ["tensorboard>=2.15", "wandb>=0.17"]
 SERVER = ["fastapi>=0.110", "starlette>=0.37", "uvicorn>=0.30"]
 LORA = ["peft>=0.17"]
 RAY = ["ray[default]>=2.40"]
+REASONING_GYM = ["reasoning-gym>=0.1.25"]
 
 EXTRAS = {
     "vllm": ["vllm>=0.25.1,<0.33", *SERVER],
@@ -26,9 +27,10 @@ EXTRAS = {
     "ray": RAY,
     "optim": ["torchao>=0.12", "bitsandbytes>=0.45"],  # either for optimizer.name=adamw_8bit
     "datasets": ["datasets>=3"],
+    "reasoning-gym": REASONING_GYM,
     "logging": LOGGING,
     "dev": ["hypothesis>=6.100", "import-linter>=2.6", "pytest>=8", "pytest-timeout>=2.3",
-            "pytest-xdist>=3.6", "ruff>=0.6", *LOGGING, *LORA, *RAY],
+            "pytest-xdist>=3.6", "ruff>=0.6", *LOGGING, *LORA, *RAY, *REASONING_GYM],
 }
 
 

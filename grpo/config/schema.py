@@ -40,6 +40,8 @@ class EnvConfig(Section):
     """Problems, groups and rewards."""
 
     dataset: str = "arithmetic"
+    name: str | list[str] | dict[str, float] | None = None
+    """What reasoning_gym's problems are: a data set, several, or {data set: weight}."""
     data_path: str | None = None
     task: dict[str, Any] = Field(default_factory=dict)
     """Options of the task, see :mod:`grpo.envs.tasks`."""

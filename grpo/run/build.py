@@ -108,9 +108,17 @@ def check(config: Config, task: Task, *, device: torch.device, backend: str) -> 
 
 
 def build_task(config: Config) -> Task:
-    """The task of ``env.dataset`` with the options of ``env.task``."""
-    data_path = {} if config.env.data_path is None else {"data_path": config.env.data_path}
-    return make_task(config.env.dataset, **data_path, **config.env.task)
+    """The task of ``env.dataset`` with the options of ``env.task``.
+
+    Raises:
+        ConfigError: if an option is given twice.
+    """
+    options = {key: value for key in ("name", "data_path")
+               if (value := getattr(config.env, key)) is not None}
+    for key in options.keys() & config.env.task.keys():
+        raise ConfigError(f"env.{key}={options[key]!r} and env.task.{key}="
+                          f"{config.env.task[key]!r} are the same option; leave one out")
+    return make_task(config.env.dataset, **options, **config.env.task)
 
 
 def model_folder(config: Config, task: Task) -> str:
@@ -240,7 +248,9 @@ def _widths(prompts: Prompts, policy: Policy) -> dict[str, Any]:
             "eos_token_ids": policy.eos_token_ids}
 
 
-def reward_function(config: Config, task: Task, *, try_first: bool = True) -> RewardScorer:
+def reward_function(
+    config: Config, task: Task | type[Task], *, try_first: bool = True
+) -> RewardScorer:
     """Texts and problems to rewards: ``env.reward``, or the task's own."""
     weighted = config.env.weighted_rewards(task.default_reward)
     functions = [(named_reward(name), weight) for name, weight in weighted.items()]

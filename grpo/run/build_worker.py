@@ -11,6 +11,7 @@ from grpo.collectors.rollout_worker import WorkerParts, WorkerSetup
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import load_config
 from grpo.envs.prompts import Prompt
+from grpo.envs.tasks import task_class
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
 from grpo.policies.driver import TransformersSampler, VLLMSampler
@@ -18,13 +19,7 @@ from grpo.policies.handle import InProcessEngine
 from grpo.policies.scoring import ReferenceScorer
 from grpo.policies.transformers import TransformersPolicy
 from grpo.policies.vllm import VLLMPolicy
-from grpo.run.build import (
-    build_dialog,
-    build_task,
-    load_tokenizer,
-    quiet_libraries,
-    reward_function,
-)
+from grpo.run.build import build_dialog, load_tokenizer, quiet_libraries, reward_function
 from grpo.run.build_engine import Setup, start_engine_of
 from grpo.run.build_model import load_model
 from grpo.run.build_objective import scoring_budget
@@ -43,8 +38,9 @@ def build_worker(setup: WorkerSetup, number: int, prompts: list[Prompt]) -> Work
                    device=torch.device(setup.device), dtype=getattr(torch, setup.dtype),
                    max_model_len=setup.max_model_len, folder=Path())
     policy, engine, sampler = _start_engine(setup, shared, number)
-    # The engine's thread draws random numbers, too, so nobody can tell who has drawn.
-    score = reward_function(config, build_task(config), try_first=False)
+    # The problems have come with the prompts. The engine's thread draws random numbers, too, so
+    # nobody can tell who has drawn.
+    score = reward_function(config, task_class(config.env.dataset), try_first=False)
     workers = config.env.reward_workers  # a group waits in its thread while its calls run there
     threads = 1 if workers == 1 else _SCORING_THREADS + workers // config.env.repeats
     dialog = build_dialog(config, score, shared.tokenizer, policy)

@@ -31,6 +31,22 @@ def test_rewarding_short_answers_gives_empty_ones_within_15_steps(runner, backen
     assert last > -0.1, f"answers are still {-last:.2f} characters long"
 
 
+@pytest.mark.slow
+def test_the_verifiers_reward_rises_on_problems_of_reasoning_gym(runner):
+    """With a digit a completion: the embedded model finds which are most often the divisor."""
+    pytest.importorskip("reasoning_gym", reason="needs `pip install reasoning-gym`")
+    runner.run("env=reasoning_gym", "env.name=gcd", "env.task.options={max_numbers: 2}",
+               "env.task.system_prompt=null", "env.task.num_train=400", "env.task.num_test=16",
+               "inference_model.backend=transformers", "inference_model.max_tokens=1",
+               "model.warm_start_steps=150", "env.num_envs=16", "env.repeats=8",
+               "train.max_steps=32", "train.eval_frequency=0", "train.checkpoint_frequency=0",
+               "optimizer.lr=1e-3", "optimizer.schedule=constant", "hydra.run.dir=outputs/gcd")
+    rows = runner.metrics(runner.folder / "outputs" / "gcd")[1:]
+    assert len(rows) == 32 and not sum(row["reward/errors"] for row in rows)
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[24:]) / 8 > sum(rewards[:8]) / 8 + 0.1
+
+
 @pytest.mark.vllm
 def test_a_run_leaves_model_report_metrics_and_samples(runner):
     output = runner.run(*TINY, "hydra.run.dir=outputs/a", "logging.backends=[tensorboard,wandb]",

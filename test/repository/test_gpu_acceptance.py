@@ -126,6 +126,19 @@ def test_parts_that_need_more_gpus_are_left_out_with_the_number(gpus):
                 if part.name in early and (part.missing or set(part.behind) - leaders)]
 
 
+def test_commands_with_reasoning_gym_are_missing_where_it_is_not_installed(monkeypatch):
+    find_spec = rows.importlib.util.find_spec
+
+    def missing() -> set[str]:
+        return {part.missing for part in rows.all_parts(1) if "env=reasoning_gym" in part.script}
+
+    monkeypatch.setattr(rows.importlib.util, "find_spec", lambda name: object())
+    assert missing() == {""}
+    monkeypatch.setattr(rows.importlib.util, "find_spec",
+                        lambda name: None if name == "reasoning_gym" else find_spec(name))
+    assert missing() == {"needs `pip install reasoning-gym`"}
+
+
 def runs() -> list[list[str]]:
     lines = [line for part in rows.all_parts(4) for line in part.script.splitlines()]
     return [shlex.split(line.split("grpo/grpo", 1)[1]) for line in lines if "grpo/grpo" in line]

@@ -87,6 +87,8 @@ def on_less_work(command: str, model_folder: Path, gsm8k_rows: Path) -> list[str
 
 # One command is enough to start vLLM, several times over.
 WITH_VLLM = [command for command in commands_of(f"python {SCRIPT}") if "--multirun" in command]
+REASONING_GYM = [command for command in commands_of(f"python {SCRIPT}")
+                 if "env=reasoning_gym" in command]
 
 
 @pytest.mark.slow
@@ -105,10 +107,22 @@ def test_other_script_commands_run(tmp_path, cache, model_folder, gsm8k_rows):
         (tmp_path / module).write_text(source)
     runs = [[*on_less_work(command, model_folder, gsm8k_rows),
              "inference_model.backend=transformers"]
-            for command in commands_of(f"python {SCRIPT}") if command not in WITH_VLLM]
+            for command in commands_of(f"python {SCRIPT}")
+            if command not in WITH_VLLM + REASONING_GYM]
     output = run([sys.executable, "-c", SEVERAL, str(REPO / SCRIPT), json.dumps(runs), str(REPO)],
                  tmp_path, cache)
     assert output.count("held-out accuracy") == len(runs) > 0
+
+
+@pytest.mark.slow
+def test_commands_with_reasoning_gym_run(tmp_path, cache):
+    pytest.importorskip("reasoning_gym", reason="needs `pip install reasoning-gym`")
+    runs = [[*shlex.split(command)[2:], *SMALLER, "inference_model.backend=transformers",
+             "env.task.num_train=20", "env.task.num_test=4"] for command in REASONING_GYM]
+    output = run([sys.executable, "-c", SEVERAL, str(REPO / SCRIPT), json.dumps(runs), str(REPO)],
+                 tmp_path, cache)
+    assert output.count("held-out accuracy") == len(runs) > 0
+    assert "got no reward" not in output
 
 
 @pytest.mark.parametrize("command", [

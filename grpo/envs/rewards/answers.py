@@ -75,6 +75,26 @@ def exact_match(completion: str, problem: Problem) -> RewardResult:
     return RewardResult(float(correct), correct)
 
 
+@register_reward("verifier")
+def verifier(completion: str, problem: Problem) -> RewardResult:
+    """What the problem's own rule gives, from 0 to 1; success is 1.
+
+    Raises:
+        ValueError: for a problem without a rule.
+
+    Examples:
+        >>> even = Problem(prompt="An even number: ", answer="", id="p0",
+        ...                verifier=lambda text: float(int(text) % 2 == 0))
+        >>> verifier("8", even), verifier("7", even).success
+        (RewardResult(reward=1.0, success=True), False)
+    """
+    if problem.verifier is None:
+        raise ValueError(f"problem {problem.id!r} has no verifier of its own; choose another "
+                         "env.reward")
+    reward = problem.verifier(completion)
+    return RewardResult(reward, reward >= 1.0)
+
+
 @register_reward("negative_length", quick=True)
 def negative_length(completion: str, problem: Problem) -> RewardResult:
     """Minus the number of characters: a reward whose optimum is known, for sanity runs.

@@ -1,8 +1,16 @@
 """Tasks: problems with a known answer, split into train and test."""
 
 from grpo.envs.tasks.arithmetic import ArithmeticTask
-from grpo.envs.tasks.base import Problem, Task, make_task, register_task, task_names
+from grpo.envs.tasks.base import (
+    Problem,
+    Task,
+    make_task,
+    register_task,
+    task_class,
+    task_names,
+)
 from grpo.envs.tasks.gsm8k import Gsm8kTask
+from grpo.envs.tasks.reasoning_gym import ReasoningGymTask
 
-__all__ = ["ArithmeticTask", "Gsm8kTask", "Problem", "Task", "make_task", "register_task",
-           "task_names"]
+__all__ = ["ArithmeticTask", "Gsm8kTask", "Problem", "ReasoningGymTask", "Task", "make_task",
+           "register_task", "task_class", "task_names"]

@@ -18,11 +18,14 @@ class Problem:
             (``{"role": ..., "content": ...}``) that are rendered with its chat template.
         answer: what a reward function compares a completion with.
         id: unique within the task; names the problem in logs and error messages.
+        verifier: what a completion is worth, from 0 to 1, for problems that have a rule of their
+            own; the reward "verifier" asks it.
     """
 
     prompt: str | tuple[dict[str, str], ...] = field(hash=False)  # dicts have no hash
     answer: str
     id: str
+    verifier: Callable[[str], float] | None = field(default=None, compare=False, repr=False)
 
 
 class Task:
@@ -108,15 +111,24 @@ def task_names() -> tuple[str, ...]:
     return tuple(sorted(_TASKS))
 
 
+def task_class(name: str) -> type[Task]:
+    """The class of a task, for what is known without its problems.
+
+    Raises:
+        ValueError: if the task is unknown.
+    """
+    if name not in _TASKS:
+        raise ValueError(f"unknown task {name!r}; known tasks: {', '.join(task_names())}")
+    return _TASKS[name]
+
+
 def check_options(name: str, options: Mapping[str, object]) -> None:
     """Check a task's name and the names of its options, without loading anything.
 
     Raises:
         ValueError: if the task is unknown, or has no such option (it would be ignored).
     """
-    if name not in _TASKS:
-        raise ValueError(f"unknown task {name!r}; known tasks: {', '.join(task_names())}")
-    parameters = inspect.signature(_TASKS[name]).parameters.values()
+    parameters = inspect.signature(task_class(name)).parameters.values()
     accepted = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     for option, value in options.items():
         if option not in accepted:
