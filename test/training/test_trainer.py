@@ -326,7 +326,7 @@ def test_metrics_of_a_rollout_leave_rows_without_a_reward_out():
     assert metrics == pytest.approx({
         "reward/errors": 1, "reward/mean": 0.5, "reward/std": 0.5, "reward/success_rate": 0.5,
         "tokens/response_mean": 2.0, "tokens/response_max": 3, "tokens/total": 9,
-        "tokens/truncated_fraction": 1 / 3})
+        "tokens/truncated_fraction": 1 / 3, "tokens/turns_mean": 1.0})
 
 
 def test_groups_without_a_signal_are_counted():
