@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from grpo.atropos.env import AtroposEnv
     from grpo.objectives import GroupAdvantage, GRPOLoss, total_loss
 
 __version__ = "0.1.0"
-__all__ = ["GRPOLoss", "GroupAdvantage", "total_loss"]
+__all__ = ["AtroposEnv", "GRPOLoss", "GroupAdvantage", "total_loss"]
 
 
 def __getattr__(name: str) -> Any:
     # On first use: an engine's worker imports this package for its extension and nothing else.
     if name in __all__:
-        from grpo import objectives
-
-        return getattr(objectives, name)
+        module = "grpo.atropos.env" if name == "AtroposEnv" else "grpo.objectives"
+        return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
