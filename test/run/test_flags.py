@@ -278,3 +278,17 @@ def test_another_gpu_than_that_of_vllm_in_process_is_refused(chosen, monkeypatch
         chosen("--device", "cuda:1", "--weight-bridge-mode", "bridge")
     with pytest.raises(ConfigError, match="--device cuda:2: this machine shows 2 GPUs"):
         chosen("--device", "cuda:2")
+
+
+def test_variables_of_the_process_stand_for_flags(monkeypatch):
+    monkeypatch.setenv("LOGDIR", "of-variable")
+    monkeypatch.setenv("VLLM_BRIDGE_CONFIG_PATH", "variable.json")
+    config = config_of().atropos
+    assert (config.log_dir, config.bridge_config) == ("of-variable", "variable.json")
+    config = config_of("--log-dir", "l", "--vllm-config-path", "a.json").atropos
+    assert (config.log_dir, config.bridge_config) == ("l", "a.json")
+    assert config_of("atropos.log_dir=key").atropos.log_dir == "key"
+    # Another mode does not read the file, and a variable is not refused there as a flag is.
+    assert config_of("--weight-bridge-mode", "bridge").atropos.bridge_config is None
+    monkeypatch.setenv("LOGDIR", "")
+    assert config_of().atropos.log_dir == "logs"

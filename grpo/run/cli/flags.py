@@ -7,6 +7,7 @@ can be given as ``section.key=value``. A flag that the chosen mode would not rea
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -40,6 +41,7 @@ class Flag:
     needs: str | None = None  # another flag without which it is not read
     several: bool = False  # takes several values
     choices: tuple[str, ...] | None = None
+    variable: str | None = None  # of the process, read where the flag is not given
 
     @property
     def dest(self) -> str:
@@ -69,7 +71,8 @@ class Flag:
     def _help(self) -> str:
         default = "" if self.default is None else f" (default: {self.default})"
         modes = f" [{', '.join(self.modes)}]" if self.modes else ""
-        return (self.help + default + modes).replace("%", "%%")
+        variable = f" [or variable {self.variable}]" if self.variable else ""
+        return (self.help + default + variable + modes).replace("%", "%%")
 
 
 def _dest(name: str) -> str:
@@ -137,7 +140,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              modes=_RESTARTED),
         Flag(("--vllm-config-path",), "atropos.bridge_config",
              "vllm_bridge_config.json of a running engine, which is waited for and used",
-             modes=("shared_vllm",)),
+             modes=("shared_vllm",), variable="VLLM_BRIDGE_CONFIG_PATH"),
     ),
     "adapters": (
         Flag(("--lora-r",), "train_model.lora.r", "rank", int, 16, _LORA),
@@ -171,7 +174,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(("--wandb-group",), "logging.wandb_group", "of W&B", needs="--use-wandb"),
         Flag(("--wandb-run-name",), "logging.wandb_run_name", "of W&B", needs="--use-wandb"),
         Flag(("--log-dir",), "atropos.log_dir", "for logs of what is started here and for "
-             "vllm_bridge_config.json", default="logs"),
+             "vllm_bridge_config.json", default="logs", variable="LOGDIR"),
         Flag(("--debug-loading",), "atropos.debug_loading",
              "show where each parameter lies, and what the engine logs", None),
         Flag(("--benchmark",), "atropos.benchmark", "summarise at the end where time went", None),
@@ -308,7 +311,8 @@ def _default(flag: Flag, args: argparse.Namespace, mode: Mode, overrides: DictCo
     if flag.key == "atropos.seq_len":
         longest = args.max_model_len or OmegaConf.select(overrides, "inference_model.max_model_len")
         return min(flag.default, longest or flag.default)
-    return flag.default
+    # A variable that is set to nothing is as good as none.
+    return flag.variable and os.environ.get(flag.variable) or flag.default
 
 
 def _settle(
