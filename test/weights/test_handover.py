@@ -7,6 +7,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -31,7 +32,7 @@ from grpo.weights.handover import (
     process_start,
     release,
 )
-from grpo.weights.handover_file import FILE_NAME
+from grpo.weights.handover_file import _HANDLE_FIELDS, FILE_NAME, StorageEntry, TensorEntry
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -366,3 +367,15 @@ def test_two_processes_have_one_gpu_memory():
     del mapped
     owner.stdin.close()
     assert owner.wait(30) == 0
+
+
+def test_the_guides_table_of_earlier_names_has_every_field():
+    guide = (REPO / "examples/atropos/README.md").read_text()
+    table = guide.partition("| there | here |")[2].partition("\n\n")[0]
+    here = {name for line in table.splitlines()[2:]
+            for name in re.findall(r"`(\w+)`", line.split("|")[2])}
+    ours = {field.name for kind in (Handover, StorageEntry, TensorEntry)
+            for field in dataclasses.fields(kind)}
+    ours |= set(_HANDLE_FIELDS["cuda_ipc"])
+    # Which process the memory is of was not said there.
+    assert here == ours - {"owner", "kind", "pid", "process_start"}
