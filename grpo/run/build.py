@@ -113,7 +113,7 @@ def build_task(config: Config) -> Task:
     Raises:
         ConfigError: if an option is given twice.
     """
-    options = {key: value for key in ("name", "data_path")
+    options = {key: value for key in ("name", "id", "data_path")
                if (value := getattr(config.env, key)) is not None}
     for key in options.keys() & config.env.task.keys():
         raise ConfigError(f"env.{key}={options[key]!r} and env.task.{key}="
