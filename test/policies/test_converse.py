@@ -136,7 +136,7 @@ def held(tokenizer, script: Script, step, **options):
     told = []
     batch = converse(script, script.pad_prompts([[65]] * len(task)),
                      dialog(tokenizer, step, max_tokens=12, **options), task,
-                     on_row=lambda row, tokens: told.append((row, tokens)))
+                     on_row=lambda row, tokens, talk: told.append((row, tokens)))
     return batch, told
 
 
