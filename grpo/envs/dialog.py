@@ -63,8 +63,8 @@ def environment(state: DialogState) -> None:
     Raises:
         ValueError: for a problem without one.
     """
-    raise ValueError(f"env.step=environment: problem {state.problem.id!r} comes from no environment "
-                     "that answers the model; use env=verifiers, or another step")
+    raise ValueError(f"env.step=environment: problem {state.problem.id!r} has nobody who answers "
+                     "the model; use env=verifiers, or another step")
 
 
 def named_step(name: str) -> Step:

@@ -132,7 +132,7 @@ class Talk:
 
 
 def raising(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function of a rubric that tells of its failures; the rubric would count them as 0."""
+    """A rubric's function that tells of its failures, which the rubric would count as 0."""
     @functools.wraps(fn)
     async def told(*args: Any, **options: Any) -> Any:
         try:
