@@ -76,8 +76,8 @@ def named_step(name: str) -> Step:
     if name in ("retry", "environment"):
         return {"retry": retry, "environment": environment}[name]
     if ":" not in name:
-        raise ValueError(f"there is no step {name!r}; give retry, or a function of your own by its "
-                         "import path, 'package.module:function'")
+        raise ValueError(f"there is no step {name!r}; give retry, environment, or a function of "
+                         "your own by its import path, 'package.module:function'")
     return imported(name, "step")
 
 

@@ -114,5 +114,5 @@ def test_turns_without_a_step_are_refused(make_config):
 
 
 def test_a_step_that_is_not_there_is_refused_before_anything_starts(make_config, tmp_path):
-    with pytest.raises(ValueError, match="there is no step 'nothing'; give retry, or"):
+    with pytest.raises(ValueError, match="there is no step 'nothing'; give retry, environment, or"):
         make_trainer(make_config(env={"step": "nothing"}), tmp_path)

@@ -47,7 +47,7 @@ class Problem:
     answer: str
     id: str
     verifier: Callable[[str], float] | None = field(default=None, compare=False, repr=False)
-    tools: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+    tools: tuple[dict[str, Any], ...] = field(default=(), hash=False, repr=False)
     partner: Callable[[], Partner] | None = field(default=None, compare=False, repr=False)
 
 
