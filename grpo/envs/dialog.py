@@ -182,6 +182,20 @@ class Dialog:
             del self._concluded[key]
         return replace(problem, verifier=lambda completion: partner.score())
 
+    def abandon(self, talks: Sequence[Talk]) -> None:
+        """Nobody will ask what these conversations are worth: end them and keep nothing."""
+        for talk in talks:
+            if talk.partner is None:
+                continue
+            if talk.open:
+                talk.partner.stop(seconds=self.score.timeout)
+            key = talk.problem.id, tuple(talk.tokens)
+            waiting = self._concluded.get(key, ())
+            if talk.partner in waiting:
+                waiting.remove(talk.partner)
+            if not waiting:
+                self._concluded.pop(key, None)
+
     def said(self, turn: list[int]) -> list[int]:
         """Tokens of a turn before its end token."""
         end = next((i for i, token in enumerate(turn) if token in self.eos_token_ids), len(turn))

@@ -69,6 +69,21 @@ def hold(
 ) -> Completions:
     """Hold conversations, one for each prompt; see :func:`converse`."""
     talks = [Talk(problem) for problem in problems]
+    try:
+        _hold(speak, prompts, dialog, talks, max_tokens=max_tokens, on_row=on_row)
+    except BaseException:  # such as a group that is given to another worker
+        dialog.abandon(talks)
+        raise
+    return Completions(
+        [talk.tokens for talk in talks], [talk.log_probs for talk in talks],
+        [talk.truncated for talk in talks], [[(v, 1) for v in talk.versions] for talk in talks],
+        [talk.sampled for talk in talks])
+
+
+def _hold(
+    speak: Speak, prompts: list[list[int]], dialog: Dialog, talks: list[Talk], *,
+    max_tokens: int, on_row: TalkListener | None,
+) -> None:
     running = [*range(len(talks))]
     for turn in range(dialog.max_steps):
         speakers = [talks[row] for row in running]
@@ -82,10 +97,6 @@ def hold(
         running = [row for row in running if talks[row].open]
         if not running:
             break
-    return Completions(
-        [talk.tokens for talk in talks], [talk.log_probs for talk in talks],
-        [talk.truncated for talk in talks], [[(v, 1) for v in talk.versions] for talk in talks],
-        [talk.sampled for talk in talks])
 
 
 def _add(turn: TensorDictBase, talks: list[Talk], room: list[int]) -> None:
