@@ -19,6 +19,8 @@ SERVER = ["fastapi>=0.110", "starlette>=0.37", "uvicorn>=0.30"]
 LORA = ["peft>=0.17"]
 RAY = ["ray[default]>=2.40"]
 REASONING_GYM = ["reasoning-gym>=0.1.25"]
+# Later ones have no load_environment at their top, or ask for another version of MCP than vLLM.
+VERIFIERS = ["verifiers>=0.1.14,<0.2"]
 
 EXTRAS = {
     "vllm": ["vllm>=0.25.1,<0.33", *SERVER],
@@ -28,6 +30,7 @@ EXTRAS = {
     "optim": ["torchao>=0.12", "bitsandbytes>=0.45"],  # either for optimizer.name=adamw_8bit
     "datasets": ["datasets>=3"],
     "reasoning-gym": REASONING_GYM,
+    "verifiers": VERIFIERS,
     "logging": LOGGING,
     "dev": ["hypothesis>=6.100", "import-linter>=2.6", "pytest>=8", "pytest-timeout>=2.3",
             "pytest-xdist>=3.6", "ruff>=0.6", *LOGGING, *LORA, *RAY, *REASONING_GYM],

@@ -140,7 +140,8 @@ def prepare_folder(work: Path) -> None:
     """What needs no model: problems, the README's functions, and `python` for commands of pages."""
     work.mkdir(parents=True)
     make_problems(work / "problems", count=256, prompt_tokens=64)
-    for name, module in {"brevity": "my_rewards.py", "again": "my_steps.py"}.items():
+    for name, module in {"brevity": "my_rewards.py", "again": "my_steps.py",
+                         "load_environment": "my_env.py"}.items():
         source = next(block for block in blocks((REPO / "README.md").read_text(), "python")
                       if re.search(rf"^def {name}\(", block, flags=re.MULTILINE))
         (work / module).write_text(source)

@@ -42,6 +42,8 @@ class EnvConfig(Section):
     dataset: str = "arithmetic"
     name: str | list[str] | dict[str, float] | None = None
     """What reasoning_gym's problems are: a data set, several, or {data set: weight}."""
+    id: str | None = None
+    """Of a verifiers environment: the module with its ``load_environment``."""
     data_path: str | None = None
     task: dict[str, Any] = Field(default_factory=dict)
     """Options of the task, see :mod:`grpo.envs.tasks`."""
@@ -58,8 +60,9 @@ class EnvConfig(Section):
     """Greatest share of a batch for which reward functions may fail or be late; above it the run
     ends and says why. Failed rows below it leave the advantage and the loss."""
     step: str | None = None
-    """What answers the model after its turn: ``retry``, or the import path of a function of a
-    :class:`~grpo.envs.dialog.DialogState`; null: nobody, a completion is one turn."""
+    """What answers the model after its turn: ``retry``, ``environment`` (that of the problems), or
+    the import path of a function of a :class:`~grpo.envs.dialog.DialogState`; null: nobody, a
+    completion is one turn."""
     max_steps: Annotated[int, only_with("env.step")] = Field(2, ge=2)
     """Turns of the model in a completion, at most. With the messages between them they share
     ``inference_model.max_tokens``."""

@@ -9,18 +9,21 @@ which have no log-probs and are not trained.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 from grpo.envs.rewards.registry import imported
 from grpo.envs.rewards.scorer import RewardScorer
-from grpo.envs.tasks.base import Problem
+from grpo.envs.tasks.base import Partner, Problem
 
-Message: TypeAlias = Mapping[str, str]  # with "role" and "content"
+Message: TypeAlias = Mapping[str, Any]  # with "role" and "content"
 RETRY = "That is not right. Check each step, find the mistake and give your answer again."
+#: What is said at a time: by the user if it is a text.
+Reply: TypeAlias = str | Message | Sequence[Message]
 _MARK = "0MODEL0TURN0"  # stands for what the model said while a message is rendered
 
 
@@ -36,7 +39,7 @@ class DialogState:
 
     problem: Problem
     completions: tuple[str, ...]
-    replies: tuple[str | Message, ...]
+    replies: tuple[Reply, ...]
     _score: RewardScorer = field(repr=False)
 
     @cached_property
@@ -45,8 +48,8 @@ class DialogState:
         return bool(self._score([self.completions[-1]], [self.problem]).success[0])
 
 
-#: The next message, of the user if it is a text; None ends the conversation.
-Step: TypeAlias = Callable[[DialogState], str | Message | None]
+#: The next message, or several that stand together; None ends the conversation.
+Step: TypeAlias = Callable[[DialogState], Reply | None]
 
 
 def retry(state: DialogState) -> str | None:
@@ -54,17 +57,27 @@ def retry(state: DialogState) -> str | None:
     return None if state.success else RETRY
 
 
+def environment(state: DialogState) -> None:
+    """The built-in step of problems with a partner, which a :class:`Dialog` asks itself.
+
+    Raises:
+        ValueError: for a problem without one.
+    """
+    raise ValueError(f"env.step=environment: problem {state.problem.id!r} has nobody who answers "
+                     "the model; use env=verifiers, or another step")
+
+
 def named_step(name: str) -> Step:
-    """The step of this name, ``retry``, or at ``"package.module:function"``.
+    """The step of this name, ``retry``, ``environment``, or at ``"package.module:function"``.
 
     Raises:
         ValueError: if there is none.
     """
-    if name == "retry":
-        return retry
+    if name in ("retry", "environment"):
+        return {"retry": retry, "environment": environment}[name]
     if ":" not in name:
-        raise ValueError(f"there is no step {name!r}; give retry, or a function of your own by its "
-                         "import path, 'package.module:function'")
+        raise ValueError(f"there is no step {name!r}; give retry, environment, or a function of "
+                         "your own by its import path, 'package.module:function'")
     return imported(name, "step")
 
 
@@ -79,7 +92,8 @@ class Talk:
     versions: list[int] = field(default_factory=list)  # of the weights, of sampled tokens alone
     turns: list[list[int]] = field(default_factory=list)  # tokens of each, the end token included
     completions: list[str] = field(default_factory=list)
-    replies: list[str | Message] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+    partner: Partner | None = None  # who answers, in problems that have somebody
     truncated: bool = False  # whether the length limit ended it
     open: bool = True  # whether the model is to speak
 
@@ -93,7 +107,7 @@ class Talk:
         self.versions += versions
         self.truncated = truncated
 
-    def add_reply(self, reply: str | Message, tokens: list[int]) -> None:
+    def add_reply(self, reply: Reply, tokens: list[int]) -> None:
         """What is said to the model, which speaks next."""
         self.replies.append(reply)
         self.tokens += tokens
@@ -129,6 +143,8 @@ class Dialog:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._threads = ThreadPoolExecutor(workers, "dialog") if workers > 1 else None
         self._tried = False
+        self._concluded: defaultdict[tuple[str, tuple[int, ...]], deque[Partner]] = (
+            defaultdict(deque))
         self._rendered = lru_cache(maxsize=4096)(self._render)
 
     def answer(self, talks: Sequence[Talk]) -> None:
@@ -139,21 +155,53 @@ class Dialog:
             TypeError: for a message that is none.
         """
         for talk, reply in zip(talks, self._replies(talks), strict=True):
+            tokens = [] if reply is None else self._tokens(talk, reply)
             if reply is None:
                 talk.open = False
-                continue
-            tokens = self._tokens(talk, reply)
-            if len(talk.tokens) + len(tokens) < self.max_tokens:
+            elif len(talk.tokens) + len(tokens) < self.max_tokens:
                 talk.add_reply(reply, tokens)
             else:
                 talk.open, talk.truncated = False, True
+            if talk.partner is not None and not talk.open:
+                talk.partner.stop(seconds=self.score.timeout)
+                self._concluded[talk.problem.id, tuple(talk.tokens)].append(talk.partner)
+
+    def concluded(self, problem: Problem, tokens: Sequence[int]) -> Problem:
+        """The problem of a conversation that is over, whose partner is now its verifier.
+
+        Args:
+            problem: what it was about.
+            tokens: all behind the prompt, of every side. Conversations of the same tokens are
+                handed out one after the other.
+        """
+        if problem.partner is None or self.step is not environment:
+            return problem
+        key = problem.id, tuple(tokens)
+        partner = self._concluded[key].popleft()
+        if not self._concluded[key]:
+            del self._concluded[key]
+        return replace(problem, verifier=lambda completion: partner.score())
+
+    def abandon(self, talks: Sequence[Talk]) -> None:
+        """Nobody will ask what these conversations are worth: end them and keep nothing."""
+        for talk in talks:
+            if talk.partner is None:
+                continue
+            if talk.open:
+                talk.partner.stop(seconds=self.score.timeout)
+            key = talk.problem.id, tuple(talk.tokens)
+            waiting = self._concluded.get(key, ())
+            if talk.partner in waiting:
+                waiting.remove(talk.partner)
+            if not waiting:
+                self._concluded.pop(key, None)
 
     def said(self, turn: list[int]) -> list[int]:
         """Tokens of a turn before its end token."""
         end = next((i for i, token in enumerate(turn) if token in self.eos_token_ids), len(turn))
         return turn[:end]
 
-    def _replies(self, talks: Sequence[Talk]) -> list[str | Message | None]:
+    def _replies(self, talks: Sequence[Talk]) -> list[Reply | None]:
         if self._threads is None:
             return [self._reply(talk) for talk in talks]
         # The first call of a reward function runs alone, see RewardScorer.
@@ -161,10 +209,12 @@ class Dialog:
         self._tried = True
         return [*first, *self._threads.map(self._reply, talks[len(first):])]
 
-    def _reply(self, talk: Talk) -> str | Message | None:
+    def _reply(self, talk: Talk) -> Reply | None:
         """The next message; None after the last turn and after one that was cut."""
         text = self.tokenizer.decode(self.said(talk.turns[-1]), skip_special_tokens=True)
         talk.completions.append(text)
+        if self.step is environment and talk.problem.partner is not None:
+            return self._reply_of_partner(talk, text)
         if talk.truncated or len(talk.turns) == self.max_steps:
             return None
         try:
@@ -175,28 +225,37 @@ class Dialog:
                            f"{talk.problem.id!r}")
             raise
         if not (reply is None or isinstance(reply, str)
-                or isinstance(reply, Mapping) and {"role", "content"} <= reply.keys()):
+                or all(isinstance(one, Mapping) and {"role", "content"} <= one.keys()
+                       for one in _listed(reply))):
             raise TypeError(f"env.step returned {reply!r} for problem {talk.problem.id!r}; return "
-                            "the next message, as a text or as {'role': ..., 'content': ...}, or "
-                            "None to end the conversation")
+                            "the next message, as a text or as {'role': ..., 'content': ...}, a "
+                            "list of such messages, or None to end the conversation")
         return reply
 
-    def _tokens(self, talk: Talk, reply: str | Message) -> list[int]:
-        """Tokens of a message, and of what invites the model to speak again."""
-        if isinstance(talk.problem.prompt, str):
-            text = reply if isinstance(reply, str) else reply["content"]
-            return self._rendered(None, text, None)
-        role, content = ("user", reply) if isinstance(reply, str) else (
-            reply["role"], reply["content"])
-        return self._rendered(role, content, talk.turns[-1][-1])
+    def _reply_of_partner(self, talk: Talk, text: str) -> Reply | None:
+        """It is told of every turn, the last one and one that was cut included."""
+        if talk.partner is None:
+            talk.partner = talk.problem.partner()
+        reply = talk.partner.reply(text, truncated=talk.truncated, seconds=self.score.timeout)
+        return None if talk.truncated or len(talk.turns) == self.max_steps else reply
 
-    def _render(self, role: str | None, content: str, end: int | None) -> list[int]:
-        """By the chat template if there is a ``role``, without the end token ``end``, which the
-        model has sampled itself."""
-        if role is None:
-            return self.tokenizer(content, add_special_tokens=False)["input_ids"]
+    def _tokens(self, talk: Talk, reply: Reply) -> list[int]:
+        """Tokens of what is said, and of what invites the model to speak again."""
+        messages = [{"role": "user", "content": reply}] if isinstance(reply, str) else (
+            _listed(reply))
+        said = tuple((message["role"], message["content"]) for message in messages)
+        if isinstance(talk.problem.prompt, str):
+            return self._rendered(False, said, None)
+        return self._rendered(True, said, talk.turns[-1][-1])
+
+    def _render(self, chat: bool, said: tuple[tuple[str, str], ...], end: int | None) -> list[int]:
+        """By the chat template in a ``chat``, without the end token ``end``, which the model has
+        sampled itself."""
+        if not chat:
+            text = "".join(content for _, content in said)
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK},
-                    {"role": role, "content": content}]
+                    *({"role": role, "content": content} for role, content in said)]
         text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True,
                                                   tokenize=False)
         _, found, behind = text.partition(_MARK)
@@ -206,3 +265,8 @@ class Dialog:
                              "to null, or choose another model")
         ended = self.tokenizer.decode([end]) if end in self.eos_token_ids else ""
         return self.tokenizer(behind.removeprefix(ended), add_special_tokens=False)["input_ids"]
+
+
+def _listed(reply: Any) -> Sequence[Any]:
+    """Messages that are said together; of what is none, itself."""
+    return reply if isinstance(reply, list | tuple) and reply else [reply]

@@ -34,8 +34,8 @@ def render(problem: Problem, tokenizer: Any) -> list[int]:
     if tokenizer.chat_template is None:
         raise ValueError(f"problem {problem.id!r} is a chat but the tokenizer of model.name has no "
                          "chat template; use an instruction-tuned model")
-    text = tokenizer.apply_chat_template(list(problem.prompt), add_generation_prompt=True,
-                                         tokenize=False)
+    text = tokenizer.apply_chat_template(list(problem.prompt), tools=list(problem.tools) or None,
+                                         add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

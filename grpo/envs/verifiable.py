@@ -21,10 +21,17 @@ from grpo.envs.tasks.base import Problem
 logger = logging.getLogger(__name__)
 
 
+class _Response(NamedTuple):
+    """What is scored of a row."""
+
+    tokens: list[int]  # before the end token, in a dialog of the last turn
+    talk: list[int] | None  # in a dialog, all behind the prompt
+
+
 class _Begun(NamedTuple):
     """A group whose rewards have been started."""
 
-    rows: list[list[int]]  # its tokens
+    rows: list[_Response]
     wait: Callable[[], RewardBatch]
 
 
@@ -83,7 +90,7 @@ class VerifiableEnv(EnvBase):
         self.reward_errors = 0
         self.failures: dict[str, str] = {}  # of the last step, as of RewardBatch
         self._current: list[Prompt] = []
-        self._finished: dict[int, list[int]] = {}  # row -> tokens
+        self._finished: dict[int, _Response] = {}  # by row
         self._begun: dict[int, _Begun] = {}  # first row of a group -> its scores to come
         self._make_specs(max_prompt_tokens, max_response_tokens, len(tokenizer))
 
@@ -142,14 +149,15 @@ class VerifiableEnv(EnvBase):
         nothing = RewardBatch.of_rows([Row()] * rows, self.score.labels)
         return out.update(self._entries(nothing))
 
-    def row_finished(self, row: int, tokens: list[int]) -> None:
+    def row_finished(self, row: int, tokens: list[int], talk: list[int] | None = None) -> None:
         """A policy has finished a row of the batch: the last of a group starts its rewards.
 
         They run while other groups are generated; :meth:`step` waits for them. ``tokens`` are those
-        of the response, in a dialog of its last turn, end token included.
+        of the response, in a dialog of its last turn, end token included; ``talk`` is all of it.
         """
         width = self.action_spec[data.RESPONSE_TOKENS].shape[-1]
-        (self._finished[row],), _ = self._read(data.pad_rows([tokens], width, self.pad_token_id))
+        (said,), _ = self._read(data.pad_rows([tokens], width, self.pad_token_id))
+        self._finished[row] = _Response(said, talk)
         first = row - row % self.group_size
         group = range(first, first + self.group_size)
         if self.group_size > 1 and all(row in self._finished for row in group):
@@ -157,8 +165,10 @@ class VerifiableEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         response_BR = tensordict[data.RESPONSE_TOKENS].cpu()
-        rows, ended_B = self._read(
+        said, ended_B = self._read(
             response_BR if self.dialog is None else self._last_turns(tensordict))
+        talks = [None] * len(said) if self.dialog is None else self._talks(tensordict)
+        rows = [_Response(*row) for row in zip(said, talks, strict=True)]
         finish_reason = tensordict.get(data.FINISH_REASON, None)
         if finish_reason is not None:  # the policy knows; an action without it is read for EOS
             ended_B = finish_reason.cpu() == data.FINISH_STOP
@@ -187,7 +197,7 @@ class VerifiableEnv(EnvBase):
                 {label: part[:, None] for label, part in scores.parts.items()}, self.batch_size)
         return entries
 
-    def _score(self, rows: list[list[int]]) -> RewardBatch:
+    def _score(self, rows: list[_Response]) -> RewardBatch:
         """Scores of all rows, group by group; single completions are no groups and come at once."""
         each = self.group_size if self.group_size > 1 else len(rows)
         begun = []
@@ -196,9 +206,12 @@ class VerifiableEnv(EnvBase):
             begun.append(ahead if ahead and ahead.rows == part else self._begin(first, part))
         return RewardBatch.joined([group.wait() for group in begun])
 
-    def _begin(self, first: int, rows: list[list[int]]) -> _Begun:
+    def _begin(self, first: int, rows: list[_Response]) -> _Begun:
         problems = [prompt.problem for prompt in self._current[first:first + len(rows)]]
-        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        if self.dialog is not None:
+            problems = [self.dialog.concluded(problem, row.talk)
+                        for problem, row in zip(problems, rows, strict=True)]
+        texts = self.tokenizer.batch_decode([row.tokens for row in rows], skip_special_tokens=True)
         return _Begun(rows, self.score.start(texts, problems))
 
     def _read(self, response_BR: torch.Tensor) -> tuple[list[list[int]], torch.Tensor]:
@@ -218,6 +231,14 @@ class VerifiableEnv(EnvBase):
         rows = [tokens[keep].tolist() for tokens, keep in zip(
             batch[data.TOKENS].cpu(), mask_BT & (column_T > start_B), strict=True)]
         return data.pad_rows(rows, width, self.pad_token_id)
+
+    @staticmethod
+    def _talks(batch: TensorDictBase) -> list[list[int]]:
+        """All from the first sampled token of each row to its last."""
+        mask_BT = batch[data.ASSISTANT_MASK].cpu()
+        kept_BT = (mask_BT.cumsum(-1) > 0) & (mask_BT.flip(-1).cumsum(-1).flip(-1) > 0)
+        return [tokens[keep].tolist() for tokens, keep in zip(
+            batch[data.TOKENS].cpu(), kept_BT, strict=True)]
 
     def seek(self, group: int) -> None:
         """Let the next reset begin with the group of this number of the run."""

@@ -12,12 +12,15 @@ from grpo import data
 from grpo.envs.dialog import Dialog, Talk
 from grpo.envs.tasks.base import Problem
 from grpo.envs.verifiable import VerifiableEnv
-from grpo.policies.base import Completions, Policy, RowListener, first_of_rows
+from grpo.policies.base import Completions, Policy, first_of_rows
 
 #: Samples a turn of the rows that go on: their tokens so far, the most that any of them has room
 #: for, and the turn's number, which tells its random numbers from those of others. The result is
 #: what a policy writes.
 Speak = Callable[[list[list[int]], int, int], TensorDictBase]
+#: Is told of a row whose conversation is over: its number, the tokens of its last turn, and all
+#: behind its prompt.
+TalkListener = Callable[[int, list[int], list[int]], None]
 
 
 def respond(policy: Policy, env: VerifiableEnv, batch: TensorDictBase) -> TensorDictBase:
@@ -30,7 +33,7 @@ def respond(policy: Policy, env: VerifiableEnv, batch: TensorDictBase) -> Tensor
 
 def converse(
     policy: Policy, batch: TensorDictBase, dialog: Dialog, problems: Sequence[Problem], *,
-    on_row: RowListener | None = None,
+    on_row: TalkListener | None = None,
 ) -> TensorDictBase:
     """Let a policy hold the conversations of a batch, and write them into it.
 
@@ -42,7 +45,7 @@ def converse(
         batch: with prompts, as a policy reads it.
         dialog: what answers.
         problems: of each row.
-        on_row: is told of each row whose conversation is over, with the tokens of its last turn.
+        on_row: is told of each row whose conversation is over.
 
     Returns:
         ``batch`` as a call would return it. ``tokens.response`` are all turns with the messages
@@ -62,10 +65,25 @@ def converse(
 
 def hold(
     speak: Speak, prompts: list[list[int]], dialog: Dialog, problems: Sequence[Problem], *,
-    max_tokens: int, on_row: RowListener | None = None,
+    max_tokens: int, on_row: TalkListener | None = None,
 ) -> Completions:
     """Hold conversations, one for each prompt; see :func:`converse`."""
     talks = [Talk(problem) for problem in problems]
+    try:
+        _hold(speak, prompts, dialog, talks, max_tokens=max_tokens, on_row=on_row)
+    except BaseException:  # such as a group that is given to another worker
+        dialog.abandon(talks)
+        raise
+    return Completions(
+        [talk.tokens for talk in talks], [talk.log_probs for talk in talks],
+        [talk.truncated for talk in talks], [[(v, 1) for v in talk.versions] for talk in talks],
+        [talk.sampled for talk in talks])
+
+
+def _hold(
+    speak: Speak, prompts: list[list[int]], dialog: Dialog, talks: list[Talk], *,
+    max_tokens: int, on_row: TalkListener | None,
+) -> None:
     running = [*range(len(talks))]
     for turn in range(dialog.max_steps):
         speakers = [talks[row] for row in running]
@@ -75,14 +93,10 @@ def hold(
         dialog.answer(speakers)
         for row in running:
             if not talks[row].open and on_row is not None:
-                on_row(row, talks[row].turns[-1])
+                on_row(row, talks[row].turns[-1], talks[row].tokens)
         running = [row for row in running if talks[row].open]
         if not running:
             break
-    return Completions(
-        [talk.tokens for talk in talks], [talk.log_probs for talk in talks],
-        [talk.truncated for talk in talks], [[(v, 1) for v in talk.versions] for talk in talks],
-        [talk.sampled for talk in talks])
 
 
 def _add(turn: TensorDictBase, talks: list[Talk], room: list[int]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from grpo.config.schema import Config, ConfigError
 from grpo.config.unread import ON_A_CPU, TRANSFORMERS, refuse_unread
-from grpo.envs.dialog import Dialog, named_step
+from grpo.envs.dialog import Dialog, environment, named_step
 from grpo.envs.embedded import EmbeddedSpec, embedded_model
 from grpo.envs.prompts import Prompt, render_all
 from grpo.envs.rewards import RewardFn, RewardScorer, get_reward
@@ -83,7 +83,10 @@ def check(config: Config, task: Task, *, device: torch.device, backend: str) -> 
     """
     reward_function(config, task)
     if config.env.step is not None:
-        named_step(config.env.step)
+        step = named_step(config.env.step)
+        if step is environment and task.split("train")[0].partner is None:
+            raise ConfigError(f"env.step=environment: the problems of {task.name} have nobody who "
+                              "answers the model; use env=verifiers, or another step")
     for key, name in (("ref_model.name", config.ref_model.name),
                       ("distill.teacher", config.distill.teacher)):
         if name is not None:
@@ -113,7 +116,7 @@ def build_task(config: Config) -> Task:
     Raises:
         ConfigError: if an option is given twice.
     """
-    options = {key: value for key in ("name", "data_path")
+    options = {key: value for key in ("name", "id", "data_path")
                if (value := getattr(config.env, key)) is not None}
     for key in options.keys() & config.env.task.keys():
         raise ConfigError(f"env.{key}={options[key]!r} and env.task.{key}="

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 #: What a checkpoint cannot go on without: with another model, task or seed it is refused.
-KEPT = ("model.", "ref_model.name:", "env.dataset:", "env.name", "env.task.",
+KEPT = ("model.", "ref_model.name:", "env.dataset:", "env.name", "env.id:", "env.task.",
         "train.seed:", "train_model.torch_dtype:", "train_model.lora.")
 
 #: What is shown and kept, and where and how fast it is computed, but not what comes out. Every key

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from grpo.config.schema import load_config
 from grpo.run.assemble import assemble
 
 from ..config.configs import composed
+from ..envs.worlds import sums
 
 TINY = ("model.warm_start_steps=20", "env.num_envs=4", "env.repeats=4",
         "train.total_dialog_turns=32", "train.checkpoint_frequency=0")
@@ -45,6 +47,25 @@ def test_the_verifiers_reward_rises_on_problems_of_reasoning_gym(runner):
     assert len(rows) == 32 and not sum(row["reward/errors"] for row in rows)
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[24:]) / 8 > sum(rewards[:8]) / 8 + 0.1
+
+
+@pytest.mark.slow
+def test_the_rubrics_reward_rises_on_an_environment_of_verifiers(runner):
+    """Sums of one digit each: the embedded model knows sums, but not how a chat asks for them."""
+    if not hasattr(pytest.importorskip("verifiers"), "load_environment"):
+        pytest.skip("needs the extra verifiers")
+    source = Path(sums.__file__)
+    (runner.folder / source.name).write_text(source.read_text())
+    runner.environment["PYTHONPATH"] = str(runner.folder)
+    runner.run("env=verifiers", "env.id=sums", "env.task.args={highest: 6}", "env.task.num_test=9",
+               "inference_model.backend=transformers", "inference_model.max_tokens=3",
+               "model.warm_start_steps=150", "env.num_envs=16", "env.repeats=8",
+               "train.max_steps=32", "train.eval_frequency=0", "train.checkpoint_frequency=0",
+               "optimizer.lr=1e-3", "optimizer.schedule=constant", "hydra.run.dir=outputs/sums")
+    rows = runner.metrics(runner.folder / "outputs" / "sums")[1:]
+    assert len(rows) == 32 and not sum(row["reward/errors"] for row in rows)
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[24:]) / 8 > sum(rewards[:8]) / 8 + 0.1, rewards
 
 
 @pytest.mark.vllm

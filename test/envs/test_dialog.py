@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo.envs.dialog import RETRY, Dialog, Talk, named_step, retry
+from grpo.envs.dialog import RETRY, Dialog, Talk, environment, named_step, retry
 from grpo.envs.rewards import RewardScorer, get_reward
 from grpo.envs.tasks.base import Problem
 
@@ -90,13 +90,24 @@ class TestTokensOfAMessage:
                                    if not sampled])
         assert "tool" in behind and "7*6 is 42" in behind
 
+    def test_of_several_that_stand_together(self, tokenizer):
+        one = talk(tokenizer, "41", prompt=CHAT)
+        both = [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}]
+        make(tokenizer, lambda state: both).answer([one])
+        behind = tokenizer.decode([t for t, sampled in zip(one.tokens, one.sampled, strict=True)
+                                   if not sampled])
+        assert behind == "\ntool: a\nuser: b\nassistant: "
+        text = talk(tokenizer, "41")
+        make(tokenizer, lambda state: both).answer([text])
+        assert tokenizer.decode(text.tokens).endswith("ab")
+
     def test_a_template_without_earlier_turns_is_refused(self, tokenizer, monkeypatch):
         monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[-1].content }}")
         with pytest.raises(ValueError, match=r"leaves out a turn.*set env.step to null"):
             make(tokenizer, lambda state: "no").answer([talk(tokenizer, "41", prompt=CHAT)])
 
 
-@pytest.mark.parametrize("answer", [42, {"content": "no role"}, ["no"]])
+@pytest.mark.parametrize("answer", [42, {"content": "no role"}, ["no"], []])
 def test_what_is_no_message_is_an_error(tokenizer, answer):
     with pytest.raises(TypeError, match="env.step returned .* for problem 'p1'; return the next"):
         make(tokenizer, lambda state: answer).answer([talk(tokenizer, "41")])
@@ -108,10 +119,15 @@ def test_an_error_of_a_step_names_the_problem(tokenizer):
     assert caught.value.__notes__ == ["while env.step answered turn 1 of problem 'p1'"]
 
 
+def test_a_problem_without_anybody_who_answers_is_named(tokenizer):
+    with pytest.raises(ValueError, match="problem 'p1' has nobody who answers the model"):
+        make(tokenizer, environment).answer([talk(tokenizer, "41")])
+
+
 def test_steps_have_names_or_import_paths():
-    assert named_step("retry") is retry
+    assert named_step("retry") is retry and named_step("environment") is environment
     assert named_step("grpo.envs.dialog:retry") is retry
-    with pytest.raises(ValueError, match="no step 'again'; give retry, or a function of your own"):
+    with pytest.raises(ValueError, match="no step 'again'; give retry, environment, or a function"):
         named_step("again")
     with pytest.raises(ValueError, match="step 'math:nothing': module 'math' has no function"):
         named_step("math:nothing")

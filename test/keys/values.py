@@ -24,6 +24,7 @@ def _no_reference(mode: Mode) -> bool:
 VALUES = {key: [value] for key, value in {
     "device": "cuda",
     "env.dataset": "other_arithmetic", "env.data_path": "/nowhere", "env.name": "countdown",
+    "env.id": "vf_env",
     "env.task": {"max_operand": 5, "num_train": 20, "num_test": 4},
     "env.reward": "negative_length", "env.reward_weights": [2.0], "env.reward_timeout": 7.5,
     "env.max_steps": 3, "env.reward_workers": 1, "env.max_reward_errors": 0.9,

@@ -8,6 +8,7 @@ import torch
 from grpo import data
 from grpo.collectors.sync import SyncCollector
 from grpo.envs.dialog import Dialog
+from grpo.envs.dialog import environment as of_the_problem
 from grpo.envs.prompts import Prompt
 from grpo.envs.rewards import RewardResult, RewardScorer
 from grpo.envs.tasks.base import Problem
@@ -136,7 +137,7 @@ def held(tokenizer, script: Script, step, **options):
     told = []
     batch = converse(script, script.pad_prompts([[65]] * len(task)),
                      dialog(tokenizer, step, max_tokens=12, **options), task,
-                     on_row=lambda row, tokens: told.append((row, tokens)))
+                     on_row=lambda row, tokens, talk: told.append((row, tokens)))
     return batch, told
 
 
@@ -174,3 +175,29 @@ def test_a_message_that_leaves_no_room_ends_the_conversation_as_cut(tokenizer):
     batch, _ = held(tokenizer, Script([[[66, EOS]]]), lambda state: "x" * 10)
     assert batch[data.FINISH_REASON].tolist() == [data.FINISH_LENGTH]
     assert batch[data.ATTENTION_MASK].sum(-1).tolist() == [1 + 2]
+
+
+class Partner:
+    """Answers the first turn of row 0 and nothing else."""
+
+    def __init__(self, answers: bool) -> None:
+        self.answers, self.stopped = answers, 0
+
+    def reply(self, text, *, truncated, seconds):
+        return [{"role": "user", "content": "x"}] if self.answers else None
+
+    def stop(self, *, seconds):
+        self.stopped += 1
+
+    def score(self):
+        return 1.0
+
+
+def test_conversations_that_break_off_are_ended_and_nothing_of_them_is_kept(tokenizer):
+    partners = [Partner(answers=True), Partner(answers=False)]
+    task = [Problem("?", "", str(row), partner=lambda row=row: partners[row]) for row in range(2)]
+    script = Script([[[66, EOS], [67, EOS]]])  # has no second turn
+    talk = dialog(tokenizer, of_the_problem, max_tokens=12)
+    with pytest.raises(IndexError):
+        converse(script, script.pad_prompts([[65]] * 2), talk, task)
+    assert [partner.stopped for partner in partners] == [1, 1] and not talk._concluded

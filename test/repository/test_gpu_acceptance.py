@@ -126,17 +126,19 @@ def test_parts_that_need_more_gpus_are_left_out_with_the_number(gpus):
                 if part.name in early and (part.missing or set(part.behind) - leaders)]
 
 
-def test_commands_with_reasoning_gym_are_missing_where_it_is_not_installed(monkeypatch):
+@pytest.mark.parametrize(("package", "named"), [
+    ("reasoning_gym", "reasoning-gym"), ("verifiers", "'verifiers>=0.1.14,<0.2'")])
+def test_commands_with_a_package_are_missing_where_it_is_not_installed(monkeypatch, package, named):
     find_spec = rows.importlib.util.find_spec
 
     def missing() -> set[str]:
-        return {part.missing for part in rows.all_parts(1) if "env=reasoning_gym" in part.script}
+        return {part.missing for part in rows.all_parts(1) if f"env={package}" in part.script}
 
     monkeypatch.setattr(rows.importlib.util, "find_spec", lambda name: object())
     assert missing() == {""}
     monkeypatch.setattr(rows.importlib.util, "find_spec",
-                        lambda name: None if name == "reasoning_gym" else find_spec(name))
-    assert missing() == {"needs `pip install reasoning-gym`"}
+                        lambda name: None if name == package else find_spec(name))
+    assert missing() == {f"needs `pip install {named}`"}
 
 
 def runs() -> list[list[str]]:

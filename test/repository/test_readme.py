@@ -89,6 +89,7 @@ def on_less_work(command: str, model_folder: Path, gsm8k_rows: Path) -> list[str
 WITH_VLLM = [command for command in commands_of(f"python {SCRIPT}") if "--multirun" in command]
 REASONING_GYM = [command for command in commands_of(f"python {SCRIPT}")
                  if "env=reasoning_gym" in command]
+VERIFIERS = [command for command in commands_of(f"python {SCRIPT}") if "env=verifiers" in command]
 
 
 @pytest.mark.slow
@@ -108,7 +109,7 @@ def test_other_script_commands_run(tmp_path, cache, model_folder, gsm8k_rows):
     runs = [[*on_less_work(command, model_folder, gsm8k_rows),
              "inference_model.backend=transformers"]
             for command in commands_of(f"python {SCRIPT}")
-            if command not in WITH_VLLM + REASONING_GYM]
+            if command not in WITH_VLLM + REASONING_GYM + VERIFIERS]
     output = run([sys.executable, "-c", SEVERAL, str(REPO / SCRIPT), json.dumps(runs), str(REPO)],
                  tmp_path, cache)
     assert output.count("held-out accuracy") == len(runs) > 0
@@ -119,6 +120,20 @@ def test_commands_with_reasoning_gym_run(tmp_path, cache):
     pytest.importorskip("reasoning_gym", reason="needs `pip install reasoning-gym`")
     runs = [[*shlex.split(command)[2:], *SMALLER, "inference_model.backend=transformers",
              "env.task.num_train=20", "env.task.num_test=4"] for command in REASONING_GYM]
+    output = run([sys.executable, "-c", SEVERAL, str(REPO / SCRIPT), json.dumps(runs), str(REPO)],
+                 tmp_path, cache)
+    assert output.count("held-out accuracy") == len(runs) > 0
+    assert "got no reward" not in output
+
+
+@pytest.mark.slow
+def test_commands_with_verifiers_run(tmp_path, cache):
+    if not hasattr(pytest.importorskip("verifiers"), "load_environment"):
+        pytest.skip("needs the extra verifiers")
+    (tmp_path / "my_env.py").write_text(
+        next(block for block in blocks("python", README) if "def load_environment" in block))
+    runs = [[*shlex.split(command)[2:], *SMALLER, "inference_model.backend=transformers"]
+            for command in VERIFIERS]
     output = run([sys.executable, "-c", SEVERAL, str(REPO / SCRIPT), json.dumps(runs), str(REPO)],
                  tmp_path, cache)
     assert output.count("held-out accuracy") == len(runs) > 0

@@ -11,6 +11,7 @@ from grpo.report.loggers import read_jsonl
 from grpo.training.checkpoint import find_checkpoint
 
 from ..collectors.asynchronous import LocalRay, async_config, make_async_trainer, rows_of
+from ..envs.worlds import guess
 from . import runs
 from .runs import make_trainer, timeless
 
@@ -79,11 +80,39 @@ def test_engines_elsewhere_hold_them_too(talker, tmp_path, monkeypatch):
     assert rows[0]["policy/ratio_p99"] == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.slow
+def test_an_environment_of_verifiers_answers_in_both_scripts(talker, make_config, tmp_path,
+                                                              monkeypatch):
+    if not hasattr(pytest.importorskip("verifiers"), "load_environment"):
+        pytest.skip("needs the extra verifiers")
+    env = {"dataset": "verifiers", "id": guess.__name__, "step": "environment", "max_steps": 3,
+           "task": {"num_test": 2}, "num_envs": 2, "reward": None}
+    sync = trained(make_config(iterations=3, model={"name": str(talker)}, env=env,
+                               inference_model={"max_tokens": 44}), tmp_path / "sync")
+    LocalRay(monkeypatch)
+    config = async_config(talker, env=env, inference_model={"max_tokens": 44})
+    with ExitStack() as at_end:
+        make_async_trainer(config, tmp_path / "async", at_end).fit()
+    for rows in (sync, rows_of(tmp_path / "async")):
+        rows = [row for row in rows if "tokens/turns_mean" in row]
+        assert rows and all(1 < row["tokens/turns_mean"] <= 3 for row in rows)
+        assert not sum(row["reward/errors"] for row in rows)
+        # Nobody of a random model guesses: a tenth is lost with each turn.
+        assert all(row["reward/mean"] == pytest.approx(-row["tokens/turns_mean"] / 10, abs=1e-3)
+                   for row in rows)
+        assert rows[0]["policy/ratio_p99"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_the_step_of_environments_needs_one(make_config, tmp_path):
+    with pytest.raises(ConfigError, match="the problems of arithmetic have nobody who answers"):
+        make_trainer(make_config(env={"step": "environment"}), tmp_path)
+
+
 def test_turns_without_a_step_are_refused(make_config):
     with pytest.raises(ConfigError, match="env.max_steps=3 is not read.*env.step"):
         make_config(env={"max_steps": 3})
 
 
 def test_a_step_that_is_not_there_is_refused_before_anything_starts(make_config, tmp_path):
-    with pytest.raises(ValueError, match="there is no step 'nothing'; give retry, or"):
+    with pytest.raises(ValueError, match="there is no step 'nothing'; give retry, environment, or"):
         make_trainer(make_config(env={"step": "nothing"}), tmp_path)

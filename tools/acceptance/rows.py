@@ -42,6 +42,9 @@ BY_HAND = {
     ".venv-atropos/bin/python ": "the same",
     "python -m grpo.atropos.forward": "leads ports to a server that was started by hand",
 }
+#: What worlds of environments need, by the name of their package.
+NEEDS = {"reasoning_gym": "reasoning-gym", "verifiers": "'verifiers>=0.1.14,<0.2'"}
+
 #: What stands on the pages for something that the reader has.
 STAND_INS = {
     "Qwen/Qwen2.5-1.5B-Instruct": "$WORK/models/1.5b", "path/to/gsm8k": "$WORK/problems",
@@ -254,8 +257,15 @@ def run_part(name: str, text: str) -> Part:
         claims=frozenset({"ray"} if asynchronous else ()),
         after=() if model == "embedded" and "$WORK/models" not in script else (PREPARE,),
         read=read_run(iterations, runs=runs, says="held-out accuracy"),
-        missing="needs `pip install reasoning-gym`" if "env=reasoning_gym" in text
-        and importlib.util.find_spec("reasoning_gym") is None else "")
+        missing=_missing(text))
+
+
+def _missing(text: str) -> str:
+    """What a command needs that is not installed."""
+    for package, name in NEEDS.items():
+        if f"env={package}" in text and importlib.util.find_spec(package) is None:
+            return f"needs `pip install {name}`"
+    return ""
 
 
 def smaller(text: str) -> str:

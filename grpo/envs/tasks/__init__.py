@@ -11,6 +11,7 @@ from grpo.envs.tasks.base import (
 )
 from grpo.envs.tasks.gsm8k import Gsm8kTask
 from grpo.envs.tasks.reasoning_gym import ReasoningGymTask
+from grpo.envs.tasks.verifiers import VerifiersTask
 
-__all__ = ["ArithmeticTask", "Gsm8kTask", "Problem", "ReasoningGymTask", "Task", "make_task",
-           "register_task", "task_class", "task_names"]
+__all__ = ["ArithmeticTask", "Gsm8kTask", "Problem", "ReasoningGymTask", "Task", "VerifiersTask",
+           "make_task", "register_task", "task_class", "task_names"]

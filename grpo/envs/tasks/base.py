@@ -5,7 +5,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
+
+
+class Partner(Protocol):
+    """The other side of one conversation, which keeps what it needs between the turns."""
+
+    def reply(self, text: str, *, truncated: bool, seconds: float) -> list[dict[str, Any]] | None:
+        """Messages in answer to a turn of the model, which the length limit may have cut; None if
+        the conversation is over. Takes at most so many seconds."""
+
+    def stop(self, *, seconds: float) -> None:
+        """The model will say no more."""
+
+    def score(self) -> float:
+        """What the conversation is worth, once it is over.
+
+        Raises:
+            RuntimeError: if the partner cannot say.
+        """
 
 
 @dataclass(frozen=True)
@@ -20,12 +38,17 @@ class Problem:
         id: unique within the task; names the problem in logs and error messages.
         verifier: what a completion is worth, from 0 to 1, for problems that have a rule of their
             own; the reward "verifier" asks it.
+        tools: that the prompt offers, as chat templates take them.
+        partner: begins a conversation, for problems with somebody who answers the model; the step
+            "environment" lets it speak.
     """
 
     prompt: str | tuple[dict[str, str], ...] = field(hash=False)  # dicts have no hash
     answer: str
     id: str
     verifier: Callable[[str], float] | None = field(default=None, compare=False, repr=False)
+    tools: tuple[dict[str, Any], ...] = field(default=(), hash=False, repr=False)
+    partner: Callable[[], Partner] | None = field(default=None, compare=False, repr=False)
 
 
 class Task:
