@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -154,8 +155,11 @@ def test_asynchronous_command_runs(command, tmp_path, cache, model_folder, gsm8k
 
 @pytest.mark.parametrize("page", [README, GUIDE], ids=["README", "objectives"])
 def test_python_programs_run(page, model_folder):
-    assert blocks("python", page)
-    for source in blocks("python", page):
+    found = blocks("python", page)
+    if find_spec("verifiers") is None:  # an extra, whose program is run with its command
+        found = [source for source in found if "import verifiers" not in source]
+    assert found
+    for source in found:
         exec(compile(source.replace("Qwen/Qwen2.5-0.5B-Instruct", str(model_folder)), "page",
                      "exec"), {"__name__": "page"})
 

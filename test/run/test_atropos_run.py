@@ -110,10 +110,10 @@ class Patient(Environment):
 
 
 def test_a_run_learns_and_leaves_what_others_look_for(command, small_folder):
-    folder = command("--training-steps", "16", "--lr", "2e-2", "--checkpoint-interval", "8",
+    folder = command("--training-steps", "24", "--lr", "2e-2", "--checkpoint-interval", "12",
                      "--max-staleness", "3", "--dump-batch", "--batch-size", "12")
     rows = read_jsonl(folder / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [*range(1, 17)]
+    assert [row["step"] for row in rows] == [*range(1, 25)]
     for name in ("policy/ratio_mean", "policy/kl_to_inference", "policy/clip_fraction",
                  "loss/total", "train/grad_norm", "policy/log_prob_diff_mean",
                  "policy/log_prob_diff_abs_mean", "policy/log_prob_diff_abs_max",
@@ -123,11 +123,11 @@ def test_a_run_learns_and_leaves_what_others_look_for(command, small_folder):
         assert all(isinstance(row[name], (int, float)) for row in rows), name
     assert rows[0]["policy/log_prob_diff_abs_max"] < 1e-4  # the first batch is on-policy
     names = {path.name for path in folder.iterdir() if path.is_dir()}
-    assert {"step_8", "step_16", "final_model", "tokenizer", "checkpoints"} <= names
+    assert {"step_12", "step_24", "final_model", "tokenizer", "checkpoints"} <= names
     final, start = (AutoModelForCausalLM.from_pretrained(path) for path in
                     (folder / "final_model", small_folder))
     assert chance_of(final, WANTED) > chance_of(start, WANTED) + 0.04
-    exported = AutoModelForCausalLM.from_pretrained(folder / "step_16")
+    exported = AutoModelForCausalLM.from_pretrained(folder / "step_24")
     assert all(torch.equal(a, b) for a, b in
                zip(exported.parameters(), final.parameters(), strict=True))
     dumped = json.loads((folder / "temp.json").read_text())["batch"]
