@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from grpo.config.model import Device, InferenceModelConfig, RefModelConfig, RoleDevices, Sync
-from grpo.config.schema import Config
+from grpo.config.schema import Config, load_config
 from grpo.config.section import Section
 from grpo.config.train import TrainConfig
 from grpo.config.unread import Unread
@@ -18,9 +17,6 @@ _UPDATE = Unread(lambda c: c.train.staleness == 0 and c.train.oversample == 0, "
                  "weights are updated; raise one of them, or")
 _EXTRA = Unread(lambda c: c.oversampled_groups == 0, "because of the {groups_per_batch} groups of "
                 "a batch that is less than half a group; raise it, or")
-_SEPARATE = Unread(lambda c: c.train_model.lora.enabled and c.ref_model.name is None,
-                   "because with train_model.lora.enabled=true the reference is the trainer's own "
-                   "model without its adapters; name another model as ref_model.name, or")
 
 
 class AsyncTrainConfig(TrainConfig):
@@ -44,28 +40,6 @@ class AsyncTrainConfig(TrainConfig):
     weights at a group's border waits for groups as long, too."""
 
 
-class PlacedInferenceModel(InferenceModelConfig, RoleDevices):
-    """How responses are generated, and where."""
-
-    role = "inference_model"
-
-    num_devices: int | None = Field(None, ge=1)
-    """Devices that generate, on a CPU processes; null: those of one engine."""
-    tensor_parallel_size: int = Field(1, ge=1)
-    """Devices of one engine; there are ``num_devices / tensor_parallel_size`` engines."""
-
-
-class PlacedRefModel(RefModelConfig, RoleDevices):
-    """The reference policy, and where it computes."""
-
-    role = "ref_model"
-
-    num_devices: Annotated[int | None, _SEPARATE] = Field(None, ge=1)
-    """Devices of its own, on a CPU processes, each with a whole copy of the reference, which share
-    the groups to score; null: it is on the trainer's."""
-    devices: Annotated[list[Device] | None, _SEPARATE] = Field(None, min_length=1)
-
-
 class RayConfig(Section):
     """Ray, which starts and watches the processes that generate."""
 
@@ -81,12 +55,11 @@ class AsyncConfig(Config):
     """A whole asynchronous run; see :class:`~grpo.config.schema.Config` for the rest."""
 
     unread = (*Config.unread, Unread(
-        lambda c: True, "by grpo-async.py, whose engines are its own workers;",
+        lambda c: True, "where engines are workers on Ray, which they are in grpo-async.py, and in "
+        "grpo.py with devices for inference_model or ref_model;",
         "inference_model.engine inference_model.url inference_model.weight_sync"))
 
     train: AsyncTrainConfig = Field(default_factory=AsyncTrainConfig)
-    inference_model: PlacedInferenceModel = Field(default_factory=PlacedInferenceModel)
-    ref_model: PlacedRefModel = Field(default_factory=PlacedRefModel)
     ray: RayConfig = Field(default_factory=RayConfig)
 
     @property
@@ -95,9 +68,23 @@ class AsyncConfig(Config):
         return round(self.train.oversample * self.groups_per_batch)
 
     @property
-    def weight_sync(self) -> Sync:
-        return "lora" if self.train_model.lora.enabled else "transfer"
+    def has_workers(self) -> bool:
+        return True
 
-    @property
-    def shares_weights(self) -> bool:
-        return False
+
+def with_workers(config: Config) -> Config:
+    """A synchronous run as it was given, or, where engines or the reference have devices of their
+    own, as one whose workers on Ray never run ahead of the trainer: the same batches.
+
+    Raises:
+        ConfigError: for keys that workers do not read.
+
+    Examples:
+        >>> with_workers(Config(inference_model={"num_devices": 2})).train.staleness
+        0
+    """
+    if not config.has_workers:
+        return config
+    values = config.model_dump()
+    values["train"]["staleness"] = 0
+    return load_config(values, AsyncConfig)

@@ -52,7 +52,9 @@ class AtroposConfig(Config):
                "bring its tokens; use distill.topk_coeff, and",
                "distill.teacher distill.reverse_kl_coeff"),
         Unread(lambda c: True, "with Atropos environments, where one device trains;",
-               "train_model.num_devices train_model.devices"),
+               "train_model.num_devices train_model.devices inference_model.num_devices "
+               "inference_model.devices inference_model.tensor_parallel_size "
+               "ref_model.num_devices ref_model.devices"),
         Unread(lambda c: not c.atropos.evaluate, "because environments bring problems and rewards; "
                "set atropos.evaluate=true (--eval-task) to measure the accuracy on a task of this "
                "library, or", "env.*"),
@@ -78,8 +80,8 @@ class AtroposConfig(Config):
     @model_validator(mode="after")
     def _engine_fits_the_environments(self) -> AtroposConfig:
         atropos, inference = self.atropos, self.inference_model
-        if atropos.bridge == (inference.engine == "server"):
-            raise ValueError(f"inference_model.engine={inference.engine} does not go with "
+        if atropos.bridge == (self.engine == "server"):
+            raise ValueError(f"inference_model.engine={self.engine} does not go with "
                              f"atropos.bridge={str(atropos.bridge).lower()}: environments ask a "
                              "server, or, with the bridge, the policy of this process")
         try:

@@ -27,11 +27,14 @@ _EMBEDDED = Unread(lambda c: c.model.name != "embedded", "because model.name={mo
                    "trained already; set model.name=embedded, or")
 _HEAD = Unread(lambda c: c.train_model.head == "logits", "by train_model.head=logits, which are "
                "the model's own and all there at once; set head=auto, or")
-_SERVER = Unread(lambda c: c.inference_model.engine != "server", "by inference_model.engine="
+_SERVER = Unread(lambda c: c.engine != "server", "by inference_model.engine="
                  "{inference_model.engine}; set engine=server, or")
 _STARTED = Unread(lambda c: c.inference_model.url is not None, "because the server at "
                   "inference_model.url={inference_model.url} runs already; start that with the "
                   "option, or")
+_SEPARATE = Unread(lambda c: c.train_model.lora.enabled and c.ref_model.name is None,
+                   "because with train_model.lora.enabled=true the reference is the trainer's own "
+                   "model without its adapters; name another model as ref_model.name, or")
 _REFERENCE = Unread(lambda c: not c.needs_reference, "because train.kl_to_ref_coeff and "
                     "maxent.beta are null; set the coefficient, or")
 
@@ -128,12 +131,15 @@ class TrainModelConfig(RoleDevices):
         return self
 
 
-class InferenceModelConfig(Section):
-    """How responses are generated, and how weights get there."""
+class InferenceModelConfig(RoleDevices):
+    """How responses are generated, where, and how weights get there."""
+
+    role = "inference_model"
 
     backend: Literal["auto", "vllm", "transformers"] = "auto"
-    engine: EngineKind = "in_process"
-    """Where vLLM runs: in the trainer's process, in one of its own, or behind our HTTP server."""
+    engine: Literal["auto"] | EngineKind = "auto"
+    """Where vLLM runs: in the trainer's process, in one of its own, or behind our HTTP server;
+    auto: the last where there is a ``url``, the second beside several devices that train."""
     url: Annotated[str | None, _SERVER] = None
     """``http://host:port`` of a server that runs already; null: the run starts its own."""
     weight_sync: Literal["auto"] | Sync = "auto"
@@ -150,6 +156,22 @@ class InferenceModelConfig(Section):
     """null: CUDA graphs on a GPU, nothing compiled on a CPU."""
     ignore_eos: bool = False
     """Always generate ``max_tokens``; for benchmarks."""
+    num_devices: int | None = Field(None, ge=1)
+    """Devices of its own that generate, on a CPU processes; null: the trainer's, in
+    ``grpo-async.py`` those of one engine."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Devices of one engine; there are ``num_devices / tensor_parallel_size`` engines."""
+
+    def engine_beside(self, ranks: int) -> EngineKind:
+        """``engine``, resolved, where so many devices train.
+
+        Examples:
+            >>> InferenceModelConfig().engine_beside(1), InferenceModelConfig().engine_beside(2)
+            ('in_process', 'process')
+        """
+        if self.engine != "auto":
+            return self.engine
+        return "server" if self.url is not None else "process" if ranks > 1 else "in_process"
 
     @property
     def on_this_host(self) -> bool:
@@ -180,12 +202,13 @@ def resolve_sync(inference: InferenceModelConfig, lora: LoRAConfig, *, ranks: in
                          "one device")
     if chosen == "auto":
         return own
-    if problem := _obstacle(chosen, inference, lora):
+    if problem := _obstacle(chosen, inference, lora, inference.engine_beside(ranks)):
         raise ValueError(f"inference_model.weight_sync={chosen} {problem}")
     return chosen
 
 
-def _obstacle(chosen: Sync, inference: InferenceModelConfig, lora: LoRAConfig) -> str | None:
+def _obstacle(chosen: Sync, inference: InferenceModelConfig, lora: LoRAConfig,
+              engine: EngineKind) -> str | None:
     """Why a way is impossible and what to do about it; None if it is possible."""
     if chosen == "lora" and not lora.enabled:
         return ("carries adapters, but train_model.lora.enabled is false; set that to true, or "
@@ -193,11 +216,11 @@ def _obstacle(chosen: Sync, inference: InferenceModelConfig, lora: LoRAConfig) -
     if lora.enabled and chosen in ("single_copy", "transfer", "reload"):
         return ("carries all weights, but with train_model.lora.enabled=true only adapters are "
                 "trained; use weight_sync=lora, or restart with engine=server")
-    if chosen == "transfer" and inference.engine == "in_process":
+    if chosen == "transfer" and engine == "in_process":
         return ("copies into an engine with memory of its own, but with inference_model.engine="
                 "in_process there is none; use weight_sync=single_copy, or engine=process")
-    if chosen == "restart" and inference.engine != "server":
-        return (f"stops a server and starts another, but inference_model.engine={inference.engine} "
+    if chosen == "restart" and engine != "server":
+        return (f"stops a server and starts another, but inference_model.engine={engine} "
                 "is none; use engine=server, or weight_sync=reload")
     if chosen == "restart" and inference.url is not None:
         return (f"needs a server that the run has started, not one at inference_model.url="
@@ -213,9 +236,9 @@ def _obstacle_for_ranks(inference: InferenceModelConfig, way: Sync) -> str | Non
     if inference.backend == "transformers":
         return ("inference_model.backend=transformers generates with the trainer's model, of which "
                 "each has a part only; use backend=vllm with inference_model.engine=process")
-    if inference.engine != "process":
-        return (f"inference_model.engine={inference.engine} takes no weights from several "
-                "processes; use engine=process")
+    if (engine := inference.engine_beside(2)) != "process":
+        return (f"inference_model.engine={engine} takes no weights from several "
+                "processes; use engine=process, or auto")
     if inference.weight_sync not in ("auto", way):
         return (f"inference_model.weight_sync={inference.weight_sync} is not how "
                 f"{'adapters' if way == 'lora' else 'weights'} are gathered from them; use {way}, "
@@ -223,8 +246,14 @@ def _obstacle_for_ranks(inference: InferenceModelConfig, way: Sync) -> str | Non
     return None
 
 
-class RefModelConfig(Section):
-    """The reference policy of ``train.kl_to_ref_coeff`` and ``maxent.beta``."""
+class RefModelConfig(RoleDevices):
+    """The reference policy of ``train.kl_to_ref_coeff`` and ``maxent.beta``, and its devices."""
+
+    role = "ref_model"
 
     name: Annotated[str | None, _REFERENCE] = None
     """null: the model the run starts from; with adapters that is the model without them."""
+    num_devices: Annotated[int | None, _SEPARATE] = Field(None, ge=1)
+    """Devices of its own, on a CPU processes, each with a whole copy of the reference, which share
+    the groups to score; null: it is on the trainer's."""
+    devices: Annotated[list[Device] | None, _SEPARATE] = Field(None, min_length=1)

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from grpo.config.aliases import accept_aliases
 from grpo.config.keys import ConfigError, errors_text, unknown_key
 from grpo.config.model import (
+    EngineKind,
     InferenceModelConfig,
     ModelConfig,
     RefModelConfig,
@@ -230,8 +231,23 @@ class Config(Section):
         return self.train.kl_to_ref_coeff is not None or bool(self.maxent.beta)
 
     @property
+    def engine(self) -> EngineKind:
+        """``inference_model.engine``, resolved; for vLLM."""
+        return self.inference_model.engine_beside(self.train_model.ranks)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether engines are workers on Ray, because they or the reference have devices of their
+        own."""
+        engines, reference = self.inference_model, self.ref_model
+        return bool(engines.num_devices or engines.devices or engines.tensor_parallel_size > 1
+                    or self.needs_reference and (reference.num_devices or reference.devices))
+
+    @property
     def weight_sync(self) -> Sync:
         """``inference_model.weight_sync``, resolved; for vLLM, which alone needs any."""
+        if self.has_workers:
+            return "lora" if self.train_model.lora.enabled else "transfer"
         return resolve_sync(self.inference_model, self.train_model.lora,
                             ranks=self.train_model.ranks)
 
@@ -239,7 +255,7 @@ class Config(Section):
     def shares_weights(self) -> bool:
         """Whether trainer and vLLM engine read one copy of the weights, adapters aside."""
         return (self.weight_sync in ("single_copy", "lora") and self.inference_model.on_this_host
-                and self.train_model.ranks == 1)  # else each has a slice
+                and not self.has_workers and self.train_model.ranks == 1)  # else each has a slice
 
     @property
     def is_demonstration(self) -> bool:

@@ -60,7 +60,7 @@ ON_A_CPU = (
     Unread(lambda c: True, "on a CPU; set inference_model.kv_cache_memory_bytes, and",
            "inference_model.gpu_memory_utilization"),
     Unread(lambda c: (
-        c.inference_model.engine == "server" and c.inference_model.enforce_eager is False),
+        c.engine == "server" and c.inference_model.enforce_eager is False),
            "by a server on a CPU, which compiles nothing; use engine=process, or",
            "inference_model.enforce_eager"),
 )

@@ -37,7 +37,7 @@ class WorkersLost(RuntimeError):
 def require_ray() -> None:
     """Raise unless Ray is installed."""
     if importlib.util.find_spec("ray") is None:
-        raise ModuleNotFoundError("asynchronous training needs Ray: pip install "
+        raise ModuleNotFoundError("workers on devices of their own need Ray: pip install "
                                   "'torchrl-grpo[ray]'")
 
 

@@ -55,7 +55,8 @@ class Start(NamedTuple):
 def assemble(
     config: Config, run_dir: Path, checkpoint: Checkpoint | None, at_end: ExitStack
 ) -> Trainer:
-    """A trainer that asks an engine for each rollout.
+    """A trainer that asks an engine for each rollout; with workers on Ray, see
+    :func:`~grpo.config.asynchronous.with_workers`, as :func:`assemble_async`.
 
     Args:
         config: the run's.
@@ -66,6 +67,8 @@ def assemble(
     Raises:
         ValueError: for a configuration that cannot work, naming key and fix.
     """
+    if isinstance(config, AsyncConfig):
+        return assemble_async(config, run_dir, checkpoint, at_end)
     build.quiet_libraries()
     devices = build_team.choose_devices(config, backend=build.resolve_backend(config))
     start = _set_up(config, run_dir, checkpoint)
@@ -76,7 +79,8 @@ def assemble(
                         backend=start.backend, max_model_len=setup.max_model_len)
     start, chosen = with_fast_defaults(start, ledger_of, room)
     memory = ledger_of(start.setup.config)
-    start.console.info("\n".join([*chosen, *memory.table(room)]))
+    start.console.info("\n".join([*unused_reference(config), *build_team.chosen_engine(config),
+                                  *chosen, *memory.table(room)]))
     check_fits(memory, room, advised=lambda: _advised(start, ledger_of, memory, room))
     loggers = open_loggers(start, run_dir)
 

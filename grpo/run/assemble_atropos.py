@@ -78,7 +78,7 @@ def assemble_atropos(
     loss = build_objective.build_loss(config, actor.model, setup.tokenizer)
     learner = build_objective.build_learner(config, loss)
     weights = actor.weights
-    if config.inference_model.engine == "server":
+    if config.engine == "server":
         weights = while_serving(config, weights, actor.policy.client)
     canary = Canary(actor.policy, loss.scorer, weights,
                     prompts=build_atropos.canary_prompts(setup))

@@ -53,7 +53,7 @@ def build_actor(start: Start) -> tuple[engine.Actor, engine.RunServer | None]:
     """Model, policy and weights; and the engine server, if it is the run's own."""
     setup, config, atropos = start.setup, start.setup.config, start.setup.config.atropos
     server = None
-    if config.inference_model.engine == "server" and config.inference_model.url is None:
+    if config.engine == "server" and config.inference_model.url is None:
         shared = config.weight_sync == "single_copy"
         options = engine.server_options(setup) | {
             "served_model_name": config.model.name, "shared_weights": shared,

@@ -75,7 +75,7 @@ class Setup:
     def seeds_rows(self) -> bool:
         """Whether each row needs a seed, because another process draws it. On a GPU a run does not
         repeat to the bit anyway, and seeds cost time."""
-        return self.config.inference_model.engine != "in_process" and self.device.type == "cpu"
+        return self.config.engine != "in_process" and self.device.type == "cpu"
 
     @property
     def sampling(self) -> Sampling:
@@ -102,7 +102,7 @@ def build_actor(setup: Setup, *, backend: str, server: RunServer | None = None) 
     if backend == "transformers":
         return _one_module(setup)
     with ExitStack() as on_failure:
-        if setup.config.inference_model.engine == "server":
+        if setup.config.engine == "server":
             actor = _with_server(setup, on_failure, server)
         else:
             actor = _with_engine(setup, on_failure)
@@ -127,7 +127,7 @@ def start_engine_of(setup: Setup, **own: Any) -> LLM:
     lora = config.train_model.lora
     options = {
         "max_num_seqs": setup.rows, "seed": config.train.seed,
-        "separate_process": inference.engine == "process", **own}
+        "separate_process": config.engine == "process", **own}
     return start_engine(
         setup.path, device=setup.device, dtype=setup.dtype, max_model_len=setup.max_model_len,
         enforce_eager=inference.enforce_eager, fp32_head=setup.fp32_head,
@@ -250,5 +250,5 @@ def describe_engine(config: Config, *, device: torch.device, backend: str) -> di
     place = {"in_process": "in process", "process": "in a process of its own",
              "server": f"server at {inference.url}" if inference.url else "server of this run"}
     graphs = device.type == "cuda" and inference.url is None and not inference.enforce_eager
-    engine = f"vllm, {place[inference.engine]}" + (", CUDA graphs" if graphs else "")
+    engine = f"vllm, {place[config.engine]}" + (", CUDA graphs" if graphs else "")
     return {"engine": engine, "weights": weights}

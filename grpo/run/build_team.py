@@ -70,6 +70,16 @@ def choose_devices(config: Config, *, backend: str) -> tuple[int, ...]:
     return wanted
 
 
+def chosen_engine(config: Config) -> list[str]:
+    """The line that says which engine ``inference_model.engine=auto`` is, where that is not the
+    usual one."""
+    if config.inference_model.engine != "auto" or config.engine == "in_process":
+        return []
+    why = (f"{config.train_model.ranks} devices train" if config.engine == "process" else
+           "inference_model.url is given")
+    return [f"inference_model.engine={config.engine}, because {why}"]
+
+
 def build_training_actor(
     setup: Setup, devices: tuple[int, ...], *, backend: str, at_end: ExitStack,
     checkpoint: Checkpoint | None = None,

@@ -114,7 +114,7 @@ def _memory_plan(
     in_engine = backend == "vllm"
     rows = config.turns_per_batch if alone else config.env.num_envs * config.env.repeats
     slots = {} if lora is None or not in_engine else {
-        "lora_slots": LORA_SLOTS[config.inference_model.engine],
+        "lora_slots": LORA_SLOTS[config.engine],
         "lora_slot_rank": engine_lora_rank(lora.rank)}
     plan = MemoryPlan(
         shape=shape, dtype=dtype, device=device.type, row_tokens=row,

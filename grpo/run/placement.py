@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo.config.asynchronous import AsyncConfig
-from grpo.config.schema import ConfigError
+from grpo.config.schema import Config, ConfigError
 
 Kind = Literal["cuda", "cpu"]
 
@@ -115,7 +115,7 @@ def _words(count: int, devices: list[int] | None) -> str:
         f"{count} GPU{'s' * (count > 1)}")
 
 
-def unused_reference(config: AsyncConfig) -> list[str]:
+def unused_reference(config: Config) -> list[str]:
     """The line that says so where ``ref_model`` asks for devices and there is no reference.
 
     Examples:

@@ -77,7 +77,7 @@ def make_weight_sync(
         server: what ``weight_sync=restart`` stops and starts.
         tell: the other ranks of a sharded trainer to take part.
     """
-    way, served = config.weight_sync, config.inference_model.engine == "server"
+    way, served = config.weight_sync, config.engine == "server"
     if config.train_model.lora.enabled:
         if not served:
             return LoRASync(model, engine, tell=tell)

@@ -5,8 +5,10 @@
         model.name=Qwen/Qwen2.5-1.5B-Instruct                       # one GPU
 
 One process holds everything, unless told otherwise: a vLLM engine generates, a Hugging Face model
-trains, and both read the same memory, so a weight update costs no copy. Every key is in
-``config/``; unknown keys and keys that the chosen mode would ignore are errors.
+trains, and both read the same memory, so a weight update costs no copy. With devices of their own
+(``inference_model.num_devices``, ``ref_model.num_devices``) engines and reference are workers on
+Ray. Every key is in ``config/``; unknown keys and keys that the chosen mode would ignore are
+errors.
 """
 
 import sys
@@ -31,6 +33,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from grpo.config.asynchronous import with_workers
 from grpo.config.presets import describe_preset
 from grpo.config.schema import load_config
 from grpo.run.assemble import assemble
@@ -42,7 +45,7 @@ from grpo.run.resume import open_run
 def main(cfg: DictConfig) -> None:
     with endings_in_a_line(), ExitStack() as at_end:  # a sweep starts the next run in this process
         with bad_input_in_a_line():
-            config = load_config(cfg)
+            config = with_workers(load_config(cfg))
             if (preset := HydraConfig.get().runtime.choices.get("preset", "none")) != "none":
                 print("preset", describe_preset(preset, cfg, config_folder=CONFIG))
             output = Path(HydraConfig.get().runtime.output_dir)
