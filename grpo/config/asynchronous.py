@@ -54,11 +54,6 @@ class RayConfig(Section):
 class AsyncConfig(Config):
     """A whole asynchronous run; see :class:`~grpo.config.schema.Config` for the rest."""
 
-    unread = (*Config.unread, Unread(
-        lambda c: True, "where engines are workers on Ray, which they are in grpo-async.py, and in "
-        "grpo.py with devices for inference_model or ref_model;",
-        "inference_model.engine inference_model.url inference_model.weight_sync"))
-
     train: AsyncTrainConfig = Field(default_factory=AsyncTrainConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
 
@@ -75,9 +70,6 @@ class AsyncConfig(Config):
 def with_workers(config: Config) -> AsyncConfig:
     """A run of ``grpo.py`` as one whose workers on Ray never run ahead of the trainer: its batches
     are the same.
-
-    Raises:
-        ConfigError: for keys that workers do not read.
 
     Examples:
         >>> with_workers(Config(inference_model={"num_devices": 2})).train.staleness

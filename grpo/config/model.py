@@ -230,9 +230,9 @@ def _obstacle_for_ranks(
         return ("inference_model.backend=transformers generates with the trainer's model, of which "
                 "each has a part only; use backend=vllm, or give inference_model devices of its "
                 "own")
-    if engine != "process":
-        return (f"inference_model.engine={engine} takes no weights from several "
-                "processes; use engine=process, or auto")
+    if engine == "in_process":
+        return ("inference_model.engine=in_process takes no weights from several processes; use "
+                "engine=process, or auto")
     if inference.weight_sync not in ("auto", way):
         return (f"inference_model.weight_sync={inference.weight_sync} is not how "
                 f"{'adapters' if way == 'lora' else 'weights'} are gathered from them; use {way}, "

@@ -126,7 +126,10 @@ class Config(Section):
     """A whole run."""
 
     #: What the script does not read, besides what keys and sections say of themselves.
-    unread: ClassVar[tuple[Unread, ...]] = (WHOLE_PROOF,)
+    unread: ClassVar[tuple[Unread, ...]] = (WHOLE_PROOF, Unread(
+        lambda c: c.has_workers, "where engines are workers on Ray, which they are in "
+        "grpo-async.py, and in grpo.py with devices for inference_model or ref_model;",
+        "inference_model.engine inference_model.url inference_model.weight_sync"))
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     resume: str | None = None

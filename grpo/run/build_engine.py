@@ -153,21 +153,33 @@ def vllm_policy(setup: Setup, llm: LLM, weights: WeightSync) -> VLLMPolicy:
 
 
 def _with_server(setup: Setup, on_failure: ExitStack, server: RunServer | None) -> Actor:
-    """An engine behind HTTP: the run's own, or one that runs already."""
+    """An engine behind HTTP."""
+    client, server = open_server(setup, on_failure, server)
+    model, weights = _connected(setup, client, server)
+    return Actor(model, server_policy(setup, client, server), weights)
+
+
+def open_server(
+    setup: Setup, at_end: ExitStack, server: RunServer | None = None
+) -> tuple[EngineClient, RunServer | None]:
+    """A client of the run's own server, which is started and whose end ``at_end`` gets, or of one
+    that runs already. For ``server`` see :func:`build_actor`."""
     url = setup.config.inference_model.url
-    if url is None:
-        server = server or RunServer(server_options(setup), log_path=setup.folder / "server.log")
-        on_failure.callback(server.stop)
-        client = server.start(setup.path)
-        check_device(client.info(), setup.device, url=None)
-    else:
+    if url is not None:
         client = EngineClient(url, token=os.environ.get(TOKEN_VARIABLE), timeout=_CALL_TIMEOUT)
         bring_to_start(client, setup)
-    model, weights = _connected(setup, client, server)
-    policy = ServerPolicy(
-        client, setup.sampling, stop=server and server.stop,
-        seeded=setup.seeds_rows, **setup.policy_options())
-    return Actor(model, policy, weights)
+        return client, None
+    server = server or RunServer(server_options(setup), log_path=setup.folder / "server.log")
+    at_end.callback(server.stop)
+    client = server.start(setup.path)
+    check_device(client.info(), setup.device, url=None)
+    return client, server
+
+
+def server_policy(setup: Setup, client: EngineClient, server: RunServer | None) -> ServerPolicy:
+    """What generates by a server; the run's own ends with it."""
+    return ServerPolicy(client, setup.sampling, stop=server and server.stop,
+                        seeded=setup.seeds_rows, **setup.policy_options())
 
 
 def _connected(

@@ -6,17 +6,28 @@ first device; the others follow. They shard the model by FSDP2. See ``docs/weigh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, ConfigError
 from grpo.objectives.scorer import TokenScorer
-from grpo.policies.handle import InProcessEngine
+from grpo.policies.base import Policy
+from grpo.policies.handle import EngineHandle, InProcessEngine
 from grpo.policies.inprocess import stop_engine
-from grpo.run.build_engine import Actor, Setup, build_actor, start_engine_of, vllm_policy
+from grpo.run.build_engine import (
+    Actor,
+    Setup,
+    build_actor,
+    open_server,
+    server_policy,
+    start_engine_of,
+    vllm_policy,
+)
 from grpo.run.build_model import load_model, prepare_model
 from grpo.run.build_objective import build_learner, build_loss
 from grpo.run.placement import visible
@@ -25,7 +36,8 @@ from grpo.training.checkpoint import Checkpoint
 from grpo.training.learner import Learner
 from grpo.training.local_ranks import LocalRanks
 from grpo.training.team import Leader, LedLearner, LedScorer
-from grpo.weights.factory import make_weight_sync
+from grpo.weights.factory import make_weight_sync, transfer_of
+from grpo.weights.shared import WeightSync
 from grpo.weights.transfer import TransferBackend
 
 
@@ -110,13 +122,12 @@ def build_training_actor(
 def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
                 checkpoint: Checkpoint | None) -> TrainingActor:
     config = setup.config
-    transfer = None if config.train_model.lora.enabled else "ipc"
+    transfer = transfer_of(config, setup.device)
     # They load the model while the engine starts.
     others = at_end.enter_context(start_others(setup, devices, checkpoint, transfer=transfer))
     # Before torch.distributed is joined: vLLM's processes must not inherit the state of ours.
     with variables_for_children(_variables(devices[:1])):
-        llm = start_engine_of(setup)
-    at_end.callback(stop_engine, llm)
+        engine, policy_of = _start_engine(setup, at_end)
     # On its way to being sharded a model needs none of the GPU's own memory.
     model = load_model(setup.path, config, device=torch.device("cpu"), dtype=setup.dtype)
     prepare_model(model, config, adapter=setup.adapter)
@@ -124,10 +135,21 @@ def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
     ranks = others.meet(device_index=devices[0] if devices else None)
     leader = at_end.enter_context(Leader(ranks, others.check))
     learner = LedLearner(build_learner(config, loss, leader.ranks), leader)
-    weights = make_weight_sync(config, model, InProcessEngine(llm), folder=setup.folder,
+    weights = make_weight_sync(config, model, engine, folder=setup.folder,
                                tokenizer=setup.tokenizer, tell=leader.tell)
-    return TrainingActor(model, vllm_policy(setup, llm, weights), weights, learner,
-                         learner.scorer)
+    return TrainingActor(model, policy_of(weights), weights, learner, learner.scorer)
+
+
+def _start_engine(
+    setup: Setup, at_end: ExitStack
+) -> tuple[EngineHandle, Callable[[WeightSync], Policy]]:
+    """The engine, in a process of its own or behind HTTP, and what generates with it."""
+    if setup.config.engine == "server":
+        client, server = open_server(setup, at_end)
+        return client, lambda weights: server_policy(setup, client, server)
+    llm = start_engine_of(setup)
+    at_end.callback(stop_engine, llm)
+    return InProcessEngine(llm), partial(vllm_policy, setup, llm)
 
 
 def start_others(

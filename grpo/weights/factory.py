@@ -23,7 +23,7 @@ from grpo.weights.in_flight import PausedUpdates, PeriodicUpdates
 from grpo.weights.lora import HTTPLoRASync, LoRASync
 from grpo.weights.reload import CheckpointReload, EngineRestart
 from grpo.weights.shared import SharedCopy, SingleCopy, WeightSync
-from grpo.weights.transfer import WeightTransfer
+from grpo.weights.transfer import TransferBackend, WeightTransfer
 
 # Seconds for one update of an asynchronous run, beside what it waits for groups.
 _FLEET_SECONDS = 600.0
@@ -81,7 +81,7 @@ def make_weight_sync(
     if config.train_model.lora.enabled:
         if not served:
             return LoRASync(model, engine, tell=tell)
-        adapter = HTTPLoRASync(engine, model, folder=folder / "adapters", version=-1)
+        adapter = HTTPLoRASync(engine, model, folder=folder / "adapters", version=-1, tell=tell)
         adapter.publish()  # a resumed one is not what the engine starts with
         if way == "restart":
             adapter.restart = partial(_restarted, server, path)
@@ -96,12 +96,11 @@ def make_weight_sync(
     if way == "reload":
         weights: WeightSync = CheckpointReload(model, tokenizer, engine, folder / "weights",
                                                version=first)
-    elif url is None:  # on the same device, where NCCL cannot connect two processes
-        weights = WeightTransfer(model, engine, backend="ipc", tell=tell)
     else:
-        device = next(model.parameters()).device
-        weights = WeightTransfer(model, engine, backend=network_of(device), version=first,
-                                 host=address_towards(engine.host, engine.port))
+        host = "127.0.0.1" if url is None else address_towards(engine.host, engine.port)
+        weights = WeightTransfer(
+            model, engine, backend=transfer_of(config, next(model.parameters()).device),
+            version=first, host=host, tell=tell)
     if url is not None:
         weights.publish()  # whatever that server has served before
     return weights
@@ -110,6 +109,15 @@ def make_weight_sync(
 def _restarted(server: Restartable, path: str) -> EngineClient:
     server.stop()
     return server.start(path)
+
+
+def transfer_of(config: Config, device: torch.device) -> TransferBackend | None:
+    """What carries all weights to one engine, in whose transfer every rank of a sharded trainer
+    takes part; None where adapters alone travel."""
+    if config.train_model.lora.enabled:
+        return None
+    # On the same device NCCL cannot connect two processes.
+    return "ipc" if config.inference_model.url is None else network_of(device)
 
 
 def network_of(device: torch.device) -> Transport:

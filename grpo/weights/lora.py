@@ -182,6 +182,7 @@ class HTTPLoRASync(WeightSync):
         folder: gets ``adapter_step_1``, ``adapter_step_2`` and so on.
         name: of the adapter; the server appends the number of the load.
         version: updates published so far.
+        tell: the other ranks of a sharded trainer to gather.
 
     Attributes:
         lora_name: what the newest version is served as; None before the first is published.
@@ -191,8 +192,9 @@ class HTTPLoRASync(WeightSync):
     KEPT = 2
 
     def __init__(self, client: EngineClient, model: nn.Module, *, folder: str | Path,
-                 name: str = "policy", version: int = 0) -> None:
+                 name: str = "policy", version: int = 0, tell: Tell = tell_nobody) -> None:
         adapters(model)  # raises if there are none
+        self.tell = tell
         self.client, self.model, self.folder = client, model, Path(folder)
         self.name, self.version = name, version
         self.lora_name: str | None = None
@@ -205,6 +207,7 @@ class HTTPLoRASync(WeightSync):
         The version only counts once the server has loaded it.
         """
         version = self.version + 1
+        self.tell("adapters")
         path = save_adapter(self.model, self.folder / f"adapter_step_{version}")
         if self.restart is not None:
             self.client = self.restart()
@@ -221,5 +224,6 @@ class HTTPLoRASync(WeightSync):
 
     def differing(self, part: Part = ALL) -> list[str]:
         """Factors that differ in the adapter that the server's requests use."""
+        self.tell("adapters")
         values = dict(part.choose(engine_factors(self.model).items()))
         return differing_factors(self.client.lora_fingerprints(shapes_of(values)), values)

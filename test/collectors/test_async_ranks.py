@@ -7,6 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from grpo.run.assemble import assemble
+
 from ..training.runs import make_trainer, save_tiny
 from .asynchronous import LORA, async_config, make_async_trainer, rows_of, sync_config
 from .test_ray import comparable, kill
@@ -50,15 +52,20 @@ def test_two_ranks_make_the_updates_of_one_process_and_their_checkpoint_fits_one
 
 
 @pytest.mark.slow
-def test_two_devices_for_each_role_make_the_updates_of_one_process(tmp_path, tokenizer):
+@pytest.mark.parametrize("script", ["grpo.py", "grpo-async.py"])
+def test_two_devices_for_each_role_make_the_updates_of_one_process(tmp_path, tokenizer, script):
     """Also when one of the two that have the reference dies on the way."""
     folder, train = save_tiny(tmp_path / "model", tokenizer, seed=0), {"kl_to_ref_coeff": 0.1}
     make_trainer(sync_config(folder, train=train), tmp_path / "sync").fit()
     expected, two = comparable(tmp_path / "sync"), {"num_devices": 2}
-    config = async_config(folder, train={**train, "staleness": 0}, train_model=two, ref_model=two,
-                          inference_model=two)
+    roles = {"train_model": two, "ref_model": two, "inference_model": two}
     with ExitStack() as at_end:
-        trainer = make_async_trainer(config, tmp_path / "async", at_end)
+        if script == "grpo.py":
+            config = sync_config(folder, train=train, **roles)
+            trainer = assemble(config, tmp_path / "async", None, at_end)
+        else:
+            config = async_config(folder, train={**train, "staleness": 0}, **roles)
+            trainer = make_async_trainer(config, tmp_path / "async", at_end)
         reference, collect = trainer.collector.reference, trainer.collector.collect
 
         def collect_after_a_death():

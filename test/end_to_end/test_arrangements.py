@@ -20,6 +20,7 @@ LORA = ("train_model.lora.enabled=true", "train.kl_to_ref_coeff=0.01")
 # Once, because a server takes most of a minute to start.
 RESTART = ("inference_model.weight_sync=restart", "train.total_dialog_turns=32")
 PROCESS, SERVER = "inference_model.engine=process", "inference_model.engine=server"
+TWO = "train_model.num_devices=2"
 
 ARRANGEMENTS = {
     "in process, adapters": LORA,
@@ -35,6 +36,11 @@ ARRANGEMENTS = {
     "server, transfer": (SERVER, "inference_model.weight_sync=transfer"),
     "server, restart": (SERVER, *RESTART),
     "server, restart with adapters": (SERVER, *LORA, *RESTART),
+    "two ranks, a server": (SERVER, TWO),
+    "two ranks, a server, adapters": (SERVER, TWO, *LORA),
+    "devices for each role": (TWO, "ref_model.num_devices=2",
+                              "inference_model.num_devices=2", "train.kl_to_ref_coeff=0.01"),
+    "devices for engines, adapters": ("inference_model.num_devices=2", *LORA),
 }
 
 
@@ -76,8 +82,8 @@ def test_a_run_with_a_server_goes_on_as_if_it_had_not_stopped(runner, way):
 
 
 @pytest.mark.parametrize("way", [(), ("inference_model.weight_sync=transfer",),
-                                 ("inference_model.weight_sync=reload",)],
-                         ids=["single copy", "transfer", "reload"])
+                                 ("inference_model.weight_sync=reload",), (TWO,)],
+                         ids=["single copy", "transfer", "reload", "two ranks"])
 def test_a_server_that_runs_already_serves_one_run_after_another(runner, tmp_path, way,
                                                                  monkeypatch):
     """Whatever it was left with: the second run starts from other weights."""

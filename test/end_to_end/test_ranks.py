@@ -10,14 +10,13 @@ import pytest
 
 from ..support import wait_until
 from ..training.runs import timeless
-from .test_arrangements import LORA, PROCESS, TINY, check_run
+from .test_arrangements import LORA, PROCESS, TINY, TWO, check_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 # At a constant learning rate a run that is made longer is the same run.
 RUN = (*TINY, PROCESS, "train.checkpoint_frequency=1", "optimizer.schedule=constant")
 TRANSFER = ("inference_model.weight_sync=transfer",)
-TWO = "train_model.num_devices=2"
 
 
 @pytest.mark.parametrize("way", [TRANSFER, LORA], ids=["weights", "adapters"])
