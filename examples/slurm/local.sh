@@ -3,7 +3,7 @@
 #
 #     VLLM_MODEL=Qwen/Qwen2.5-1.5B-Instruct examples/slurm/local.sh --config-name grpo_gsm8k
 #
-# Starts the server on the last GPU(s), waits for it, trains on the first, and exits with the
+# Starts the server on the last GPU(s), waits for it, trains on all others, and exits with the
 # trainer's exit code when it is done. Arguments are overrides of grpo.py. Logs: $LOG_DIR/server.log
 # and $LOG_DIR/trainer.log. Without a GPU both run on the CPU.
 #
@@ -29,7 +29,7 @@ if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
 elif command -v nvidia-smi >/dev/null; then
     mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader)
 fi
-options=() engine_gpus="" trainer_gpus=""
+options=() training=() engine_gpus="" trainer_gpus=""
 if ((${#gpus[@]})); then
     if ((${#gpus[@]} <= size)); then
         echo "error: ${#gpus[@]} GPUs for VLLM_TP_SIZE=$size and the trainer; ask for $((size + 1))," \
@@ -40,13 +40,14 @@ if ((${#gpus[@]})); then
     engine_gpus=$(IFS=,; echo "${gpus[*]:first}")
     trainer_gpus=$(IFS=,; echo "${gpus[*]:0:first}")
     options+=(--gpu-memory-utilization "${VLLM_MEM_UTIL:-0.9}")
+    training+=("train_model.num_devices=$first")
 fi
 [[ -n ${VLLM_MAX_LEN:-} ]] && options+=(--max-model-len "$VLLM_MAX_LEN")
 
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 train=("$python" "$repo/sota-implementations/grpo/grpo.py" "model.name=$VLLM_MODEL"
     inference_model.engine=server "inference_model.url=http://127.0.0.1:$port"
-    inference_model.weight_sync=transfer "$@")
+    inference_model.weight_sync=transfer "${training[@]}" "$@")
 # A misspelt key is found now, and not after the engine's start.
 "${train[@]}" --cfg job >/dev/null
 

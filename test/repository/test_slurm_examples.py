@@ -80,6 +80,12 @@ def test_server_and_trainer_get_gpus_options_and_logs_of_their_own(run):
     assert "model.name=m" in trainer and "train.seed=3 GPU 4 token True" in trainer
 
 
+def test_all_gpus_that_the_engine_leaves_train(run):
+    _, server, trainer = run()
+    assert server.splitlines()[0].endswith("GPU 6")
+    assert "train_model.num_devices=2 GPU 4,5 token True" in trainer
+
+
 def test_a_misspelt_key_is_found_before_the_engine_starts(run):
     done, server, trainer = run("train.sead=3")
     assert done.returncode == 1 and not server and not trainer
