@@ -247,14 +247,13 @@ def run_part(name: str, text: str) -> Part:
     runs = len(sweep[1].split(",")) if sweep else 1
     iterations = SMALL_ITERATIONS if model == "embedded" else LARGE_ITERATIONS
     iterations = 1 if "weight_sync=restart" in text else iterations
-    asynchronous = text.startswith(ASYNC_SCRIPT)
     return Part(
         name, script,
         limit=(100.0 if quick else 200.0 if model == "embedded" else 300.0) + 40.0 * (runs - 1)
         + 100.0 * ("weight_sync=restart" in text),
         gpus=devices_of(text), gib=(GIB_ADAPTERS if "lora.enabled=true" in text else GIB)[model],
         # Ray's own ports are taken anew by each that starts.
-        claims=frozenset({"ray"} if asynchronous else ()),
+        claims=frozenset({"ray"} if has_workers(text) else ()),
         after=() if model == "embedded" and "$WORK/models" not in script else (PREPARE,),
         read=read_run(iterations, runs=runs, says="held-out accuracy"),
         missing=_missing(text))
@@ -285,13 +284,19 @@ def model_of(text: str) -> str:
     return f"{found[1]}b" if found else "embedded"
 
 
+def has_workers(text: str) -> bool:
+    """Whether engines are workers on Ray."""
+    return text.startswith(ASYNC_SCRIPT) or bool(re.search(
+        r"(inference_model|ref_model)\.num_devices=", text))
+
+
 def devices_of(text: str) -> int:
     """GPUs that a command takes, by what it says of devices."""
     def said(section: str, default: int) -> int:
         found = re.search(rf"{section}\.num_devices=(\d+)", text)
         return int(found[1]) if found else default
 
-    if not text.startswith(ASYNC_SCRIPT):
+    if not has_workers(text):
         return said("train_model", 1)  # the engine is on the first of them
     return said("train_model", 1) + said("inference_model", 1) + said("ref_model", 0)
 
