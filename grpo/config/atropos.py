@@ -97,7 +97,12 @@ class AtroposConfig(Config):
 
     @property
     def engine(self) -> EngineKind:
-        """``inference_model.engine``, resolved: what environments can ask."""
+        """``inference_model.engine``, resolved: what environments can ask.
+
+        Examples:
+            >>> AtroposConfig().engine, AtroposConfig(atropos={"bridge": True}).engine
+            ('server', 'in_process')
+        """
         chosen = self.inference_model.engine
         if chosen != "auto":
             return chosen
