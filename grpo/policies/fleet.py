@@ -33,7 +33,7 @@ class FleetPolicy(Policy):
         self.pool, self.heal, self.timeout = pool, heal, timeout
 
     def start_at(self, version: int) -> None:
-        for number in range(self.pool.count):
+        for number in self.pool.present:
             self.pool.ask(number, "set_version", version, timeout=60.0)
 
     def close(self) -> None:
