@@ -120,6 +120,6 @@ class SharedScoring:
             self.reports[call.number] = report
             scored.append((lease, group))
         for call in self.calls:
-            if call.number not in self.pool.present or self.pool.lives[call.number] != call.life:
+            if self.pool.lost(call):
                 lease, self._waiting[lease] = self._sent.pop(call)
         return scored

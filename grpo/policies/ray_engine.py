@@ -179,6 +179,10 @@ class WorkerPool:
         if self.lives[call.number] == call.life:
             self.dead.setdefault(call.number, reason)
 
+    def lost(self, call: Call) -> bool:
+        """Whether whom it was asked of is gone, also where another has taken its place since."""
+        return call.number in self.dead or self.lives[call.number] != call.life
+
     def look(self) -> None:
         """Note which workers are gone, or live with an engine that has failed."""
         for number in self.present:
@@ -241,16 +245,16 @@ class WorkerPool:
         come = []
         calls = list(self.starting.values())
         for call in self.wait(calls, timeout=0) if calls else ():
-            del self.starting[call.number]
             try:
                 self.about[call.number] = self.result(call, timeout=60.0)
+                self.outdated.add(call.number)
+                come.append(call.number)
             except EngineDied:  # noted, and replaced by the next call
-                continue
+                pass
             except EngineError as error:
                 self.bury(call, str(error))
-                continue
-            self.outdated.add(call.number)
-            come.append(call.number)
+            # Last: from now on it is present, and another thread gives work to all that are usable.
+            del self.starting[call.number]
         return come
 
     def close(self) -> None:
