@@ -264,6 +264,14 @@ def test_updates_reach_the_others_while_there_is_no_room_for_a_new_worker(model,
     assert [given[0] for given in pool.actors[1].given] == [2] and pool.restarts == 1
 
 
+def test_nobody_is_given_work_before_it_has_the_present_weights(pool):
+    usable, result = [], pool.result
+    pool.result = lambda call, **options: usable.append(pool.usable) or result(call, **options)
+    pool.dead[0] = "killed"
+    assert wait_until(pool.revive) == [0]
+    assert usable == [[1]] and pool.usable == [1] and pool.present == [0, 1]
+
+
 def test_a_broadcast_reaches_the_engines_that_are_there(engines):
     model, pool, weights = engines
     weights.publish()

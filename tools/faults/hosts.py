@@ -39,10 +39,13 @@ class Hosts:
 
     def __init__(self, folder: Path, *numbers: int, **env: str) -> None:
         self.folder, self.prefix = folder, f"g{os.getpid() % 100_000}"
-        self.env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-                                 "PYTHONPATH": str(REPO)} | env
+        # Compiled modules are kept, as on hosts that were used before: imports take longest.
+        self.env = os.environ | {
+            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO),
+            "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "compiled")} | env
         self._started: list[subprocess.Popen] = []
         with ExitStack() as stack:
+            stack.callback(shutil.rmtree, folder / "compiled", ignore_errors=True)
             _ip("link", "add", self.prefix, "type", "bridge")
             stack.callback(_ip, "link", "del", self.prefix)
             _ip("link", "set", self.prefix, "up")
