@@ -44,6 +44,7 @@ class Hosts:
             "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO),
             "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "compiled")} | env
         self._started: list[subprocess.Popen] = []
+        folder.mkdir(exist_ok=True)
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, folder / "compiled", ignore_errors=True)
             _ip("link", "add", self.prefix, "type", "bridge")
