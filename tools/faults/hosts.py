@@ -110,8 +110,11 @@ class Hosts:
         _ip("-n", self.name(number), "link", "set", "eth0", "down")
         return time.time()
 
+    def _cable(self, number: int) -> str:
+        return f"{self.prefix}v{number}"
+
     def _add(self, number: int) -> None:
-        name, cable = self.name(number), f"{self.prefix}v{number}"
+        name, cable = self.name(number), self._cable(number)
         _ip("netns", "add", name)
         _ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
         _ip("link", "set", cable, "master", self.prefix, "up")
@@ -124,6 +127,8 @@ class Hosts:
         found = subprocess.run(["ip", "netns", "pids", name], text=True, capture_output=True)
         if pids := found.stdout.split():
             subprocess.run(["kill", "-9", *pids], capture_output=True)
+        # First, or the name would be free some time after the host is gone only.
+        subprocess.run(["ip", "link", "del", self._cable(number)], capture_output=True)
         _ip("netns", "del", name)
         # Of this machine, which the host has had as its own.
         shutil.rmtree(f"/dev/shm/{name}", ignore_errors=True)
