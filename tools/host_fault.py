@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -181,6 +182,8 @@ def main() -> int:
 
     result = {"benchmark": "host_fault", "complete": False, "command": "python tools/host_fault.py",
               **describe_machine(also=("ray",)), "watch": WATCH, "runs": []}
+    # Ends as Ctrl-C does, so that no host and no folder stays.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="hosts-"))
     try:
         model = make_model(folder)
