@@ -166,10 +166,10 @@ class RayCollector:
 
     def _heal(self) -> None:
         try:
-            if self.pool.dead or self.pool.outdated:
+            if not self.pool.whole:
                 self.heal()
-            if self.reference is not None and self.reference.pool.dead:
-                self.reference.pool.revive()  # their weights never change
+            if self.reference is not None:
+                self.reference.heal()
         except WorkersLost as error:
             raise RolloutsFailed(str(error)) from error
 
@@ -200,8 +200,8 @@ class RayCollector:
 
     def _ask_for_groups(self, pending: list[Call]) -> None:
         asked = {call.life for call in pending}
-        for number, life in enumerate(self.pool.lives):
-            if number not in self.pool.dead and life not in asked:
+        for number in self.pool.present:
+            if self.pool.lives[number] not in asked:
                 pending.append(self.pool.send(number, "finished", _POLL))
 
     def _receive(self, pending: list[Call]) -> None:
@@ -264,20 +264,19 @@ class RayCollector:
 
     def _lose_gone(self) -> None:
         """Take back what is held by workers that the trainer's side found dead."""
-        there = {life for number, life in enumerate(self.pool.lives)
-                 if number not in self.pool.dead}
+        there = {self.pool.lives[number] for number in self.pool.present}
         for life in self.schedule.holders() - there:
             self.schedule.lose(life)
 
     def _end_late(self) -> None:
-        numbers = {life: number for number, life in enumerate(self.pool.lives)}
+        numbers = {self.pool.lives[number]: number for number in self.pool.present}
         late: dict[int, list[int]] = {}
         generated = self.reference.leases if self.reference else set()  # and not yet scored
         for lease in self.schedule.expire(time.monotonic(), but=generated):
             late.setdefault(lease.worker, []).append(lease.id)
         for life, leases in late.items():
             self._late[life] = self._late.get(life, 0) + len(leases)
-            if life in numbers and numbers[life] not in self.pool.dead:
+            if life in numbers:
                 self.pool.send(numbers[life], "cancel", leases)
 
     def _hand_out(self) -> None:
@@ -323,6 +322,7 @@ class RayCollector:
         if idle:
             metrics["async/reference_idle"] = sum(idle) / len(idle)
         metrics["async/overtaken_wait"] = self._overtaken_wait
+        metrics["async/workers"] = float(len(self.pool.present))
         metrics["async/restarts"] = float(self.pool.restarts)
         self._before, self.metrics = latest, metrics
 

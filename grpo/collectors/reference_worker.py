@@ -91,12 +91,16 @@ class SharedScoring:
         """Have a group scored; :meth:`send` gives it to a worker."""
         self._waiting[lease] = group
 
+    def heal(self) -> None:
+        """Replace workers that died; their weights never change, so a new one may begin at once."""
+        if len(self.pool.present) < self.pool.count:
+            self.pool.revive()
+
     def send(self) -> None:
         """Give waiting groups to the workers that live."""
-        alive = [number for number in range(self.pool.count) if number not in self.pool.dead]
-        in_hand = self.in_hand
-        while alive and self._waiting:
-            number = min(alive, key=in_hand.__getitem__)
+        in_hand, there = self.in_hand, self.pool.present
+        while there and self._waiting:
+            number = min(there, key=in_hand.__getitem__)
             lease = next(iter(self._waiting))
             group = self._waiting.pop(lease)
             self._sent[self.pool.send(number, "score", group)] = lease, group
@@ -116,6 +120,6 @@ class SharedScoring:
             self.reports[call.number] = report
             scored.append((lease, group))
         for call in self.calls:
-            if call.number in self.pool.dead or self.pool.lives[call.number] != call.life:
+            if self.pool.lost(call):
                 lease, self._waiting[lease] = self._sent.pop(call)
         return scored

@@ -48,7 +48,8 @@ class RayConfig(Section):
     max_restarts: int = Field(3, ge=0)
     """How often, in all, a worker that died is replaced."""
     start_timeout: float = Field(900.0, gt=0)
-    """Seconds until a worker must have started."""
+    """Seconds until a worker must have started; one that takes a dead one's place is waited for
+    only where there is no other."""
 
 
 class AsyncConfig(Config):

@@ -33,7 +33,7 @@ class FleetPolicy(Policy):
         self.pool, self.heal, self.timeout = pool, heal, timeout
 
     def start_at(self, version: int) -> None:
-        for number in range(self.pool.count):
+        for number in self.pool.present:
             self.pool.ask(number, "set_version", version, timeout=60.0)
 
     def close(self) -> None:
@@ -52,13 +52,14 @@ class FleetPolicy(Policy):
         return self._result(self._send(prompts, self.calls), prompts, self.calls)
 
     def _result(self, calls: list[Any], prompts: list[list[int]], number: int) -> Completions:
-        """What the workers return, who are all asked anew if one has died meanwhile."""
+        """What the workers return, who are all asked anew if one has died meanwhile, also where a
+        healing since has replaced it."""
         while True:
             try:
                 return self._joined(calls)
             except EngineError:
                 self.pool.look()
-                if not self.pool.dead:
+                if not any(map(self.pool.lost, calls)):
                     raise
                 self.heal()  # the pool limits how often
                 calls = self._send(prompts, number)

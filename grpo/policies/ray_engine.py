@@ -6,7 +6,8 @@
     WeightTransfer(model, fleet, backend="nccl").publish()    # one broadcast reaches all
 
 Every call has a deadline. A worker that dies is an :class:`EngineDied`; :meth:`WorkerPool.revive`
-puts a new one in its place, which has the weights that the run began with until it is given others.
+starts a new one in its place, which has the weights that the run began with until it is given
+others. The rest goes on meanwhile: a host that is gone may not come back.
 """
 
 from __future__ import annotations
@@ -97,10 +98,10 @@ class WorkerPool:
         count: how many there are.
         kind: what they are called in messages.
         max_restarts: how often, in all, a dead one is replaced.
-        start_timeout: seconds until one must answer.
+        start_timeout: seconds until one must answer, if there is no other.
 
     Raises:
-        WorkersLost: from :meth:`revive`, when ``max_restarts`` are used up.
+        WorkersLost: from :meth:`revive`, when ``max_restarts`` are used up, or nobody is left.
     """
 
     make: Callable[[int], Any]
@@ -112,6 +113,9 @@ class WorkerPool:
     actors: list[Any] = field(default_factory=list, init=False)  # Ray's handles, by number
     lives: list[int] = field(init=False)  # ids of their processes, by number
     dead: dict[int, str] = field(default_factory=dict, init=False)  # why, by number
+    # By number, those that take a dead one's place and have not answered yet; on a cluster Ray may
+    # have to wait for a host that has room.
+    starting: dict[int, Call] = field(default_factory=dict, init=False)
     # Numbers of those that have not been given the present weights since they started.
     outdated: set[int] = field(default_factory=set, init=False)
     restarts: int = field(default=0, init=False)
@@ -129,10 +133,20 @@ class WorkerPool:
                       for number in range(self.count)]
 
     @property
+    def present(self) -> list[int]:
+        """Numbers of the workers that have answered and, as far as is known, live."""
+        return [number for number in range(self.count)
+                if number not in self.dead and number not in self.starting]
+
+    @property
     def usable(self) -> list[int]:
         """Numbers of the workers that live and have the present weights."""
-        return [number for number in range(self.count)
-                if number not in self.dead and number not in self.outdated]
+        return [number for number in self.present if number not in self.outdated]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all workers are usable."""
+        return len(self.usable) == self.count
 
     def name(self, number: int) -> str:
         return f"{self.kind} {number}"
@@ -165,11 +179,13 @@ class WorkerPool:
         if self.lives[call.number] == call.life:
             self.dead.setdefault(call.number, reason)
 
+    def lost(self, call: Call) -> bool:
+        """Whether whom it was asked of is gone, also where another has taken its place since."""
+        return call.number in self.dead or self.lives[call.number] != call.life
+
     def look(self) -> None:
         """Note which workers are gone, or live with an engine that has failed."""
-        for number in range(self.count):
-            if number in self.dead:
-                continue
+        for number in self.present:
             call = self.send(number, "describe")
             try:
                 about = self.result(call, timeout=30.0)
@@ -189,25 +205,57 @@ class WorkerPool:
         return self.result(self.send(number, method, *args), timeout=timeout)
 
     def revive(self) -> list[int]:
-        """Put new workers in the place of dead ones; their numbers."""
-        gone = sorted(self.dead)
-        for number in gone:
-            if self.restarts >= self.max_restarts:
+        """Start new workers in the place of dead ones; the numbers of those that are there since
+        the last call.
+
+        It waits for them only while there is no other.
+        """
+        for number in sorted(self.dead):
+            self._replace(number)
+        come = self._come()
+        deadline = time.monotonic() + self.start_timeout
+        while not self.present:
+            if time.monotonic() > deadline:
                 raise WorkersLost(
-                    f"{self.dead[number]}; {self.restarts} workers were replaced before, which is "
-                    f"all that ray.max_restarts={self.max_restarts} allows. See the log of the "
-                    "worker in Ray's session folder; a killed worker is often one out of memory")
-            self.restarts += 1
-            self._end(self.actors[number])  # what may be left of it
-            self.outdated.add(number)
-            self.actors[number] = self.make(number)
-            self.lives[number] = max(self.lives) + 1
+                    f"no {self.kind} is left, and no new one answered within "
+                    f"{self.start_timeout:g} s (ray.start_timeout); see `ray status` for what the "
+                    "cluster has, and the workers' logs in Ray's session folder")
+            self.wait(list(self.starting.values()), timeout=1.0)
+            come += self._come()
+            for number in sorted(self.dead):  # died as it started
+                self._replace(number)
+        return come
+
+    def _replace(self, number: int) -> None:
+        if self.restarts >= self.max_restarts:
+            raise WorkersLost(
+                f"{self.dead[number]}; {self.restarts} workers were replaced before, which is "
+                f"all that ray.max_restarts={self.max_restarts} allows. See the log of the "
+                "worker in Ray's session folder; a killed worker is often one out of memory")
+        self.restarts += 1
+        self._end(self.actors[number])  # what may be left of it
+        self.actors[number] = self.make(number)
+        self.lives[number] = max(self.lives) + 1
+        self.outdated.discard(number)
+        self.starting[number] = self.send(number, "describe")
+        del self.dead[number]
+
+    def _come(self) -> list[int]:
+        """Numbers of the new workers that have answered, which have no weights of the run yet."""
+        come = []
+        calls = list(self.starting.values())
+        for call in self.wait(calls, timeout=0) if calls else ():
             try:
-                self.about[number] = self.ask(number, "describe", timeout=self.start_timeout)
-            except EngineDied:
-                continue  # noted, and tried again at the next call
-            del self.dead[number]
-        return gone
+                self.about[call.number] = self.result(call, timeout=60.0)
+                self.outdated.add(call.number)
+                come.append(call.number)
+            except EngineDied:  # noted, and replaced by the next call
+                pass
+            except EngineError as error:
+                self.bury(call, str(error))
+            # Last: from now on it is present, and another thread gives work to all that are usable.
+            del self.starting[call.number]
+        return come
 
     def close(self) -> None:
         """End all workers."""

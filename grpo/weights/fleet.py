@@ -50,7 +50,7 @@ class FleetSync(WeightSync):
         return version
 
     def heal(self) -> None:
-        """Replace dead workers and give them the present weights.
+        """Replace dead workers, and give those that are there the present weights.
 
         The trainer's weights must not have changed since they were published.
         """
@@ -81,7 +81,8 @@ class FleetSync(WeightSync):
             self.heal()
 
     def _until_sent(self, send: Callable[[], None]) -> None:
-        """Try again with new workers while any die; the pool limits how often."""
+        """Try again with those that are there while any die; the pool limits how often."""
+        sent = False
         while True:
             try:
                 send()
@@ -90,11 +91,14 @@ class FleetSync(WeightSync):
                 if not self.pool.dead:
                     raise
             else:
-                send = self._refresh  # for those that die from now on; the others have it
+                # What comes from now on gets the same; the others have it.
+                send, sent = self._refresh, True
             if not self.pool.dead:
                 self.pool.outdated.clear()
                 return
             self.pool.revive()
+            if sent and not self.pool.outdated:
+                return
 
     @abstractmethod
     def _publish(self) -> None:
@@ -125,7 +129,7 @@ class ObjectStoreSync(FleetSync):
         self.model, self.timeout, self.tell = model, timeout, tell
 
     def _publish(self) -> None:
-        self._send(self.version + 1, range(self.pool.count))
+        self._send(self.version + 1, self.pool.present)
         self.version += 1
 
     def _refresh(self) -> None:
@@ -201,7 +205,7 @@ class FleetLoRA(ObjectStoreSync):
 
 
 class FleetTransfer(FleetSync):
-    """For vLLM engines: one broadcast reaches all workers of all engines.
+    """For vLLM engines: one broadcast reaches all workers of all engines that are there.
 
     Args:
         model: the trainer's.
@@ -216,17 +220,29 @@ class FleetTransfer(FleetSync):
         self.fleet = EngineFleet([RayEngine(pool, number) for number in range(pool.count)],
                                  tensor_parallel_size=tensor_parallel_size)
         self.transfer = WeightTransfer(model, self.fleet, **options)
+        self._of_an_engine = self.transfer.workers[:tensor_parallel_size]  # all are alike
+        self._met = list(pool.lives)
+
+    def _meet(self) -> None:
+        """Reach the engines that are there, where others were when it connected."""
+        there = [self.pool.lives[number] for number in self.pool.present]
+        if there == self._met:
+            return
+        self.transfer.close()
+        self.fleet.engines = [RayEngine(self.pool, number) for number in self.pool.present]
+        self.transfer.workers = self._of_an_engine * len(there)
+        self._met = there
 
     def _publish(self) -> None:
-        if self.pool.outdated:
-            self.transfer.close()  # newcomers are not in its group
+        self._meet()
         self.transfer.version = self.version
         self.version = self.transfer.publish()
 
     def _refresh(self) -> None:
-        self.transfer.close()
+        self._meet()
         self.transfer.version = self.version - 1
         self.transfer.publish()
 
     def _differing(self, part: Part) -> list[str]:
+        self._meet()
         return self.transfer.differing(part)

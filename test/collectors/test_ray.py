@@ -11,6 +11,7 @@ import pytest
 from grpo.collectors.ray import RolloutsFailed
 from grpo.policies.ray_engine import WorkersLost
 
+from ..support import wait_until
 from ..training.runs import make_trainer, save_tiny, timeless
 from .asynchronous import LORA, async_config, make_async_trainer, rows_of, sync_config
 
@@ -41,6 +42,7 @@ def test_deaths_and_a_resumption_leave_the_metrics_of_a_synchronous_run(
         kill(pool, 0)
         trainer.iterate()
         trainer.iterate()
+        wait_until(lambda: trainer.weights.heal() or pool.whole, seconds=60)
         assert pool.restarts == 1
         for number in range(2):
             kill(pool, number)

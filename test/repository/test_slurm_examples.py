@@ -175,6 +175,16 @@ def test_several_nodes_join_at_the_heads_address_with_all_cpus_of_a_task(
     assert any("start --head --block --node-ip-address=10.1.2.3" in step for step in steps)
 
 
+@pytest.mark.parametrize("given, keys", [
+    ({}, []), ({"VLLM_MEM_UTIL": "0.8", "VLLM_MAX_LEN": "512"}, [
+        "inference_model.gpu_memory_utilization=0.8", "inference_model.max_model_len=512"])])
+def test_variables_are_keys_of_the_engines_where_they_are_set(submit, given, keys):
+    done = submit("train.seed=3", VLLM_TP_SIZE="2", **given)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("ray.address=10.1.2.3:6379 ")[1].split() == [
+        "inference_model.tensor_parallel_size=2", *keys, "train.seed=3"]
+
+
 def shown(name: str) -> list[list[str]]:
     """Arguments of each command in a script's header."""
     header = (LOCAL.with_name(name).read_text()).replace("\\\n#", "")

@@ -3,6 +3,7 @@ die."""
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from grpo.collectors.rollout_worker import RolloutWorker
 from grpo.policies.driver import EngineDriver
 from grpo.policies.handle import EngineError
+from grpo.policies.ray_engine import WorkersLost
 from grpo.weights.adapters import adapters, make_lora
 from grpo.weights.canary import StaleWeightsError
 from grpo.weights.fleet import FleetLoRA, FleetTransfer, ObjectStoreSync
@@ -19,6 +21,7 @@ from grpo.weights.proof import WeightProof
 from grpo.weights.worker.lora import flat
 
 from ..collectors.asynchronous import LocalPool
+from ..support import wait_until
 from .faults import FAULTS, Changing, Faulty, params, updates_until_found
 from .receivers import ThreadedEngine, vllm_like
 from .receivers import Worker as TransferWorker
@@ -49,6 +52,12 @@ class Worker:
     def differing_adapter(self, packed, timeout) -> list[str]:
         return [name for name, value in packed.tensors().items()
                 if not torch.equal(value, self.values[name])]
+
+
+def all_there(weights) -> bool:
+    """Whether all workers have the present weights, after those that have come were given them."""
+    wait_until(lambda: weights.heal() or weights.pool.whole)
+    return True
 
 
 @pytest.fixture
@@ -108,7 +117,7 @@ def test_a_worker_that_takes_a_dead_ones_place_gets_the_present_adapter(model, p
     pool.kill(0)
     randomise(model)
     weights.publish()  # in which the death is noticed
-    assert weights.version == 2 and pool.restarts == 1 and pool.usable == [0, 1]
+    assert all_there(weights) and weights.version == 2 and pool.restarts == 1
     assert pool.actors[0].given == [(2, "keep")] and pool.actors[1].given[-1] == (2, "keep")
     assert weights.differing() == []
 
@@ -118,7 +127,7 @@ def test_a_worker_whose_engine_has_failed_is_replaced_though_its_process_lives(m
     weights.publish()
     broken = pool.actors[0]
     broken.failure, broken.load_adapter = "OutOfMemoryError()", lambda *args: 1 / 0
-    assert weights.publish() == 2
+    assert weights.publish() == 2 and all_there(weights)
     assert pool.restarts == 1 and pool.actors[0] is not broken
     assert weights.differing() == []
 
@@ -143,7 +152,7 @@ def test_a_death_that_is_noticed_after_an_update_does_not_make_another_version(m
 
         weights._publish = then_one_dies
         pool.max_restarts += 1
-        assert weights.publish() == weights.version == 1
+        assert weights.publish() == weights.version == 1 and all_there(weights)
         assert [worker.given[-1][0] for worker in pool.actors] == [1, 1]
 
 
@@ -152,7 +161,7 @@ def test_a_replaced_worker_alone_is_healed(model, pool):
     weights.publish()
     pool.kill(1)
     pool.dead[1] = "killed"
-    weights.heal()
+    assert all_there(weights)
     assert [worker.given for worker in pool.actors] == [[(1, "keep")]] * 2
     assert weights.differing() == []
 
@@ -223,8 +232,70 @@ def test_an_engine_that_dies_while_it_is_compared_is_replaced_and_compared_again
     weights.publish()
     pool.kill(1)
     WeightProof(weights).check()
-    assert pool.restarts == 1 and weights.version == 1
+    assert all_there(weights) and pool.restarts == 1 and weights.version == 1
     assert pool.actors[1].engine.version == 1
+
+
+def without_room(pool) -> threading.Event:
+    """New workers of a pool answer once the event is set: a cluster has room for them again."""
+    room, make = threading.Event(), pool.make
+
+    def later(number: int):
+        worker = make(number)
+        describe = worker.describe
+        worker.describe = lambda: room.wait(30) and describe()
+        return worker
+
+    pool.make = later
+    return room
+
+
+@pytest.mark.parametrize("way", [FleetLoRA, ObjectStoreSync])
+def test_updates_reach_the_others_while_there_is_no_room_for_a_new_worker(model, pool, way):
+    weights, room = way(model, pool), without_room(pool)
+    pool.kill(1)
+    for version in (1, 2):
+        assert weights.publish() == version
+        assert pool.present == pool.usable == [0] and list(pool.starting) == [1]
+    weights.heal()
+    assert {given[0] for given in pool.actors[0].given} == {1, 2} and not pool.actors[1].given
+    room.set()
+    assert all_there(weights)
+    assert [given[0] for given in pool.actors[1].given] == [2] and pool.restarts == 1
+
+
+def test_nobody_is_given_work_before_it_has_the_present_weights(pool):
+    usable, result = [], pool.result
+    pool.result = lambda call, **options: usable.append(pool.usable) or result(call, **options)
+    pool.dead[0] = "killed"
+    assert wait_until(pool.revive) == [0]
+    assert usable == [[1]] and pool.usable == [1] and pool.present == [0, 1]
+
+
+def test_a_broadcast_reaches_the_engines_that_are_there(engines):
+    model, pool, weights = engines
+    weights.publish()
+    room = without_room(pool)
+    pool.kill(0)
+    for version in (2, 3):
+        with torch.no_grad():
+            for param in model.parameters():
+                param += 0.01
+        assert weights.publish() == version and weights.differing() == []
+        assert pool.usable == [1] and pool.actors[1].engine.version == version
+    room.set()
+    assert all_there(weights) and weights.differing() == []
+    assert [worker.engine.version for worker in pool.actors] == [3, 3]
+
+
+def test_where_nobody_is_left_the_wait_for_a_new_worker_has_an_end(model, pool):
+    weights, pool.start_timeout, pool.max_restarts = FleetLoRA(model, pool), 0.2, 2
+    without_room(pool)
+    for number in range(2):
+        pool.kill(number)
+    with pytest.raises(WorkersLost, match=r"no rollout worker is left.*within 0.2 s \(ray.start_"):
+        weights.publish()
+    assert weights.version == 1  # what is saved then
 
 
 @pytest.mark.parametrize("fault", FAULTS)
