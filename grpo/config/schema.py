@@ -179,6 +179,17 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _the_engine_has_what_is_quantised(self) -> Config:
+        url = self.inference_model.url
+        if self.train_model.quantization is not None and url is not None:
+            raise ValueError(f"train_model.quantization={self.train_model.quantization}: engines "
+                             "must hold the very values that the trainer's bits stand for, and "
+                             f"the server at inference_model.url={url} was started from others; "
+                             "remove the url, so that the run starts one, or set quantization to "
+                             "null")
+        return self
+
+    @model_validator(mode="after")
     def _ranks_can_share_the_optimizer(self) -> Config:
         if self.train_model.ranks > 1 and self.optimizer.name != "adamw":
             raise ValueError(f"optimizer.name={self.optimizer.name} steps whole tensors, but "
@@ -255,7 +266,8 @@ class Config(Section):
     def shares_weights(self) -> bool:
         """Whether trainer and vLLM engine read one copy of the weights, adapters aside."""
         return (self.weight_sync in ("single_copy", "lora") and self.inference_model.on_this_host
-                and not self.has_workers and self.train_model.ranks == 1)  # else each has a slice
+                and not self.has_workers and self.train_model.ranks == 1  # else each has a slice
+                and self.train_model.quantization is None)  # which engines have written out
 
     @property
     def is_demonstration(self) -> bool:

@@ -130,6 +130,7 @@ def _memory_plan(
                          or "eager" * shape.caps_attention) == "eager",
         head=_head(config, shape), head_chunk_size=config.train_model.head_chunk_size,
         fp32_head=config.train_model.fp32_head, lora=lora,
+        quantization=config.train_model.quantization,
         optimizer=config.optimizer.name,
         trained_layers=config.train_model.layer_indices and tuple(config.train_model.layer_indices),
         **slots)

@@ -162,4 +162,6 @@ def describe_weights(config: Config, *, backend: str) -> str:
         way = "one module trains and generates"
     elif config.weight_sync == "lora" and config.shares_weights:
         way += ", the weights beneath are one copy"
+    if config.train_model.quantization is not None and backend == "vllm":
+        way += ", the engine has the values that the trainer's quantised weights stand for"
     return f"{way}; a canary checks the engine after every update"
