@@ -82,6 +82,7 @@ VARIANTS = {
     "0.5b, adapters as views, compiled":
         f"{GSM8K}/0.5b {LORA} train_model.lora.alpha=16 train_model.compile=true",
     "0.5b, adapters written": f"{GSM8K}/0.5b {LORA} train_model.compile=false",
+    "0.5b, adapters on 4 bits": f"{GSM8K}/0.5b {LORA} train_model.quantization=nf4",
     "0.5b, engine=process, compiled":
         f"{GSM8K}/0.5b inference_model.engine=process train_model.compile=true",
     "0.5b, engine=process, adapters": f"{GSM8K}/0.5b inference_model.engine=process {LORA}",
@@ -265,6 +266,8 @@ def _missing(text: str) -> str:
     for package, name in NEEDS.items():
         if f"env={package}" in text and importlib.util.find_spec(package) is None:
             return f"needs `pip install {name}`"
+    if "quantization=" in text and importlib.util.find_spec("torchao") is None:
+        return "needs `pip install 'torchao>=0.18'`"
     return ""
 
 
