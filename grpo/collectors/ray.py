@@ -93,9 +93,9 @@ class RayCollector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "ready" not in state:
-            raise ValueError("resume: the checkpoint is of grpo.py, whose prompts are drawn in "
-                             "another way; go on with that, or start anew from its model by "
-                             "model.name=CHECKPOINT/model")
+            raise ValueError("resume: the checkpoint is of grpo.py with an engine of the trainer's "
+                             "own, whose prompts are drawn in another way; go on with that, or "
+                             "start anew from its model by model.name=CHECKPOINT/model")
         ready = [[*ticket, TensorDict(group, batch_size=[len(group["group_id"])])]
                  for *ticket, group in state["ready"]]
         unfinished = state["unfinished"]

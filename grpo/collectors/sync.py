@@ -83,6 +83,11 @@ class SyncCollector:
         return self.env.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "ready" in state:
+            raise ValueError("resume: the checkpoint is of a run with workers, who draw prompts in "
+                             "another way; go on with the devices it had for inference_model and "
+                             "ref_model, or start anew from its model by "
+                             "model.name=CHECKPOINT/model")
         self.env.load_state_dict(state)
 
     def _collect_informative(self) -> TensorDictBase:

@@ -72,9 +72,9 @@ class AsyncConfig(Config):
         return True
 
 
-def with_workers(config: Config) -> Config:
-    """A synchronous run as it was given, or, where engines or the reference have devices of their
-    own, as one whose workers on Ray never run ahead of the trainer: the same batches.
+def with_workers(config: Config) -> AsyncConfig:
+    """A run of ``grpo.py`` as one whose workers on Ray never run ahead of the trainer: its batches
+    are the same.
 
     Raises:
         ConfigError: for keys that workers do not read.
@@ -83,8 +83,6 @@ def with_workers(config: Config) -> Config:
         >>> with_workers(Config(inference_model={"num_devices": 2})).train.staleness
         0
     """
-    if not config.has_workers:
-        return config
     values = config.model_dump()
     values["train"]["staleness"] = 0
     return load_config(values, AsyncConfig)

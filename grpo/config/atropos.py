@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from grpo.config.atropos_section import EVALUATED, AtroposSection
+from grpo.config.model import EngineKind
 from grpo.config.objective import DistillConfig
 from grpo.config.schema import Config
 from grpo.config.train import TrainConfig
@@ -93,6 +94,14 @@ class AtroposConfig(Config):
                              f"inference_model.max_model_len={inference.max_model_len}, so no "
                              "sequence could be so long; lower the first or raise the second")
         return self
+
+    @property
+    def engine(self) -> EngineKind:
+        """``inference_model.engine``, resolved: what environments can ask."""
+        chosen = self.inference_model.engine
+        if chosen != "auto":
+            return chosen
+        return "in_process" if self.atropos.bridge else "server"
 
     @property
     def engine_url(self) -> str:

@@ -181,47 +181,38 @@ class InferenceModelConfig(RoleDevices):
     tensor_parallel_size: int = Field(1, ge=1)
     """Devices of one engine; there are ``num_devices / tensor_parallel_size`` engines."""
 
-    def engine_beside(self, ranks: int) -> EngineKind:
-        """``engine``, resolved, where so many devices train.
-
-        Examples:
-            >>> InferenceModelConfig().engine_beside(1), InferenceModelConfig().engine_beside(2)
-            ('in_process', 'process')
-        """
-        if self.engine != "auto":
-            return self.engine
-        return "server" if self.url is not None else "process" if ranks > 1 else "in_process"
-
     @property
     def on_this_host(self) -> bool:
         """Whether the engine can share memory with the trainer."""
         return self.url is None or is_loopback(urlsplit(self.url).hostname or "")
 
 
-def resolve_sync(inference: InferenceModelConfig, lora: LoRAConfig, *, ranks: int = 1) -> Sync:
-    """How weights reach a vLLM engine from so many ``ranks`` that train.
+def resolve_sync(
+    inference: InferenceModelConfig, lora: LoRAConfig, engine: EngineKind, *, ranks: int = 1
+) -> Sync:
+    """How weights reach a vLLM engine of this kind from so many ``ranks`` that train.
 
     Raises:
         ValueError: for a ``weight_sync`` that the other keys rule out, with what to change.
 
     Examples:
-        >>> resolve_sync(InferenceModelConfig(), LoRAConfig())
+        >>> resolve_sync(InferenceModelConfig(), LoRAConfig(), "in_process")
         'single_copy'
-        >>> resolve_sync(InferenceModelConfig(), LoRAConfig(enabled=True))
+        >>> resolve_sync(InferenceModelConfig(), LoRAConfig(enabled=True), "in_process")
         'lora'
         >>> far = InferenceModelConfig(engine="server", url="http://10.0.0.2:9001")
-        >>> resolve_sync(far, LoRAConfig())
+        >>> resolve_sync(far, LoRAConfig(), "server")
         'transfer'
     """
     chosen = inference.weight_sync
     whole: Sync = "single_copy" if inference.on_this_host and ranks == 1 else "transfer"
     own: Sync = "lora" if lora.enabled else whole
-    if ranks > 1 and (problem := _obstacle_for_ranks(inference, own)):
+    if ranks > 1 and (problem := _obstacle_for_ranks(inference, engine, own)):
         raise ValueError(f"{ranks} devices of train_model share a model: {problem}, or train on "
                          "one device")
     if chosen == "auto":
         return own
-    if problem := _obstacle(chosen, inference, lora, inference.engine_beside(ranks)):
+    if problem := _obstacle(chosen, inference, lora, engine):
         raise ValueError(f"inference_model.weight_sync={chosen} {problem}")
     return chosen
 
@@ -250,12 +241,15 @@ def _obstacle(chosen: Sync, inference: InferenceModelConfig, lora: LoRAConfig,
     return None
 
 
-def _obstacle_for_ranks(inference: InferenceModelConfig, way: Sync) -> str | None:
+def _obstacle_for_ranks(
+    inference: InferenceModelConfig, engine: EngineKind, way: Sync
+) -> str | None:
     """What several training devices cannot work with and what to do; None if they can."""
     if inference.backend == "transformers":
         return ("inference_model.backend=transformers generates with the trainer's model, of which "
-                "each has a part only; use backend=vllm with inference_model.engine=process")
-    if (engine := inference.engine_beside(2)) != "process":
+                "each has a part only; use backend=vllm, or give inference_model devices of its "
+                "own")
+    if engine != "process":
         return (f"inference_model.engine={engine} takes no weights from several "
                 "processes; use engine=process, or auto")
     if inference.weight_sync not in ("auto", way):

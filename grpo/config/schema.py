@@ -243,8 +243,18 @@ class Config(Section):
 
     @property
     def engine(self) -> EngineKind:
-        """``inference_model.engine``, resolved; for vLLM."""
-        return self.inference_model.engine_beside(self.train_model.ranks)
+        """``inference_model.engine``, resolved; for vLLM.
+
+        Examples:
+            >>> Config().engine, Config(train_model={"num_devices": 2}).engine
+            ('in_process', 'process')
+        """
+        chosen = self.inference_model.engine
+        if chosen != "auto":
+            return chosen
+        if self.inference_model.url is not None:
+            return "server"
+        return "process" if self.train_model.ranks > 1 else "in_process"
 
     @property
     def has_workers(self) -> bool:
@@ -259,7 +269,7 @@ class Config(Section):
         """``inference_model.weight_sync``, resolved; for vLLM, which alone needs any."""
         if self.has_workers:
             return "lora" if self.train_model.lora.enabled else "transfer"
-        return resolve_sync(self.inference_model, self.train_model.lora,
+        return resolve_sync(self.inference_model, self.train_model.lora, self.engine,
                             ranks=self.train_model.ranks)
 
     @property

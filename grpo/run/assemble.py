@@ -17,7 +17,7 @@ from torch import nn
 
 from grpo.collectors.base import Collector
 from grpo.collectors.sync import SyncCollector
-from grpo.config.asynchronous import AsyncConfig
+from grpo.config.asynchronous import AsyncConfig, with_workers
 from grpo.config.schema import Config
 from grpo.envs.tasks.base import Task
 from grpo.policies.model_shape import ModelShape
@@ -55,8 +55,8 @@ class Start(NamedTuple):
 def assemble(
     config: Config, run_dir: Path, checkpoint: Checkpoint | None, at_end: ExitStack
 ) -> Trainer:
-    """A trainer that asks an engine for each rollout; with workers on Ray, see
-    :func:`~grpo.config.asynchronous.with_workers`, as :func:`assemble_async`.
+    """A trainer that asks an engine for each rollout, or, where engines or the reference have
+    devices of their own, workers on Ray.
 
     Args:
         config: the run's.
@@ -67,8 +67,8 @@ def assemble(
     Raises:
         ValueError: for a configuration that cannot work, naming key and fix.
     """
-    if isinstance(config, AsyncConfig):
-        return assemble_async(config, run_dir, checkpoint, at_end)
+    if config.has_workers:
+        return assemble_async(with_workers(config), run_dir, checkpoint, at_end, asked=config)
     build.quiet_libraries()
     devices = build_team.choose_devices(config, backend=build.resolve_backend(config))
     start = _set_up(config, run_dir, checkpoint)
@@ -98,9 +98,12 @@ def assemble(
 
 
 def assemble_async(
-    config: AsyncConfig, run_dir: Path, checkpoint: Checkpoint | None, at_end: ExitStack
+    config: AsyncConfig, run_dir: Path, checkpoint: Checkpoint | None, at_end: ExitStack, *,
+    asked: Config | None = None,
 ) -> Trainer:
     """A trainer whose rollouts come from workers that generate all the time; see :func:`assemble`.
+
+    ``asked`` is the configuration by which a later run recognises its own, if it is another.
 
     Raises:
         ValueError: for a configuration that cannot work, naming key and fix.
@@ -109,6 +112,8 @@ def assemble_async(
     build.quiet_libraries()
     places = build_async.open_ray(config, at_end)
     start = _set_up(config, run_dir, checkpoint)
+    if asked is not None:
+        start = start._replace(asked=asked.model_dump(mode="json"))
 
     # What it will take, before anything is launched
     setup, room, say = start.setup, capacity(start.setup.device), start.console.info

@@ -33,25 +33,29 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from grpo.config.asynchronous import with_workers
 from grpo.config.presets import describe_preset
 from grpo.config.schema import load_config
+from grpo.policies.handle import EngineError
+from grpo.policies.ray_engine import WorkersLost
 from grpo.run.assemble import assemble
-from grpo.run.cli.endings import bad_input_in_a_line, endings_in_a_line
+from grpo.run.cli.endings import bad_input_in_a_line, endings_in_a_line, fit_with_workers
 from grpo.run.resume import open_run
 
 
 @hydra.main(version_base=None, config_path="../../config", config_name="grpo")
 def main(cfg: DictConfig) -> None:
     with endings_in_a_line(), ExitStack() as at_end:  # a sweep starts the next run in this process
-        with bad_input_in_a_line():
-            config = with_workers(load_config(cfg))
+        with bad_input_in_a_line(EngineError, WorkersLost):
+            config = load_config(cfg)
             if (preset := HydraConfig.get().runtime.choices.get("preset", "none")) != "none":
                 print("preset", describe_preset(preset, cfg, config_folder=CONFIG))
             output = Path(HydraConfig.get().runtime.output_dir)
             run_dir, checkpoint = open_run(config, output, at_end)
             trainer = assemble(config, run_dir, checkpoint, at_end)
-        trainer.fit()  # generate -> score -> advantages -> update -> publish -> prove -> report
+        if config.has_workers:
+            fit_with_workers(trainer)
+        else:
+            trainer.fit()  # generate -> score -> advantages -> update -> publish -> prove -> report
 
 
 if __name__ == "__main__":

@@ -303,7 +303,8 @@ def test_every_key_of_these_sections_is_covered():
                  "train.checkpoint_frequency", "train.keep_checkpoints", "train.proof_interval",
                  "train.max_sampling_rounds", "inference_model.backend", "inference_model.engine",
                  "inference_model.url", "inference_model.weight_sync", "train_model.num_devices",
-                 "train_model.devices"}
+                 "train_model.devices", "inference_model.num_devices", "inference_model.devices",
+                 "inference_model.tensor_parallel_size"}
     sections = ("train", "optimizer", "train_model", "inference_model", "kl_controller",
                 "entropy_controller", "maxent", "distill")
     keys = {key for section in sections for key in keys_of(SECTIONS[section], f"{section}.")}

@@ -285,9 +285,9 @@ def test_several_training_devices_hand_over_what_they_train_and_one_shares_its_w
 @pytest.mark.parametrize(("train_model", "inference", "parts"), [
     ({"lora": {"enabled": True}}, {"weight_sync": "transfer"},
      "weight_sync=transfer is not how adapters are gathered from them; use lora, or auto"),
-    ({}, {"backend": "transformers"}, "use backend=vllm with inference_model.engine=process"),
+    ({}, {"backend": "transformers"}, "use backend=vllm, or give inference_model devices of its own"),
     ({}, {"engine": "in_process"}, "inference_model.engine=in_process takes no weights"),
-    ({}, {"engine": "server"}, "use engine=process, or train on one device"),
+    ({}, {"engine": "server"}, "use engine=process, or auto, or train on one device"),
     ({}, {"weight_sync": "single_copy"}, "weight_sync=single_copy is not how weights are"),
     ({}, {"weight_sync": "reload"}, "use transfer, or auto, or train on one device"),
     ({"devices": [1]}, {}, "num_devices=2 and train_model.devices=[1] contradict each other"),

@@ -26,6 +26,10 @@ class Mode:
     stable: bool = True  # two runs have the same metrics
 
     @property
+    def has_workers(self) -> bool:
+        return self.script == "async" or "num_devices" in self.sections.get("inference_model", {})
+
+    @property
     def schema(self) -> type[Config]:
         return SCHEMAS[self.script]
 
@@ -62,6 +66,8 @@ MODES = {
         SERVER, {"inference_model": {"url": "http://127.0.0.1:9009"}})),
     "sync, two ranks": Mode("sync", merged(
         VLLM, {"train_model": {"num_devices": 2}, "inference_model": {"engine": "process"}})),
+    "sync, devices for engines": Mode("sync", merged(
+        TRANSFORMERS, {"inference_model": {"num_devices": 2}})),
     "async, Transformers": Mode("async", TRANSFORMERS, stable=False),
     "async, Transformers, staleness 0": Mode("async", merged(
         TRANSFORMERS, {"train": {"staleness": 0}})),

@@ -93,7 +93,7 @@ class Runner:
               watched(patch, mode.schema) as watch):
             patch.chdir(folder)
             seen = watch.observed
-            self._stand_in(patch.setattr, seen, mode)
+            self._stand_in(patch.setattr, seen, mode, workers=config.has_workers)
             trainer = self._trainer(mode, config, folder, at_end)
             seen.did["model"] = _model(trainer.model)
             seen.did["optimizer"] = _optimizer(trainer.learner.optimizer)
@@ -124,7 +124,7 @@ class Runner:
 
     # -- stand-ins -----------------------------------------------------------------------------
 
-    def _stand_in(self, patch: Any, seen: Observation, mode: Mode) -> None:
+    def _stand_in(self, patch: Any, seen: Observation, mode: Mode, *, workers: bool) -> None:
         patch("grpo.report.reporter.write_report",
               lambda run_dir, *, title, config: seen.note("report", title) or run_dir / "none")
         patch(assemble, "make_loggers", _noting(seen, "loggers", loggers.make_loggers))
@@ -132,7 +132,7 @@ class Runner:
         patch(build_engine, "_with_server", lambda setup, on_failure, server: _server(
             seen, setup, server))
         patch(build_team, "_with_ranks", lambda setup, *rest: _ranks(seen, setup))
-        if mode.script == "async":
+        if workers:
             LocalRay(SimpleNamespace(setattr=patch))
             patch(build_async, "WorkerPool", _pool(seen))
             patch("ray.remote", lambda cls: SimpleNamespace(

@@ -16,7 +16,7 @@ def _transformers_workers(mode: Mode) -> bool:
 
 
 def _no_reference(mode: Mode) -> bool:
-    return (mode.script == "async" and "lora" not in mode.sections.get("train_model", {})
+    return (mode.script != "atropos" and "lora" not in mode.sections.get("train_model", {})
             and "kl_to_ref_coeff" not in mode.sections.get("train", {}))
 
 
@@ -111,7 +111,7 @@ HOLDS = {
     "train_model.fp32_head": _float32,
     "train.update_at": _transformers_workers,
     # Other ranks are started there: test/collectors/test_async_ranks.py.
-    "train_model.num_devices": lambda mode: mode.script == "async",
+    "train_model.num_devices": lambda mode: mode.has_workers,
     # They stay idle there, which a line says: test/run/test_placement.py.
     "ref_model.num_devices": _no_reference, "ref_model.devices": _no_reference,
     # atropos-grpo-run logs its hub there; atropos-grpo refuses it, see test_flags.py.

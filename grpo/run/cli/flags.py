@@ -194,13 +194,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
 FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
 
 _MODES: dict[Mode, dict[str, dict[str, Any]]] = {
-    "shared_vllm": {"inference_model": {"engine": "server", "weight_sync": "single_copy"}},
-    "lora_only": {"inference_model": {"engine": "server", "weight_sync": "lora"},
+    "shared_vllm": {"inference_model": {"weight_sync": "single_copy"}},
+    "lora_only": {"inference_model": {"weight_sync": "lora"},
                   "train_model": {"lora": {"enabled": True}}},
-    "lora_restart": {"inference_model": {"engine": "server", "weight_sync": "restart"},
+    "lora_restart": {"inference_model": {"weight_sync": "restart"},
                      "train_model": {"lora": {"enabled": True}}},
-    "none": {"inference_model": {"engine": "server", "weight_sync": "restart"}},
-    "bridge": {"inference_model": {"engine": "in_process"}, "atropos": {"bridge": True}},
+    "none": {"inference_model": {"weight_sync": "restart"}},
+    "bridge": {"atropos": {"bridge": True}},
 }
 
 
