@@ -260,9 +260,12 @@ class Config(Section):
     def has_workers(self) -> bool:
         """Whether engines are workers on Ray, because they or the reference have devices of their
         own."""
-        engines, reference = self.inference_model, self.ref_model
-        return bool(engines.num_devices or engines.devices or engines.tensor_parallel_size > 1
-                    or self.needs_reference and (reference.num_devices or reference.devices))
+        engines, reference, own = self.inference_model, self.ref_model, self.train_model.devices
+        asked = engines.num_devices or engines.devices or engines.tensor_parallel_size > 1
+        scored = self.needs_reference and (reference.num_devices or reference.devices)
+        # Without workers the engine is on the first device of the trainer, the reference on all.
+        return bool(asked and engines.devices != (own or [])[:1]
+                    or scored and (own is None or sorted(reference.devices or ()) != sorted(own)))
 
     @property
     def weight_sync(self) -> Sync:

@@ -26,6 +26,11 @@ SHORT = (*ADAPTERS, "train.total_dialog_turns=64", "train.checkpoint_frequency=2
 kinds = pytest.mark.parametrize("kind", ["int8", "nf4"])
 
 
+def proofs(rows: list[dict]) -> list[float]:
+    """What the canary measured after each update; an evaluation has a row without."""
+    return [row["canary/max_abs_diff"] for row in rows if "canary/max_abs_diff" in row]
+
+
 def rows_of(path: Path, *, after: int = 0) -> list[dict]:
     return [row for row in runs.timeless(read_jsonl(path / "metrics.jsonl"))
             if row["step"] > after]
@@ -38,7 +43,7 @@ def test_the_base_stays_in_bits_and_the_adapter_fits_what_was_written_of_it(trai
     rows = rows_of(tmp_path / "a")
     assert rows[0]["policy/kl_to_ref"] == pytest.approx(0, abs=1e-6)  # of the quantised model
     assert rows[-1]["policy/kl_to_ref"] > 1e-5
-    assert all(row["canary/max_abs_diff"] < 1e-4 for row in rows)
+    assert all(found < 1e-4 for found in proofs(rows)) and len(proofs(rows)) > 3
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(
         str(tmp_path / "a" / "final_adapter"), dtype=torch.float32).eval()
     tokens = torch.arange(10, 30)[None]
@@ -63,13 +68,13 @@ def test_a_run_goes_on_with_the_same_bits(train, tmp_path):
 @kinds
 def test_reward_rises_on_a_quantised_base(runner, kind):
     """The embedded model, whose additions are often wrong, with Transformers."""
-    runner.run(*ADAPTERS, f"train_model.quantization={kind}", "inference_model.backend=transformers",
-               "optimizer.lr=5e-3", "train.max_steps=40", "train.eval_frequency=40",
+    runner.run(*ADAPTERS, f"train_model.quantization={kind}", "optimizer.lr=5e-3",
+               "inference_model.backend=transformers", "train.max_steps=40", "train.eval_frequency=40",
                "train.checkpoint_frequency=0", "hydra.run.dir=run")
     rows = runner.metrics(runner.folder / "run")
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
-    assert all(row["canary/max_abs_diff"] < 1e-4 for row in rows)
+    assert all(found < 1e-4 for found in proofs(rows)) and len(proofs(rows)) == 40
 
 
 @pytest.mark.slow
@@ -85,5 +90,6 @@ def test_engines_have_the_values_that_the_bits_stand_for(runner, script, options
                "env.repeats=4", "train.max_steps=3", "train.eval_frequency=0",
                "model.warm_start_steps=20", *options, "hydra.run.dir=run", **where)
     rows = runner.metrics(runner.folder / "run")
-    assert len(rows) >= 3 and all(row["canary/max_abs_diff"] < 1e-4 for row in rows)
-    assert all(row["policy/ratio_max"] < 1.001 for row in rows[:1])
+    assert all(found < 1e-4 for found in proofs(rows)) and len(proofs(rows)) == 3
+    first = next(row for row in rows if "policy/ratio_max" in row)
+    assert first["policy/ratio_max"] == pytest.approx(1, abs=1e-3)

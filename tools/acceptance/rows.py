@@ -253,7 +253,8 @@ def run_part(name: str, text: str) -> Part:
         name, script,
         limit=(100.0 if quick else 200.0 if model == "embedded" else 300.0) + 40.0 * (runs - 1)
         + 100.0 * ("weight_sync=restart" in text),
-        gpus=devices_of(text), gib=(GIB_ADAPTERS if "lora.enabled=true" in text else GIB)[model],
+        gpus=devices_of(text), gib=(GIB_ADAPTERS if "lora.enabled=true" in text else GIB)[model]
+        * max(1, text.count(".devices=[") // devices_of(text)),  # roles that share a device
         # Ray's own ports are taken anew by each that starts.
         claims=frozenset({"ray"} if asynchronous else ()),
         after=() if model == "embedded" and "$WORK/models" not in script else (PREPARE,),
@@ -294,6 +295,9 @@ def devices_of(text: str) -> int:
         found = re.search(rf"{section}\.num_devices=(\d+)", text)
         return int(found[1]) if found else default
 
+    named = re.findall(r"\.devices=\[([\d,]+)\]", text)
+    if named:
+        return len(set(",".join(named).split(",")))
     if not text.startswith(ASYNC_SCRIPT):
         return said("train_model", 1)  # the engine is on the first of them
     return said("train_model", 1) + said("inference_model", 1) + said("ref_model", 0)
