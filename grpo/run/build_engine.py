@@ -152,9 +152,9 @@ def start_engine_of(setup: Setup, **own: Any) -> LLM:
     lora = config.train_model.lora
     options = {
         "max_num_seqs": setup.rows, "seed": config.train.seed,
-        "separate_process": config.engine == "process", **own}
+        "separate_process": config.engine == "process", "model_path": setup.engine_path, **own}
     return start_engine(
-        setup.engine_path, device=setup.device, dtype=setup.dtype,
+        options.pop("model_path"), device=setup.device, dtype=setup.dtype,
         max_model_len=setup.max_model_len, enforce_eager=inference.enforce_eager,
         fp32_head=setup.fp32_head,
         gpu_memory_utilization=inference.gpu_memory_utilization,

@@ -91,7 +91,7 @@ def _start_engine(
     parallel = {} if setup.tensor_parallel_size == 1 else {
         "separate_process": True, "tensor_parallel_size": setup.tensor_parallel_size}
     llm = start_engine_of(shared, max_num_seqs=setup.rows, seed=config.train.seed + number,
-                          alone=setup.alone, **parallel)
+                          alone=setup.alone, model_path=setup.path, **parallel)
     end_compile_workers()
     policy = VLLMPolicy(llm, shared.sampling, **shared.policy_options(),
                         lora_request=lora_request() if lora.enabled else None)

@@ -79,17 +79,17 @@ def test_reward_rises_on_a_quantised_base(runner, kind):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize(("script", "options"), [
-    ("grpo", ()), ("grpo", ("inference_model.engine=process",)),
-    ("grpo", ("inference_model.engine=server", "inference_model.weight_sync=restart")),
-    ("grpo-async", ()), ("grpo-async", ("inference_model.backend=transformers",))])
-def test_engines_have_the_values_that_the_bits_stand_for(runner, script, options):
+@pytest.mark.parametrize(("script", "steps", "options"), [
+    ("grpo", 3, ()), ("grpo", 3, ("inference_model.engine=process",)),
+    ("grpo", 1, ("inference_model.engine=server", "inference_model.weight_sync=restart")),
+    ("grpo-async", 3, ()), ("grpo-async", 3, ("inference_model.backend=transformers",))])
+def test_engines_have_the_values_that_the_bits_stand_for(runner, script, steps, options):
     """Were they started from the model as it was, the canary would end the run at once."""
     where = {"script": ASYNC} if script == "grpo-async" else {}
     runner.run(*ADAPTERS, "train_model.quantization=nf4", "optimizer.lr=1e-2", "env.num_envs=4",
-               "env.repeats=4", "train.max_steps=3", "train.eval_frequency=0",
+               "env.repeats=4", f"train.max_steps={steps}", "train.eval_frequency=0",
                "model.warm_start_steps=20", *options, "hydra.run.dir=run", **where)
     rows = runner.metrics(runner.folder / "run")
-    assert all(found < 1e-4 for found in proofs(rows)) and len(proofs(rows)) == 3
+    assert all(found < 1e-4 for found in proofs(rows)) and len(proofs(rows)) == steps
     first = next(row for row in rows if "policy/ratio_max" in row)
     assert first["policy/ratio_max"] == pytest.approx(1, abs=1e-3)
