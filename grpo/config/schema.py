@@ -44,7 +44,8 @@ class EnvConfig(Section):
     name: str | list[str] | dict[str, float] | None = None
     """What reasoning_gym's problems are: a data set, several, or {data set: weight}."""
     id: str | None = None
-    """Of a verifiers environment: the module with its ``load_environment``."""
+    """Of an environment: of verifiers, the module with its ``load_environment``; of TorchRL, a
+    class of ``torchrl.envs.llm`` or the import path of what makes one."""
     data_path: str | None = None
     task: dict[str, Any] = Field(default_factory=dict)
     """Options of the task, see :mod:`grpo.envs.tasks`."""

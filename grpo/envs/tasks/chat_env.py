@@ -153,13 +153,13 @@ def _problems(made_of: str, split: str, *, endless: bool = False) -> Iterator[Pr
         begin = partial(_begin, made_of, start)
         yield Problem(
             prompt=tuple(_messages(start["history"].prompt)), id=f"{split}/{number}",
-            answer=_text(start.get("answer", "")), partner=begin,
+            answer=_answer(start), partner=begin,
             verifier=partial(_score_of_one_turn, begin))
 
 
 def _length(environment: Any) -> int | None:
     """Rows of its data set; None if they never end."""
-    for transform in environment.transform:
+    for transform in environment.transform.modules():
         rows = getattr(getattr(transform, "dataloader", None), "dataset", None)
         if rows is not None:
             return len(rows) if hasattr(rows, "__len__") else None
@@ -176,9 +176,9 @@ def _messages(history: Any) -> list[dict[str, Any]]:
             for role, content in zip(roles, contents, strict=True)]
 
 
-def _text(value: Any) -> str:
-    """The one entry of a batch of one."""
-    return str(value[0]) if isinstance(value, list) else str(value)
+def _answer(start: Any) -> str:
+    """For people and for rewards of one's own; the environment keeps what it compares with."""
+    return str(start["answer"][0]) if "answer" in start.keys() else ""
 
 
 def _begin(made_of: str, start: Any) -> ChatTalk:
@@ -207,7 +207,8 @@ def _make(made_of: str) -> Any:
     """A new one of an id, arguments, folder and split."""
     name, args, data_path, split = json.loads(made_of)
     make = _named(name)
-    accepted = inspect.signature(make).parameters
+    # A class's own call takes anything.
+    accepted = inspect.signature(make.__init__ if inspect.isclass(make) else make).parameters
     for key, value in (("shuffle", False), ("seed", 0)):
         if key in accepted:
             args.setdefault(key, value)
