@@ -38,22 +38,22 @@ def guess(highest: int = 9, **options):
     return env.append_transform(Guessing())
 
 
-class Digits(Transform):
-    """Rewards the share of digits in what is said."""
+class Sevens(Transform):
+    """Rewards the share of sevens in what is said, and ends the conversation."""
 
     def _step(self, tensordict, after):
         said = tensordict["history"].full[0].content[-1]
-        after["reward"] = torch.full((1, 1), sum(map(str.isdigit, said)) / max(1, len(said)))
+        after["reward"] = torch.full((1, 1), said.count("7") / max(1, len(said)))
         after["done"] = after["terminated"] = torch.ones(1, 1, dtype=torch.bool)
         return after
 
 
-def digits():
-    """A number, one turn."""
+def sevens():
+    """Sums, and a reward that knows one digit only."""
     rows = [{"query": f"{a}+{b}="} for a in range(10) for b in range(10)]
     env = ChatEnv.from_dataloader(DataLoader(rows, batch_size=1, collate_fn=_batch),
                                   batch_size=(1,))
-    return env.append_transform(Digits())
+    return env.append_transform(Sevens())
 
 
 def unrewarded():
