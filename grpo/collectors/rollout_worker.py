@@ -53,6 +53,7 @@ class WorkerSetup:
     device: str  # cuda or cpu
     dtype: str  # of the weights, without "torch."
     tensor_parallel_size: int = 1  # devices of the engine
+    alone: bool = True  # which has them to itself
 
 
 @dataclass(frozen=True)

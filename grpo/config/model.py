@@ -17,12 +17,15 @@ from grpo.system.http_call import is_loopback
 
 EngineKind = Literal["in_process", "process", "server"]
 Device = Annotated[int, Field(ge=0)]
+Quantization = Literal["int8", "nf4"]
 Sync = Literal["single_copy", "transfer", "lora", "reload", "restart"]
 
 #: Adapters an engine can hold at a time. A server takes up a new one while requests may still
 #: finish with the one before.
 LORA_SLOTS: dict[EngineKind, int] = {"in_process": 1, "process": 1, "server": 2}
 
+_ADAPTERS = Unread(lambda c: not c.train_model.lora.enabled, "because what is trained keeps its "
+                   "dtype; set train_model.lora.enabled=true, or")
 _EMBEDDED = Unread(lambda c: c.model.name != "embedded", "because model.name={model.name} is "
                    "trained already; set model.name=embedded, or")
 _HEAD = Unread(lambda c: c.train_model.head == "logits", "by train_model.head=logits, which are "
@@ -115,6 +118,9 @@ class TrainModelConfig(RoleDevices):
     """Decoder layers that are trained, everything else being frozen; null: all of the model."""
     num_devices: int | None = Field(None, ge=1)
     """Devices that train together, each with a part of the model; null: 1."""
+    quantization: Annotated[Quantization | None, _ADAPTERS] = None
+    """In what the frozen linear layers beneath adapters are kept, see
+    :mod:`grpo.weights.quantised`; null: in ``torch_dtype``."""
     lora: LoRAConfig = Field(default_factory=LoRAConfig)
 
     @property
@@ -128,6 +134,19 @@ class TrainModelConfig(RoleDevices):
             raise ValueError(f"train_model.layer_indices={self.layer_indices} chooses weights to "
                              "train, but with train_model.lora.enabled=true there are none; use "
                              "train_model.lora.layer_indices")
+        return self
+
+    @model_validator(mode="after")
+    def _a_quantised_base_is_whole(self) -> TrainModelConfig:
+        if self.quantization is None:
+            return self
+        key = f"train_model.quantization={self.quantization}"
+        if self.ranks > 1:
+            raise ValueError(f"{key} keeps whole matrices, but {self.ranks} devices of train_model "
+                             "have a slice of each; train on one device, or set it to null")
+        if self.compile:
+            raise ValueError(f"{key} writes values out at each product, which is not compiled; set "
+                             "train_model.compile=false, or quantization to null")
         return self
 
 

@@ -44,7 +44,8 @@ class EnvConfig(Section):
     name: str | list[str] | dict[str, float] | None = None
     """What reasoning_gym's problems are: a data set, several, or {data set: weight}."""
     id: str | None = None
-    """Of a verifiers environment: the module with its ``load_environment``."""
+    """Of an environment: of verifiers, the module with its ``load_environment``; of TorchRL, a
+    class of ``torchrl.envs.llm`` or the import path of what makes one."""
     data_path: str | None = None
     task: dict[str, Any] = Field(default_factory=dict)
     """Options of the task, see :mod:`grpo.envs.tasks`."""
@@ -182,6 +183,17 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _the_engine_has_what_is_quantised(self) -> Config:
+        url = self.inference_model.url
+        if self.train_model.quantization is not None and url is not None:
+            raise ValueError(f"train_model.quantization={self.train_model.quantization}: engines "
+                             "must hold the very values that the trainer's bits stand for, and "
+                             f"the server at inference_model.url={url} was started from others; "
+                             "remove the url, so that the run starts one, or set quantization to "
+                             "null")
+        return self
+
+    @model_validator(mode="after")
     def _ranks_can_share_the_optimizer(self) -> Config:
         if self.train_model.ranks > 1 and self.optimizer.name != "adamw":
             raise ValueError(f"optimizer.name={self.optimizer.name} steps whole tensors, but "
@@ -252,9 +264,12 @@ class Config(Section):
     def has_workers(self) -> bool:
         """Whether engines are workers on Ray, because they or the reference have devices of their
         own."""
-        engines, reference = self.inference_model, self.ref_model
-        return bool(engines.num_devices or engines.devices or engines.tensor_parallel_size > 1
-                    or self.needs_reference and (reference.num_devices or reference.devices))
+        engines, reference, own = self.inference_model, self.ref_model, self.train_model.devices
+        asked = engines.num_devices or engines.devices or engines.tensor_parallel_size > 1
+        scored = self.needs_reference and (reference.num_devices or reference.devices)
+        # Without workers the engine is on the first device of the trainer, the reference on all.
+        return bool(asked and engines.devices != (own or [])[:1]
+                    or scored and (own is None or sorted(reference.devices or ()) != sorted(own)))
 
     @property
     def weight_sync(self) -> Sync:
@@ -268,7 +283,8 @@ class Config(Section):
     def shares_weights(self) -> bool:
         """Whether trainer and vLLM engine read one copy of the weights, adapters aside."""
         return (self.weight_sync in ("single_copy", "lora") and self.inference_model.on_this_host
-                and not self.has_workers and self.train_model.ranks == 1)  # else each has a slice
+                and not self.has_workers and self.train_model.ranks == 1  # else each has a slice
+                and self.train_model.quantization is None)  # which engines have written out
 
     @property
     def is_demonstration(self) -> bool:

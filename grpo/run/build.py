@@ -25,6 +25,7 @@ from grpo.run.build_objective import describe_loss
 from grpo.run.model_source import find_model, first_line
 from grpo.training.checkpoint import Checkpoint
 from grpo.weights.adapters import require_peft
+from grpo.weights.quantised import quantised_layers, require_torchao
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ def check(config: Config, task: Task, *, device: torch.device, backend: str) -> 
         EngineClient(inference.url)  # checks the address
     if config.train_model.lora.enabled:
         require_peft()
+    if config.train_model.quantization is not None:
+        require_torchao()
     if config.train_model.compile and (device.type == "cpu" or backend == "transformers"):
         raise ConfigError("train_model.compile=true is for GPUs with vLLM: on a CPU it costs more "
                           "than it saves, and generation with Transformers changes its shapes at "
@@ -282,9 +285,13 @@ def describe(
 ) -> dict[str, str]:
     """What was resolved, for the start-up banner."""
     count = sum(param.numel() for param in actor.model.parameters())
+    count += sum(layer.in_features * layer.out_features
+                 for _, layer in quantised_layers(actor.model))
     trained = sum(param.numel() for name, param in actor.model.named_parameters()
                   if ".lora_" in name)
     model = f"{config.model.name}, {(count - trained) / 1e6:,.1f} M parameters, {str(dtype)[6:]}"
+    if (kind := config.train_model.quantization) is not None:
+        model += f", linear layers kept as {kind}"
     if trained:
         model += f", LoRA of rank {config.train_model.lora.r}: {trained / 1e6:,.2f} M parameters"
     if config.model.name == "embedded":

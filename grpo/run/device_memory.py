@@ -16,7 +16,7 @@ from grpo.config.schema import Config
 from grpo.objectives.registry import get_objective
 from grpo.policies.inprocess import engine_lora_rank, kv_cache_bytes
 from grpo.policies.model_shape import LoRA, ModelShape
-from grpo.run.ledger import Ledger, Row, Saving, check_fits, human
+from grpo.run.ledger import DoesNotFitError, Ledger, Row, Saving, check_fits, human
 from grpo.run.memory import Head
 from grpo.run.memory_plan import (
     MemoryPlan,
@@ -74,7 +74,8 @@ def role_ledgers(
     its own, ``reference``. All devices are taken to be alike; see :func:`run_ledger`."""
     shared = (config, model_path, device, dtype, backend, max_model_len)
     trainer = _memory_plan(*shared, sharing="apart")
-    engine = _memory_plan(*shared, sharing="two_copies", alone=True)
+    engine = _memory_plan(*shared, sharing="two_copies", apart=True,
+                          alone=not places.shared("engine"))
     ledgers = {}
     if places.reference:
         frozen = dict(trainer.frozen)
@@ -89,12 +90,21 @@ def check_roles_fit(
     ledgers: dict[str, Ledger], places: DevicePlan, capacity: int,
     advised: Callable[[str], Sequence[Saving]] = lambda role: (),
 ) -> None:
-    """Refuse a run of which a role does not fit on its device, or on a CPU all do not together;
-    see :func:`grpo.run.ledger.check_fits`."""
+    """Refuse a run of which the roles of a device do not fit on it, or on a CPU all do not
+    together; see :func:`grpo.run.ledger.check_fits`.
+
+    Roles that share a device are at work at any time, so what they need is added up.
+
+    Raises:
+        DoesNotFitError: with the plan, where roles share devices.
+    """
     if places.kind == "cuda":
-        for role, ledger in ledgers.items():
-            check_fits(ledger, capacity, who=f"{role}: a device of it",
-                       advised=partial(advised, role))
+        for roles in dict.fromkeys(places.roles().values()):
+            if len(roles) == 1:
+                check_fits(ledgers[roles[0]], capacity, who=f"{roles[0]}: a device of it",
+                           advised=partial(advised, roles[0]))
+            else:
+                _check_together(ledgers, roles, places, capacity, advised)
         return
     counts = {"train": 1, "engine": len(places.engines), "reference": len(places.reference)}
     rows = [Row(f"{role}s" if counts[role] > 1 else role, counts[role] * ledger.total,
@@ -102,9 +112,23 @@ def check_roles_fit(
     check_fits(Ledger(tuple(rows)), capacity)
 
 
+def _check_together(
+    ledgers: dict[str, Ledger], roles: tuple[str, ...], places: DevicePlan, capacity: int,
+    advised: Callable[[str], Sequence[Saving]],
+) -> None:
+    rows = tuple(Row(role, ledgers[role].total, "at its greatest moment") for role in roles)
+    try:
+        check_fits(Ledger(rows), capacity, who=f"a device of {' and '.join(roles)}",
+                   advised=lambda: [saving for role in roles for saving in advised(role)])
+    except DoesNotFitError as error:
+        plan = "\n  ".join(places.table())
+        raise DoesNotFitError(f"{error}\n  or give each role devices of its own; the plan was\n  "
+                              f"{plan}") from None
+
+
 def _memory_plan(
     config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str,
-    max_model_len: int, *, sharing: Sharing, alone: bool = False,
+    max_model_len: int, *, sharing: Sharing, apart: bool = False, alone: bool = False,
     trained_tokens: int | None = None,
 ) -> MemoryPlan:
     shape, lora = ModelShape.of(model_path), _lora(config)
@@ -112,7 +136,7 @@ def _memory_plan(
     if device.type == "cuda":
         row = -(-row // GPU_WIDTH_MULTIPLE) * GPU_WIDTH_MULTIPLE
     in_engine = backend == "vllm"
-    rows = config.turns_per_batch if alone else config.env.num_envs * config.env.repeats
+    rows = config.turns_per_batch if apart else config.env.num_envs * config.env.repeats
     slots = {} if lora is None or not in_engine else {
         "lora_slots": LORA_SLOTS[config.engine],
         "lora_slot_rank": engine_lora_rank(lora.rank)}
@@ -130,6 +154,7 @@ def _memory_plan(
                          or "eager" * shape.caps_attention) == "eager",
         head=_head(config, shape), head_chunk_size=config.train_model.head_chunk_size,
         fp32_head=config.train_model.fp32_head, lora=lora,
+        quantization=config.train_model.quantization,
         optimizer=config.optimizer.name,
         trained_layers=config.train_model.layer_indices and tuple(config.train_model.layer_indices),
         **slots)

@@ -72,6 +72,8 @@ def _compiled(
 ) -> tuple[bool, str]:
     if device.type != "cuda" or backend != "vllm":
         return False, "generation with Transformers changes its shapes at every token"
+    if config.train_model.quantization is not None:
+        return False, "values of a quantised base are written out at each product"
     if shape.architecture not in MEASURED:
         return False, f"{shape.architecture} has not been measured; true compiles it"
     # Rows are taken to be half as long as the longest may be.

@@ -6,7 +6,8 @@ from typing import Any
 
 #: What a checkpoint cannot go on without: with another model, task or seed it is refused.
 KEPT = ("model.", "ref_model.name:", "env.dataset:", "env.name", "env.id:", "env.task.",
-        "train.seed:", "train_model.torch_dtype:", "train_model.lora.")
+        "train.seed:", "train_model.torch_dtype:", "train_model.quantization:",
+        "train_model.lora.")
 
 #: What is shown and kept, and where and how fast it is computed, but not what comes out. Every key
 #: that is not here counts as changing the results, those that are yet to come included.

@@ -13,9 +13,11 @@ from typing import Literal
 import torch
 
 from grpo.config.keys import OptimizerName
+from grpo.config.model import Quantization
 from grpo.policies.model_shape import LoRA, ModelShape
 from grpo.run.ledger import GIB, PHASES, Ledger, Row, human
 from grpo.run.memory import DeviceType, Head, head_bytes, layer_bytes, outer_bytes, transient_bytes
+from grpo.weights.quantised import quantised_bytes
 
 #: Whether engine and trainer read the same weights, or each has its own on this device; ``apart``:
 #: the engine is on another device, or was here before this run; ``lent``: it was here, and the
@@ -26,6 +28,9 @@ Sharing = Literal["one_copy", "two_copies", "apart", "lent"]
 CONTEXT_BYTES, GRAPH_BYTES, PROCESS_BYTES = int(0.6 * GIB), GIB, GIB
 #: Share of activations and head that a caching allocator loses in gaps.
 FRAGMENTATION = 0.05
+#: Bytes a value beside the result, while quantised values are written out: 8-bit ones in float32;
+#: indices of 8 bytes, codes and scales of 4-bit ones.
+WRITING_BYTES: dict[Quantization, int] = {"int8": 8, "nf4": 20}
 #: Prompt tokens an engine works on at a time.
 ENGINE_TOKENS = 16_384
 
@@ -54,6 +59,7 @@ class MemoryPlan:
     head: Head = "fused"
     head_chunk_size: int | None = None  # tokens; None: by device
     fp32_head: bool = False
+    quantization: Quantization | None = None  # of the linear layers beneath adapters
     lora: LoRA | None = None
     lora_slots: int = 0  # of the engine, each for adapters of all linear layers
     lora_slot_rank: int = 16
@@ -103,18 +109,41 @@ def _rows(plan: MemoryPlan) -> Iterator[Row]:
               "lent": "in the engine's memory already"}
     note = f"{_millions(shape.parameters)} x {b} bytes ({name}), {copies[plan.sharing]}"
     weights = 0 if plan.sharing == "lent" else shape.parameters * b
+    if plan.quantization is not None:
+        weights, note = _quantised(plan)
     yield from _shards(plan) if plan.ranks > 1 else [Row("weights", weights, note)]
     if plan.sharing == "two_copies":
         yield Row("engine", shape.parameters * b,
                   f"{_millions(shape.parameters)} x {b} bytes, the engine's own copy")
     for role, parameters in plan.frozen:
         yield Row(role, parameters * b, f"{_millions(parameters)} x {b} bytes ({name})")
+    if plan.quantization is not None:
+        yield _written_out(plan)
     yield from _optimizer_rows(plan)
     yield from _training_rows(plan)
     if plan.engine_counts:
         yield from _generation_rows(plan)
     yield _reserve(plan, working=sum(row.bytes for row in _training_rows(plan)),
                    graphs=plan.engine_counts)
+
+
+def _quantised(plan: MemoryPlan) -> tuple[int, str]:
+    """Bytes of weights of which the linear layers are quantised, and a note."""
+    shape, b, kind = plan.shape, plan.dtype.itemsize, plan.quantization
+    sizes = [(outs, ins) for *_, ins, outs in shape.linears]
+    count = sum(outs * ins for outs, ins in sizes)
+    held = sum(quantised_bytes(kind, out=outs, width=ins, itemsize=b) for outs, ins in sizes)
+    return held + (shape.parameters - count) * b, (
+        f"{_millions(count)} in {kind}, {_millions(shape.parameters - count)} x {b} bytes, "
+        "the trainer's")
+
+
+def _written_out(plan: MemoryPlan) -> Row:
+    """Of the layer whose product runs."""
+    largest = max(ins * outs for *_, ins, outs in plan.shape.linears)
+    size = plan.dtype.itemsize + WRITING_BYTES[plan.quantization]
+    return Row("written out", largest * size, f"{_millions(largest)} x {size} bytes: the largest "
+               "linear layer in its dtype, and what it takes to write it out")
 
 
 def _millions(count: int) -> str:

@@ -37,6 +37,23 @@ class DevicePlan:
     engines: tuple[tuple[int, ...], ...]  # of each engine
     available: int | None = None  # None: a CPU has room for any number of processes
 
+    def roles(self) -> dict[int, tuple[str, ...]]:
+        """Who is on each device that is in use: ``train``, ``engine``, ``reference``.
+
+        Examples:
+            >>> DevicePlan("cuda", (0,), (1,), ((0,), (2,))).roles()
+            {0: ('train', 'engine'), 1: ('reference',), 2: ('engine',)}
+        """
+        devices = {"train": self.train, "engine": tuple(d for own in self.engines for d in own),
+                   "reference": self.reference}
+        used = dict.fromkeys(device for several in devices.values() for device in several)
+        return {device: tuple(role for role, several in devices.items() if device in several)
+                for device in sorted(used)}
+
+    def shared(self, *roles: str) -> bool:
+        """Whether all of these roles, or of a single one any other, are on one device."""
+        return any(set(roles) <= set(there) and len(there) > 1 for there in self.roles().values())
+
     def table(self) -> list[str]:
         """One line for the trainer, each copy of the reference, each engine and what is free."""
         rows = [("train", self.train),
@@ -50,11 +67,12 @@ class DevicePlan:
 
 
 def plan_devices(config: AsyncConfig, *, kind: Kind, available: int | None) -> DevicePlan:
-    """Give each role its devices, of ``available`` GPUs of the machine or cluster.
+    """Give each role its devices, of ``available`` GPUs of the machine or cluster: its own, but for
+    those that several roles name in ``devices``.
 
     Raises:
-        ConfigError: for roles that want the same device, a device that is not there, or more than
-            there are; with what each role asks for.
+        ConfigError: for a device that is not there, or more than there are; with what each role
+            asks for.
     """
     size = config.inference_model.tensor_parallel_size
     sections = {"train_model": (config.train_model, 1), "ref_model": (config.ref_model, 0),
@@ -66,19 +84,25 @@ def plan_devices(config: AsyncConfig, *, kind: Kind, available: int | None) -> D
               for name, (section, default) in sections.items()}
     request = "; ".join(f"{name} wants {_words(count, devices)}"
                         for name, (count, devices) in wanted.items() if count)
+    numbered = [device for _, devices in wanted.values() for device in devices or ()]
     if kind == "cpu":
         for name, (_, devices) in wanted.items():
-            if devices is not None:
+            if devices is not None and len(set(numbered)) == len(numbered):
                 raise ConfigError(f"{name}.devices={devices} numbers GPUs, but this run is on a "
-                                  "CPU; use num_devices")
+                                  "CPU, where numbers only say which roles share their cores; use "
+                                  "num_devices")
         if size > 1:
             raise ConfigError(f"inference_model.tensor_parallel_size={size} needs GPUs; on a CPU "
                               "raise inference_model.num_devices")
     if config.ray.address is not None and any(devices for _, devices in wanted.values()):
         raise ConfigError("devices=[...] numbers the GPUs of one machine, but ray.address="
                           f"{config.ray.address} is a cluster; use num_devices ({request})")
-    taken = _explicit(wanted, available, request)
-    total = sum(count for count, _ in wanted.values())
+    for name, (_, devices) in wanted.items():
+        if wrong := [d for d in devices or () if available is not None and d >= available]:
+            raise ConfigError(f"{name}.devices={devices}: there is no GPU {wrong[0]}, the "
+                              f"{available} of this machine are 0 to {available - 1}")
+    taken = set(numbered)
+    total = len(taken) + sum(count for count, devices in wanted.values() if not devices)
     if available is not None and total > available:
         raise ConfigError(f"{request}: {total} GPUs in all, but there are {available}; lower "
                           "num_devices, or train and generate on one GPU with grpo.py")
@@ -92,22 +116,6 @@ def plan_devices(config: AsyncConfig, *, kind: Kind, available: int | None) -> D
     return DevicePlan(
         kind, chosen["train_model"], chosen.get("ref_model", ()),
         tuple(engines[i:i + size] for i in range(0, len(engines), size)), available)
-
-
-def _explicit(wanted: dict[str, tuple[int, list[int] | None]], available: int | None,
-              request: str) -> dict[int, str]:
-    """Devices that were asked for by number, and by whom."""
-    taken: dict[int, str] = {}
-    for name, (_, devices) in wanted.items():
-        for device in devices or ():
-            if device in taken:
-                raise ConfigError(f"{name}.devices={devices}: GPU {device} is {taken[device]}'s "
-                                  f"already ({request}); give each role its own")
-            if available is not None and device >= available:
-                raise ConfigError(f"{name}.devices={devices}: there is no GPU {device}, the "
-                                  f"{available} of this machine are 0 to {available - 1}")
-            taken[device] = name
-    return taken
 
 
 def _words(count: int, devices: list[int] | None) -> str:
@@ -251,11 +259,11 @@ class Places:
 
     def _threads(self) -> dict[str, Any]:
         """Ray's options for a share of this machine's cores, unless the user has given one."""
-        processes = len(self.plan.train) + len(self._others())
+        places = len(self.plan.roles())
         # Of those that this process may use, where the system tells.
         affinity = getattr(os, "sched_getaffinity", None)
         cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-        share = max(1, cores // processes)
+        share = max(1, cores // places)
         # Where it is not set, Ray sets it to num_cpus.
         return _environment(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(share)))
 

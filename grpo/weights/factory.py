@@ -120,14 +120,15 @@ def transfer_of(config: Config, device: torch.device) -> TransferBackend | None:
     return "ipc" if config.inference_model.url is None else network_of(device)
 
 
-def network_of(device: torch.device) -> Transport:
-    """What carries tensors of a device between hosts."""
-    return "nccl" if device.type == "cuda" else "gloo"
+def network_of(device: torch.device, *, together: bool = False) -> Transport:
+    """What carries tensors of a device between processes, of which NCCL refuses those that are
+    ``together`` on one GPU."""
+    return "nccl" if device.type == "cuda" and not together else "gloo"
 
 
 def make_fleet_sync(
     config: AsyncConfig, model: nn.Module, pool: WorkerPool, *, backend: str,
-    device: torch.device, host: str, tell: Tell = tell_nobody,
+    device: torch.device, host: str, together: bool = False, tell: Tell = tell_nobody,
 ) -> FleetSync:
     """The way to all workers of an asynchronous run.
 
@@ -138,6 +139,7 @@ def make_fleet_sync(
         backend: that they generate with.
         device: of the trainer.
         host: address of the trainer that the workers can reach.
+        together: whether a worker is on a device of the trainer's.
         tell: the other ranks of a sharded trainer to take part.
     """
     at_border = config.train.update_at == "group_border"
@@ -150,8 +152,9 @@ def make_fleet_sync(
     if config.train_model.lora.enabled:
         return FleetLoRA(model, pool, pause_mode=pause, timeout=patience, tell=tell)
     return FleetTransfer(
-        model, pool, host=host, backend=network_of(device), pause_mode=pause, timeout=patience,
-        tensor_parallel_size=config.inference_model.tensor_parallel_size, tell=tell)
+        model, pool, host=host, backend=network_of(device, together=together),
+        pause_mode=pause, timeout=patience, tell=tell,
+        tensor_parallel_size=config.inference_model.tensor_parallel_size)
 
 
 def while_serving(config: AtroposConfig, weights: WeightSync, client: EngineClient) -> WeightSync:
@@ -170,4 +173,6 @@ def describe_weights(config: Config, *, backend: str) -> str:
         way = "one module trains and generates"
     elif config.weight_sync == "lora" and config.shares_weights:
         way += ", the weights beneath are one copy"
+    if config.train_model.quantization is not None and backend == "vllm":
+        way += ", the engine has the values that the trainer's quantised weights stand for"
     return f"{way}; a canary checks the engine after every update"

@@ -184,7 +184,8 @@ def test_workers_get_whole_paths_because_they_run_in_another_folder(model, sent,
                          AsyncConfig)
     places = SimpleNamespace(plan=DevicePlan("cpu", (0,), (1,), ((2,),)),
                              reference=lambda number: {})
-    setup = SimpleNamespace(config=config, path=model, dtype=torch.float32, max_model_len=9)
+    setup = SimpleNamespace(config=config, path=model, engine_path=model, dtype=torch.float32,
+                            max_model_len=9)
     worker = build_async.worker_setup(setup, SimpleNamespace(width=3), places, "transformers")
     assert (worker.config["env"]["data_path"], worker.path) == expected
     assert config.env.data_path == "data"  # as checkpoints have it

@@ -196,6 +196,8 @@ REACHES = {
         lambda b, c: b.model(c), lambda x: {name.split(".")[2] for name, param in
                                             x.named_parameters() if param.requires_grad},
         {}, [1], {"1"}),
+    "train_model.quantization": (
+        Built.setup, lambda x: Path(x.engine_path).name, LORA, "int8", "base_model"),
     "train_model.lora.enabled": (
         LEARNER, lambda x: {"lora" in name for name, param in
                             x.loss.actor_network.named_parameters() if param.requires_grad},

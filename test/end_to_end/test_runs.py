@@ -50,6 +50,23 @@ def test_the_verifiers_reward_rises_on_problems_of_reasoning_gym(runner):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("script", [SCRIPT, ASYNC])
+def test_the_reward_of_a_torchrl_environment_rises(runner, script):
+    """In grpo-async.py each worker makes the environment for itself."""
+    runner.run("env=chat_env", "env.id='test.envs.chat_worlds:sevens'", "env.task.num_test=10",
+               "inference_model.backend=transformers", "inference_model.max_tokens=3",
+               "model.warm_start_steps=150", "env.num_envs=8", "env.repeats=8",
+               "train.max_steps=24", "train.eval_frequency=0", "train.checkpoint_frequency=0",
+               "optimizer.lr=2e-3", "optimizer.schedule=constant", "hydra.run.dir=outputs/sevens",
+               script=script)
+    rows = [row for row in runner.metrics(runner.folder / "outputs" / "sevens")
+            if "reward/mean" in row]
+    assert not sum(row["reward/errors"] for row in rows)
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.3
+
+
+@pytest.mark.slow
 def test_the_rubrics_reward_rises_on_an_environment_of_verifiers(runner):
     """Sums of one digit each: the embedded model knows sums, but not how a chat asks for them."""
     if not hasattr(pytest.importorskip("verifiers"), "load_environment"):

@@ -49,6 +49,7 @@ VALUES = {key: [value] for key, value in {
     "train_model.torch_dtype": "bfloat16", "train_model.attn_implementation": "eager",
     "train_model.gradient_checkpointing": True, "train_model.compile": True,
     "train_model.head_chunk_size": 7, "train_model.fp32_head": True,
+    "train_model.quantization": "int8",
     "train_model.layer_indices": [1], "train_model.devices": [0],
     "train_model.lora.enabled": True, "train_model.lora.r": 3, "train_model.lora.alpha": 5.0,
     "train_model.lora.dropout": 0.3, "train_model.lora.target_modules": ["q_proj"],

@@ -60,6 +60,8 @@ def test_the_servers_command_is_understood():
 def test_command_runs(arguments, tmp_path, cache, model_folder):
     """The one that names a server is run by the tests of the arrangements, with a server."""
     pytest.importorskip("vllm")
+    if any("quantization" in part for part in arguments):
+        pytest.importorskip("torchao")
     # Each update of this way starts a server, which takes a minute: one iteration for it.
     fewer = ["train.total_dialog_turns=4"] * ("inference_model.weight_sync=restart" in arguments)
     output = finished([sys.executable, REPO / SCRIPT.split()[1], *arguments, *SMALLER, *fewer],

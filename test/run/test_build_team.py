@@ -54,6 +54,24 @@ def test_on_a_cpu_devices_are_processes_without_numbers():
         choose_devices(numbered, backend="vllm")
 
 
+@pytest.mark.parametrize("own", [[0], [0, 1]])
+def test_engine_and_reference_may_be_told_to_be_where_they_are_anyway(gpus, own):
+    sections = {"train_model": {"devices": own}, "ref_model": {"devices": own},
+                "inference_model": {"backend": "vllm", "devices": own[:1]}}
+    given = load_config(small(**sections, train={"kl_to_ref_coeff": 0.1}))
+    plain = config(num_devices=len(own))
+    assert not given.has_workers
+    assert given.engine == ("in_process" if len(own) == 1 else plain.engine)
+    assert given.weight_sync == plain.weight_sync
+    assert choose_devices(given, backend="vllm") == tuple(own)
+    on_cpu = given.model_copy(update={"device": "cpu"})
+    assert choose_devices(on_cpu, backend="vllm") == ()
+    for apart in ({"inference_model": {"devices": [2]}}, {"inference_model": {"num_devices": 1}},
+                  {"ref_model": {"devices": [2]}}, {"ref_model": {"num_devices": 1}}):
+        assert load_config(small(**{**sections, **apart}, train={"kl_to_ref_coeff": 0.1})
+                           ).has_workers, apart
+
+
 def test_several_devices_without_vllm_are_refused_with_what_to_install():
     with pytest.raises(ConfigError, match="2 devices of train_model.*not installed: pip install"):
         choose_devices(config(num_devices=2), backend="transformers")

@@ -235,6 +235,31 @@ def test_a_role_that_does_not_fit_is_named_and_on_a_cpu_all_share_one_memory(fol
         check_roles_fit(ledgers, on_gpus, greatest - 1)
 
 
+def test_roles_on_one_gpu_must_fit_together_or_the_plan_is_shown(folder):
+    config = placed(train={"kl_to_ref_coeff": 0.1})
+    plan = DevicePlan("cuda", (0,), (1,), ((0,), (2,)), available=3)
+    ledgers = roles_of(config, plan, folder)
+    together = ledgers["train"].total + ledgers["engine"].total
+    check_roles_fit(ledgers, plan, together)
+    asked = []
+    with pytest.raises(DoesNotFitError) as error:
+        check_roles_fit(ledgers, plan, together - 1, lambda role: asked.append(role) or [])
+    assert asked == ["train", "engine"]
+    assert "a device of train and engine needs" in str(error.value)
+    assert "give each role devices of its own" in str(error.value)
+    assert all(line in str(error.value) for line in plan.table())
+
+
+def test_an_engine_that_shares_its_gpu_leaves_the_rest_of_it_alone(folder, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(device_memory, "kv_cache_bytes",
+                        lambda *args, alone, **options: seen.setdefault("alone", alone) or 5)
+    for engines, alone in (((1,),), True), (((0,),), False):
+        seen.clear()
+        roles_of(placed(), DevicePlan("cuda", (0,), (), engines), folder, device=CUDA)
+        assert seen == {"alone": alone}
+
+
 def test_each_copy_of_the_reference_is_counted(folder):
     config = placed(train={"kl_to_ref_coeff": 0.1})
     one, two = (DevicePlan("cpu", (0,), references, ((3,),)) for references in ((1,), (1, 2)))

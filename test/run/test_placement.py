@@ -46,8 +46,6 @@ def test_each_role_gets_devices_of_its_own(sections, train, reference, engines):
 @pytest.mark.parametrize("sections, message", [
     ({"inference_model": {"num_devices": 4}},
      "train_model wants 1 GPU; inference_model wants 4 GPUs: 5 GPUs in all, but there are 4"),
-    ({"train_model": {"devices": [0]}, "inference_model": {"devices": [0]}},
-     "inference_model.devices=.0.: GPU 0 is train_model's already"),
     ({"inference_model": {"devices": [4]}}, "there is no GPU 4, the 4 of this machine are 0 to 3"),
     ({"inference_model": {"devices": [1, 2], "num_devices": 1}}, "contradict each other"),
     ({"inference_model": {"num_devices": 3, "tensor_parallel_size": 2}},
@@ -56,8 +54,6 @@ def test_each_role_gets_devices_of_its_own(sections, train, reference, engines):
     ({"ray": {"address": "auto"}, "train_model": {"devices": [0]}},
      "ray.address=auto is a cluster"),
     ({"ref_model": {"devices": [1, 2], "num_devices": 1}, **KL}, "contradict each other"),
-    ({"ref_model": {"devices": [0]}, "train_model": {"devices": [0]}, **KL},
-     "ref_model.devices=.0.: GPU 0 is train_model's already"),
     ({"ref_model": {"num_devices": 3}, **KL}, "ref_model wants 3 GPUs; .*: 5 GPUs in all"),
     ({"inference_model": {"engine": "server"}}, "inference_model.engine=server is not read"),
     ({"train_model": {"lora": {"enabled": True}}, "ref_model": {"num_devices": 1}, **KL},
@@ -66,6 +62,41 @@ def test_each_role_gets_devices_of_its_own(sections, train, reference, engines):
 def test_what_cannot_be_is_an_error_with_the_request(sections, message):
     with pytest.raises(ConfigError, match=message):
         plan(**sections)
+
+
+@pytest.mark.parametrize(("sections", "roles"), [
+    ({"train_model": {"devices": [0]}, "inference_model": {"devices": [0]},
+      "ref_model": {"devices": [0]}, **KL}, {0: ("train", "engine", "reference")}),
+    ({"train_model": {"devices": [0, 1]}, "inference_model": {"devices": [1, 2]}},
+     {0: ("train",), 1: ("train", "engine"), 2: ("engine",)}),
+    ({"train_model": {"devices": [3]}, "ref_model": {"devices": [3]}, **KL},
+     {0: ("engine",), 3: ("train", "reference")}),
+    ({"inference_model": {"devices": [0, 1]}, "ref_model": {"devices": [1]}, **KL},
+     {0: ("engine",), 1: ("engine", "reference"), 2: ("train",)})])
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_roles_share_the_devices_that_they_both_name(sections, roles, kind):
+    made = plan(available=4 if kind == "cuda" else None, kind=kind, **sections)
+    assert made.roles() == roles
+    together = {frozenset(there) for there in roles.values()}
+    assert made.shared("train", "engine") == any({"train", "engine"} <= t for t in together)
+    assert made.shared("engine") == any("engine" in t and len(t) > 1 for t in together)
+
+
+def test_what_several_name_is_counted_once():
+    shared = {"train_model": {"devices": [0, 1]}, "inference_model": {"devices": [0, 1]}}
+    assert plan(available=3, **shared, ref_model={"num_devices": 1}, **KL).reference == (2,)
+    with pytest.raises(ConfigError, match="3 GPUs in all, but there are 2"):
+        plan(available=2, **shared, ref_model={"num_devices": 1}, **KL)
+
+
+def test_roles_that_share_cores_on_a_cpu_have_as_many_each(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    for devices, threads in (([0], "8"), ([0, 1], "4")):
+        made = plan(available=None, kind="cpu", train_model={"devices": [0]},
+                    inference_model={"devices": devices})
+        options = Places(made, cluster=False).engine(0)
+        assert options["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == threads
 
 
 def test_the_reference_of_adapters_has_a_device_only_if_it_is_another_model():

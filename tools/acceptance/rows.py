@@ -82,6 +82,7 @@ VARIANTS = {
     "0.5b, adapters as views, compiled":
         f"{GSM8K}/0.5b {LORA} train_model.lora.alpha=16 train_model.compile=true",
     "0.5b, adapters written": f"{GSM8K}/0.5b {LORA} train_model.compile=false",
+    "0.5b, adapters on 4 bits": f"{GSM8K}/0.5b {LORA} train_model.quantization=nf4",
     "0.5b, engine=process, compiled":
         f"{GSM8K}/0.5b inference_model.engine=process train_model.compile=true",
     "0.5b, engine=process, adapters": f"{GSM8K}/0.5b inference_model.engine=process {LORA}",
@@ -251,7 +252,8 @@ def run_part(name: str, text: str) -> Part:
         name, script,
         limit=(100.0 if quick else 200.0 if model == "embedded" else 300.0) + 40.0 * (runs - 1)
         + 100.0 * ("weight_sync=restart" in text),
-        gpus=devices_of(text), gib=(GIB_ADAPTERS if "lora.enabled=true" in text else GIB)[model],
+        gpus=devices_of(text), gib=(GIB_ADAPTERS if "lora.enabled=true" in text else GIB)[model]
+        * max(1, text.count(".devices=[") // devices_of(text)),  # roles that share a device
         # Ray's own ports are taken anew by each that starts.
         claims=frozenset({"ray"} if has_workers(text) else ()),
         after=() if model == "embedded" and "$WORK/models" not in script else (PREPARE,),
@@ -264,6 +266,8 @@ def _missing(text: str) -> str:
     for package, name in NEEDS.items():
         if f"env={package}" in text and importlib.util.find_spec(package) is None:
             return f"needs `pip install {name}`"
+    if "quantization=" in text and importlib.util.find_spec("torchao") is None:
+        return "needs `pip install 'torchao>=0.18'`"
     return ""
 
 
@@ -296,6 +300,9 @@ def devices_of(text: str) -> int:
         found = re.search(rf"{section}\.num_devices=(\d+)", text)
         return int(found[1]) if found else default
 
+    named = re.findall(r"\.devices=\[([\d,]+)\]", text)
+    if named:
+        return len(set(",".join(named).split(",")))
     if not has_workers(text):
         return said("train_model", 1)  # the engine is on the first of them
     return said("train_model", 1) + said("inference_model", 1) + said("ref_model", 0)

@@ -71,7 +71,7 @@ class Gsm8kTask(Task):
             if limit is not None:
                 check_count(f"num_{split}", limit)
             if data_path is not None:
-                rows = _read_jsonl(Path(data_path).expanduser(), split)
+                rows = read_jsonl(Path(data_path).expanduser(), split)
             else:
                 rows = _read_hub(dataset, config, split)
             # Rows are read one by one, so a limit of 0 does not even open the source.
@@ -87,7 +87,7 @@ class Gsm8kTask(Task):
                          source=f"{dataset} ({config})" if data_path is None else str(data_path))
 
 
-def _read_jsonl(folder: Path, split: str) -> Iterator[tuple[str, object]]:
+def read_jsonl(folder: Path, split: str) -> Iterator[tuple[str, object]]:
     """Yield ``(place, parsed row)`` of each non-blank line."""
     path = folder / f"{split}.jsonl"
     if not path.is_file():
