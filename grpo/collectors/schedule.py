@@ -136,6 +136,8 @@ class RolloutSchedule:
     @property
     def ready(self) -> int:
         """Groups that wait to be trained on."""
+        if self.max_rounds is None:  # all have rank 0; asked for at every lease
+            return len(self._waiting)
         return sum(not done.rank for done in self._waiting)
 
     def held_by(self, worker: int) -> int:
@@ -348,7 +350,8 @@ class RolloutSchedule:
         self.version, self._next = state["version"], state["next"]
         self._taken = self.version * self.batch_groups
         self._again = [Ticket(*ticket) for ticket in state["unfinished"]]
-        self._waiting = [Finished(Ticket(index, attempt), version, group, rank)
+        ranked = self.max_rounds is not None
+        self._waiting = [Finished(Ticket(index, attempt), version, group, rank * ranked)
                          for index, attempt, version, rank, group in state["ready"]]
         self.counts = dict.fromkeys(COUNTS, 0) | state["counts"]
         self._leases, self._training = {}, []

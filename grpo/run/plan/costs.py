@@ -42,6 +42,7 @@ class Costs:
     transfer_floor: float  # seconds of a weight update from several ranks
     gather: float  # seconds beside the bytes, for each pass of a layer that several ranks share
     network_rate: float  # bytes a second between hosts
+    all_reduce: float  # seconds of one in a decode step; a layer has two
 
     def changed(self, **values: object) -> Costs:
         return Costs(**(vars(self) | values))
@@ -80,6 +81,7 @@ H200 = Costs(
     # bytes; 5 micro-batches of 2 passes of 28 layers.
     gather=(1.3512 - 2.0217 / 2 - 0.070) / (5 * 2 * 28),
     network_rate=50e9,  # 400 Gbit/s a device, as hosts of eight have; not measured
+    all_reduce=20e-6,  # not measured
 )
 
 
@@ -155,7 +157,9 @@ def decode_seconds(costs: Costs, shape: ModelShape, work: Work, layout: Layout, 
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * _WEIGHT * context
     read = shape.parameters * _WEIGHT + rows * cache
     gpu = read / costs.memory_rate + rows * 2 * shape.parameters / costs.decode_rate
-    seconds = max(costs.decode_floor, costs.decode_scale * gpu / layout.tensor_parallel)
+    seconds = costs.decode_scale * gpu / layout.tensor_parallel
+    seconds += (layout.tensor_parallel > 1) * 2 * shape.layers * costs.all_reduce
+    seconds = max(costs.decode_floor, seconds)
     return seconds * (costs.lora_decode if layout.lora else 1.0)
 
 

@@ -14,6 +14,7 @@ from grpo.config.asynchronous import AsyncConfig, with_workers
 from grpo.config.schema import Config, ConfigError, load_config
 from grpo.policies.model_shape import LoRA, ModelShape
 from grpo.run import fast_defaults
+from grpo.run.build import resolve_backend
 from grpo.run.device_memory import role_ledgers, run_ledger
 from grpo.run.ledger import Ledger
 from grpo.run.placement import plan_devices
@@ -23,6 +24,8 @@ from grpo.run.plan.simulate import Outcome, Phases, Simulation, Work
 
 #: A layout whose step is so many times the shortest is as good, if it has fewer GPUs.
 _ALIKE = 1.03
+#: Devices that train, in the layouts that are tried.
+_TRAIN = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Planned:
     ledgers: dict[str, Ledger]  # of a device of each role
     training: Training
     phases: Phases
+    rows: int  # that an engine has in hand, when it has most
     outcome: Outcome | None  # None: it does not fit
 
     @property
@@ -84,21 +88,24 @@ class Planner:
     def plans(self) -> list[Planned]:
         """Those that fit by their time a step, then those that do not."""
         found = [self.plan(layout) for layout in self.layouts()]
-        return sorted(found, key=lambda plan: plan.outcome.step if plan.outcome else float("inf"))
+        return sorted(found, key=lambda plan: (
+            round(plan.outcome.step, 2) if plan.outcome else float("inf"),
+            plan.layout.devices, plan.layout.tensor_parallel))
 
     def layouts(self) -> Iterator[Layout]:
-        """Those that have all the GPUs, as far as training ranks fit one host."""
+        """Those of ``grpo.py`` without devices for engines; else all GPUs are taken, as far as the
+        devices that train are on one host."""
         config, total, host = self.config, self.options.num_gpus, self.options.gpus_per_host
         loras = [config.train_model.lora.enabled]
         if "train_model.lora.enabled" not in self.given:
             loras = [False, True]
         for lora in loras:
             for train in self._choices("train_model", config.train_model.ranks,
-                                       _powers(min(total, host))):
+                                       [n for n in _TRAIN if n <= min(total, host)]):
                 references = [0]
                 if config.needs_reference and (not lora or config.ref_model.name):
                     references = self._choices("ref_model", config.ref_model.num_devices or 0,
-                                               [0, 1, *([total // 8] if total >= 16 else [])])
+                                               [0, 1, 2, 4])
                 for reference in references:
                     yield from self._with_engines(train, reference, lora)
 
@@ -107,11 +114,12 @@ class Planner:
         adapters = _lora(config, lora)
         left = options.num_gpus - train - reference
         own = "inference_model.num_devices" in self.given
-        if not own and not reference and train == options.num_gpus:
+        shares = train == 1 or self._backend == "vllm"
+        if shares and not own and not reference and train <= options.num_gpus:
             yield Layout(train=train, engines=0, lora=adapters)
         for size in self._choices("inference_model.tensor_parallel_size",
                                   config.inference_model.tensor_parallel_size,
-                                  _powers(min(options.gpus_per_host, self.shape.kv_heads))):
+                                  self._tensor_parallel()):
             devices = config.inference_model.num_devices if own else left
             if not 0 < devices <= left or devices // size < 1:
                 continue
@@ -119,6 +127,11 @@ class Planner:
                 if staleness or options.num_gpus <= options.gpus_per_host:
                     yield Layout(train=train, engines=devices // size, tensor_parallel=size,
                                  reference=reference, lora=adapters, staleness=staleness)
+
+    def _tensor_parallel(self) -> list[int]:
+        """Devices of an engine: as many as divide the heads of keys; processes share nothing."""
+        most = min(self.options.gpus_per_host, self.shape.kv_heads)
+        return [2**k for k in range(most.bit_length()) if self.kind == "cuda" or not k]
 
     def _choices(self, key: str, value: int, others: list[int]) -> list[int]:
         """The value of a key that was given, else all others."""
@@ -132,8 +145,11 @@ class Planner:
         ledgers = self._ledgers(config, layout)
         phases = phases_of(self.costs, self.shape, self.work, layout, training,
                            hosts=-(-layout.devices // self.options.gpus_per_host))
-        outcome = self._simulate(config, layout, phases) if self.fits(ledgers, layout) else None
-        return Planned(layout, tuple(keys), ledgers, training, phases, outcome)
+        limit = config.inference_model.max_num_seqs or min(config.turns_per_batch, 1024)
+        outcome = (self._simulate(layout, phases, limit=limit) if self.fits(ledgers, layout)
+                   else None)
+        started = config.turns_per_batch * (1 + layout.staleness) // max(1, layout.engines)
+        return Planned(layout, tuple(keys), ledgers, training, phases, min(limit, started), outcome)
 
     def recommended(self, plans: list[Planned], *, lora: bool) -> Planned | None:
         """The shortest step, without the engines that it does not need; None: nothing fits."""
@@ -142,8 +158,14 @@ class Planner:
         if not fitting:
             return None
         limit = _ALIKE * min(plan.outcome.step for plan in fitting)
-        return min((self._without_idle(plan, limit) for plan in fitting
-                    if plan.outcome.step <= limit),
+        alike = {}
+        for plan in fitting:  # of those that differ in tensor parallelism alone, the simplest
+            key = (plan.layout.train, plan.layout.reference, plan.layout.staleness)
+            if plan.outcome.step <= limit and (
+                    key not in alike
+                    or plan.layout.tensor_parallel < alike[key].layout.tensor_parallel):
+                alike[key] = plan
+        return min((self._without_idle(plan, limit) for plan in alike.values()),
                    key=lambda plan: (plan.layout.devices, plan.outcome.step))
 
     def _without_idle(self, plan: Planned, limit: float) -> Planned:
@@ -184,7 +206,7 @@ class Planner:
         values["train_model"]["lora"]["enabled"] = layout.lora is not None
         if layout.staleness == 0:
             del values["train"]["staleness"]
-            config = _synchronous(values)
+            config = synchronous(values)
             chosen["train"] = {}
         else:
             config = load_config(values, AsyncConfig)
@@ -195,6 +217,10 @@ class Planner:
         if layout.devices > self.options.gpus_per_host:
             lines.append("ray.address=auto")
         return config, [line for line in lines if line.partition("=")[0] not in self.given]
+
+    def training_of(self, layout: Layout) -> Training:
+        """How the trainer of a layout computes."""
+        return self._as_chosen(self._config_of(layout)[0], layout)[1]
 
     def _as_chosen(self, config: Config, layout: Layout) -> tuple[Config, Training]:
         """With what a run chooses by itself where its configuration leaves it open."""
@@ -223,12 +249,11 @@ class Planner:
         return role_ledgers(config, places, self.path, torch.device(self.kind), self._dtype,
                             self._backend, max_model_len=self._row_tokens, memory=self.memory)
 
-    def _simulate(self, config: Config, layout: Layout, phases: Phases) -> Outcome:
-        rows = config.inference_model.max_num_seqs or min(config.turns_per_batch, 1024)
+    def _simulate(self, layout: Layout, phases: Phases, *, limit: int) -> Outcome:
         in_flight = self.config.train.update_at != "group_border" and self._backend == "vllm"
         return Simulation(
             self.work, phases, engines=max(1, layout.engines), staleness=layout.staleness,
-            in_flight=in_flight, references=layout.reference, limit=rows,
+            in_flight=in_flight, references=layout.reference, limit=limit,
             oversample=self.config.train.oversample if layout.staleness else 0.0).go()
 
     @property
@@ -240,8 +265,9 @@ class Planner:
 
     @property
     def _backend(self) -> str:
-        backend = self.config.inference_model.backend
-        return ("vllm" if self.kind == "cuda" else "transformers") if backend == "auto" else backend
+        if self.kind == "cuda" and self.config.inference_model.backend == "auto":
+            return "vllm"  # which need not be installed here
+        return resolve_backend(self.config)
 
     @property
     def _row_tokens(self) -> int:
@@ -250,17 +276,13 @@ class Planner:
             self.options.prompt_tokens + self.config.max_tokens)
 
 
-def _powers(most: int) -> list[int]:
-    return [2**k for k in range(most.bit_length()) if 2**k <= most]
-
-
 def _lora(config: Config, enabled: bool) -> LoRA | None:
     lora = config.train_model.lora
     return LoRA(rank=lora.r, targets=lora.target_modules and tuple(lora.target_modules),
                 layers=lora.layer_indices and tuple(lora.layer_indices)) if enabled else None
 
 
-def _synchronous(values: dict[str, Any]) -> Config:
+def synchronous(values: dict[str, Any]) -> Config:
     """What ``grpo.py`` makes of these values, the keys that it does not know left out."""
     known = Config.model_fields["train"].annotation.model_fields
     values = {section: keys for section, keys in values.items() if section in Config.model_fields}

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from grpo.run.ledger import GIB
 from grpo.run.plan.layouts import Planned, Planner
 
+#: Share of a step that the trainer of an asynchronous run waits, where it is not what holds it up;
+#: and times that of one row which a decode step of all rows takes, where more engines would help.
+_WAITS, _LONGER = 0.1, 1.2
 HEADER = ("layout", "script", "tensor parallel", "trains", "GiB a device", "generate", "train",
           "transfer", "step", "tokens/s", "held up by")
 
@@ -37,15 +40,18 @@ def memory(plan: Planned) -> str:
 
 
 def bottleneck(plan: Planned) -> str:
-    """What takes most of a step, as far as nothing else goes on meanwhile."""
+    """What is at work all the time; in a synchronous run what takes most of it."""
     outcome, phases = plan.outcome, plan.phases
     parts = {"training": outcome.train, "the update": phases.publish + phases.canary,
              "the trainer's process": phases.driver}
-    if outcome.wait > max(parts.values()):
-        busy = 1 - outcome.engine_idle
+    waits = outcome.wait > (_WAITS * outcome.step if plan.layout.staleness else
+                            max(parts.values()))
+    if waits:
         if outcome.reference_idle < 0.1 and plan.layout.reference:
             return "the reference"
-        return "generation" if busy > 0.85 or not plan.layout.staleness else "the longest rollouts"
+        # Where a decode step of fewer rows is as long, more engines are of no use.
+        alone, full = phases.decode(1), phases.decode(max(1, plan.rows))
+        return "generation" if full > _LONGER * alone else "the longest rollouts"
     return max(parts, key=parts.__getitem__)
 
 

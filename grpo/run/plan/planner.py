@@ -38,7 +38,15 @@ def make_planner(
         raise ConfigError(f"model.name={config.model.name} has experts, and the times of such a "
                           "model are not known; give one without")
     kind = "cpu" if config.device == "cpu" else "cuda"
-    return Planner(config, given, options, path, H200, kind, _memory(options, kind))
+    planner = Planner(config, given, options, path, H200, kind, _memory(options, kind))
+    if not options.calibrate:
+        return planner
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("calibrate=true measures a GPU, and PyTorch sees none; remove it, or "
+                          "plan processes of this machine by device=cpu")
+    from grpo.run.plan.calibrate import calibrated
+
+    return calibrated(planner)
 
 
 def _memory(options: PlanOptions, kind: str) -> int:

@@ -158,7 +158,7 @@ class Simulation:
 
     def __init__(
         self, work: Work, phases: Phases, *, engines: int, staleness: int, in_flight: bool = True,
-        references: int = 0, limit: int = 1024, oversample: float = 0.0, steps: int = 16,
+        references: int = 0, limit: int = 1024, oversample: float = 0.0, steps: int = 12,
         skipped: int = 4,
     ) -> None:
         self.work, self.phases, self.in_flight = work, phases, in_flight
