@@ -8,9 +8,8 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from transformers import Qwen2Config
 
-from grpo.policies.model_shape import LoRA, ModelShape
+from grpo.policies.model_shape import LoRA
 from grpo.run.plan.costs import (
     H200,
     Layout,
@@ -20,48 +19,22 @@ from grpo.run.plan.costs import (
     publish_seconds,
     train_seconds,
 )
-from grpo.run.plan.simulate import Outcome, Simulation, Work
+from grpo.run.plan.simulate import Outcome
 
-from ..support import BENCHMARKS
-
-SHAPE = ModelShape.of(Qwen2Config(
-    vocab_size=151_936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
-    num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True))
-#: Of all the runs: "32 prompts x 8 completions x (64 + 256) tokens".
-WORK = Work(groups=32, rows=8, prompt_tokens=64, max_tokens=256, mean_tokens=256, sigma=0.0)
-EAGER = Training(compiled=False, packed=False, micro_batch=8192)
-FAST = Training(compiled=True, packed=True, micro_batch=20_480)
+from ..support import BENCHMARKS, benchmark
 
 
 def result(name: str) -> dict:
-    found = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
-    assert found.get("work", "32 prompts x 8 completions x (64 + 256) tokens") == \
-        "32 prompts x 8 completions x (64 + 256) tokens" or name.startswith("arrangements")
-    return found
+    return json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
 
 
-def predicted(layout: Layout, training: Training, costs=H200) -> Outcome:
-    phases = phases_of(costs, SHAPE, WORK, layout, training)
-    return Simulation(WORK, phases, engines=max(1, layout.engines), staleness=layout.staleness,
-                      references=layout.reference).go()
+SCALING = benchmark("scaling")
+SHAPE, WORK, EAGER = SCALING.shape(), SCALING.WORK, SCALING.EAGER
+FAST = Training(compiled=True, packed=True, micro_batch=20_480)
 
 
-def of_one_gpu():
-    """The costs of the host on which the runs on several GPUs were made, of its one-GPU run alone:
-    its engine's process was slower than that of the table. What travels between GPUs is the
-    table's."""
-    seconds = result("async_step_2h200")["sync"]["medians"]
-    rest = seconds["time/step"] - sum(seconds[f"time/{phase}"] for phase in (
-        "advantage", "canary", "generate", "optimizer", "reward", "sync", "train"))
-    generate = seconds["time/generate"] - phases_of(
-        H200, SHAPE, WORK, Layout(train=1, engines=0), EAGER).prefill * WORK.groups
-    return replace(
-        H200, decode_floor=generate / 256, canary=seconds["time/canary"],
-        eager_rate=H200.eager_rate * train_seconds(
-            replace(H200, optimizer=0.0), SHAPE, WORK, Layout(train=1, engines=0), EAGER, 65_536)
-        / seconds["time/train"],
-        optimizer=seconds["time/optimizer"] / SHAPE.parameters,
-        driver_row=rest / 256, driver_row_apart=rest / 256)
+def predicted(layout: Layout, training: Training, *, of_one_gpu: bool = True) -> Outcome:
+    return SCALING.predicted(layout, training, SCALING.costs_of_one_gpu() if of_one_gpu else H200)
 
 
 def close(seconds: float, measured: float, within: float) -> None:
@@ -72,14 +45,14 @@ class TestPrediction:
     """Within 20 %, from the phases of one GPU."""
 
     def test_one_gpu(self):
-        close(predicted(Layout(train=1, engines=0), FAST).step,
+        close(predicted(Layout(train=1, engines=0), FAST, of_one_gpu=False).step,
               result("step_time_h200")["seconds"]["step"], 0.03)
-        close(predicted(Layout(train=1, engines=0), EAGER, of_one_gpu()).step,
+        close(predicted(Layout(train=1, engines=0), EAGER).step,
               result("async_step_2h200")["sync"]["seconds"], 0.03)
 
     def test_one_trains_one_generates(self):
         measured = result("async_step_2h200")["async"]
-        found = predicted(Layout(train=1, engines=1, staleness=1), EAGER, of_one_gpu())
+        found = predicted(Layout(train=1, engines=1, staleness=1), EAGER)
         close(found.step, measured["seconds"], 0.2)
         idle = measured["medians"]["async/worker_0_idle"]
         assert found.engine_idle == pytest.approx(idle, abs=0.08) and found.wait < 0.01
@@ -89,14 +62,14 @@ class TestPrediction:
         update and the canary are not."""
         measured = result("step_time_2h200_ranks")["seconds"]
         layout = Layout(train=2, engines=0)
-        close(predicted(layout, EAGER, of_one_gpu()).step, measured["step"], 0.2)
+        close(predicted(layout, EAGER).step, measured["step"], 0.2)
         close(publish_seconds(H200, SHAPE, layout), measured["sync"], 0.2)
 
     def test_two_train_two_generate(self):
         """Iterations 2 to 4, before another run was on the same GPUs."""
         seconds = result("async_step_4h200")["async"]["seconds_per_iteration"][1:4]
         layout = Layout(train=2, engines=2, staleness=1)
-        close(predicted(layout, EAGER, of_one_gpu()).step, statistics.fmean(seconds), 0.2)
+        close(predicted(layout, EAGER).step, statistics.fmean(seconds), 0.2)
 
     def test_two_train_one_generates_one_scores(self):
         """Another run was on the same GPUs from the beginning, so only a phase is compared that the
@@ -104,7 +77,7 @@ class TestPrediction:
         measured = result("async_step_4h200_reference")["async"]
         layout = Layout(train=2, engines=1, reference=1, staleness=1)
         training = replace(EAGER, scores=True)
-        found = predicted(layout, training, of_one_gpu())
+        found = predicted(layout, training)
         close(found.train, measured["medians"]["time/train"], 0.2)
         assert found.step < measured["seconds"]
 
@@ -135,7 +108,7 @@ class TestTable:
         close(H200.link_rate, update["nccl_alone"]["one_by_one"]["gigabytes_per_second"] * 1e9, .01)
         close(H200.transfer_rate,
               update["direct_256_mib_small_16"]["gigabytes_per_second"] * 1e9, 0.01)
-        close(H200.transfer_floor, result_of("sharded_update_tiny_2h200")["seconds"], 0.01)
+        close(H200.transfer_floor, result("sharded_update_tiny_2h200")["seconds"], 0.01)
         layout = Layout(train=2, engines=0)
         close(train_seconds(replace(H200, optimizer=0.0), SHAPE, WORK, layout, EAGER, 65_536),
               result("step_time_2h200_ranks")["seconds"]["train"], 0.02)
@@ -147,22 +120,18 @@ class TestTable:
         close(H200.score_share, busy / full["sync"]["medians"]["time/train"], 0.01)
         lora = result("async_lora_2h200")["async"]["medians"]["time/train"]
         close(H200.lora_train, lora / full["async"]["medians"]["time/train"], 0.01)
-        bare, adapter = (result_of(name)["arrangements"][key]["tokens_per_second"]
+        bare, adapter = (result(name)["arrangements"][key]["tokens_per_second"]
                          for name, key in (("arrangements_h200", "single_copy"),
                                            ("arrangements_lora_h200", "lora_views")))
         close(H200.lora_decode, bare / adapter, 0.01)
 
     def test_few_rows_take_an_engine_as_long_as_many(self):
         """64 rows on an H100, whose process is as busy: above what the GPU would need."""
-        found = result_of("server_overhead_h100")
+        found = result("server_overhead_h100")
         step = found["requests"] / found["tokens"]["bare_tokens_per_second"]
         alone = decode_seconds(replace(H200, decode_floor=0.0), SHAPE, WORK,
                                Layout(train=1, engines=0), 64)
         assert step > H200.decode_floor > 2 * alone
-
-
-def result_of(name: str) -> dict:
-    return json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
 
 
 def test_what_more_devices_change():

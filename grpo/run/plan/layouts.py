@@ -145,7 +145,7 @@ class Planner:
         ledgers = self._ledgers(config, layout)
         phases = phases_of(self.costs, self.shape, self.work, layout, training,
                            hosts=-(-layout.devices // self.options.gpus_per_host))
-        limit = config.inference_model.max_num_seqs or min(config.turns_per_batch, 1024)
+        limit = self._rows_at_a_time(config, layout, ledgers)
         outcome = (self._simulate(layout, phases, limit=limit) if self.fits(ledgers, layout)
                    else None)
         started = config.turns_per_batch * (1 + layout.staleness) // max(1, layout.engines)
@@ -248,6 +248,14 @@ class Planner:
         places = plan_devices(config, kind=self.kind, available=None)
         return role_ledgers(config, places, self.path, torch.device(self.kind), self._dtype,
                             self._backend, max_model_len=self._row_tokens, memory=self.memory)
+
+    def _rows_at_a_time(self, config: Config, layout: Layout, ledgers: dict[str, Ledger]) -> int:
+        """Of an engine: what it is asked for, as far as its KV cache has room."""
+        asked = config.inference_model.max_num_seqs or min(config.turns_per_batch, 1024)
+        [cache] = [row.bytes for row in ledgers.get("engine", ledgers["train"]).rows
+                   if row.name == "KV cache"]
+        tokens = cache * layout.tensor_parallel / self.shape.kv_bytes_per_token(self._dtype)
+        return max(1, min(asked, int(tokens / (self.work.prompt_tokens + self.work.mean_tokens))))
 
     def _simulate(self, layout: Layout, phases: Phases, *, limit: int) -> Outcome:
         in_flight = self.config.train.update_at != "group_border" and self._backend == "vllm"
