@@ -32,6 +32,7 @@ def planner_of(tmp_path, *keys: str, **options):
     return make_planner(config, frozenset(), PlanOptions(num_gpus=2, **options), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_step_takes_what_the_plan_says(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     seen, real = [], calibrate._measure
