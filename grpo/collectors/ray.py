@@ -283,18 +283,12 @@ class RayCollector:
         """Give groups to the workers with the fewest, but last to those that were late."""
         if self._thread is None or self._stopped:
             return
-        room = {number: self.groups_each - self.schedule.held_by(self.pool.lives[number])
-                for number in self.pool.usable}
-        given: dict[int, list[tuple[int, int]]] = {}
-        while room := {number: left for number, left in room.items() if left > 0}:
-            number = max(room, key=lambda n: (-self._late.get(self.pool.lives[n], 0), room[n]))
-            lease = self.schedule.lease(worker=self.pool.lives[number], now=time.monotonic())
-            if lease is None:
-                break
-            room[number] -= 1
-            given.setdefault(number, []).append((lease.id, lease.ticket.index))
-        for number, leases in given.items():
-            self.pool.send(number, "submit", leases)
+        numbers = {self.pool.lives[number]: number for number in self.pool.usable}
+        given = self.schedule.deal(numbers, each=self.groups_each, now=time.monotonic(),
+                                   late=self._late)
+        for life, leases in given.items():
+            self.pool.send(numbers[life], "submit",
+                           [(lease.id, lease.ticket.index) for lease in leases])
 
     # -- numbers -------------------------------------------------------------------------------
 

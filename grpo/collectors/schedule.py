@@ -13,8 +13,10 @@ batch waits for a running group for which there would be no place left while it 
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +136,8 @@ class RolloutSchedule:
     @property
     def ready(self) -> int:
         """Groups that wait to be trained on."""
+        if self.max_rounds is None:  # all have rank 0; asked for at every lease
+            return len(self._waiting)
         return sum(not done.rank for done in self._waiting)
 
     def held_by(self, worker: int) -> int:
@@ -168,6 +172,32 @@ class RolloutSchedule:
         lease = Lease(next(self._ids), ticket, worker, now, self.version)
         self._leases[lease.id] = lease
         return lease
+
+    def deal(
+        self, workers: Iterable[int], *, each: int, now: float,
+        late: Mapping[int, int] | None = None,
+    ) -> dict[int, list[Lease]]:
+        """Give the next groups to the workers that have the fewest in hand.
+
+        Args:
+            workers: that may be given some.
+            each: groups that a worker has in hand at a time.
+            now: in seconds.
+            late: how often a worker was late; those that were it least are given groups first.
+        """
+        if not self.admits():
+            return {}
+        held = Counter(lease.worker for lease in self._leases.values())
+        order = [((late or {}).get(worker, 0), held[worker], number, worker)
+                 for number, worker in enumerate(workers) if held[worker] < each]
+        heapq.heapify(order)
+        given: dict[int, list[Lease]] = {}
+        while order and (lease := self.lease(worker=order[0][-1], now=now)) is not None:
+            times, count, number, worker = heapq.heappop(order)
+            given.setdefault(worker, []).append(lease)
+            if count + 1 < each:
+                heapq.heappush(order, (times, count + 1, number, worker))
+        return given
 
     # -- taking back ---------------------------------------------------------------------------
 
@@ -320,7 +350,8 @@ class RolloutSchedule:
         self.version, self._next = state["version"], state["next"]
         self._taken = self.version * self.batch_groups
         self._again = [Ticket(*ticket) for ticket in state["unfinished"]]
-        self._waiting = [Finished(Ticket(index, attempt), version, group, rank)
+        ranked = self.max_rounds is not None
+        self._waiting = [Finished(Ticket(index, attempt), version, group, rank * ranked)
                          for index, attempt, version, rank, group in state["ready"]]
         self.counts = dict.fromkeys(COUNTS, 0) | state["counts"]
         self._leases, self._training = {}, []

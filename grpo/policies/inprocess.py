@@ -172,12 +172,13 @@ def _own_graph_pool() -> None:
 
 def kv_cache_bytes(
     model_path: str, *, rows: int, tokens: int, dtype: torch.dtype, device: torch.device,
-    devices: int = 1, alone: bool = False,
+    devices: int = 1, alone: bool = False, memory: int | None = None,
 ) -> int:
     """Memory of a device for the keys and values of ``rows`` sequences of ``tokens`` tokens.
 
     A token has two vectors of ``num_key_value_heads * head_dim`` values in every layer; the heads
-    are divided over the ``devices`` of an engine, and a device has at least one.
+    are divided over the ``devices`` of an engine, and a device has at least one. ``memory`` is what
+    a device has, in bytes; None: ``device``, which must be there, is asked.
     """
     from transformers import AutoConfig
 
@@ -190,9 +191,9 @@ def kv_cache_bytes(
     # One block more a row, and one row more: vLLM keeps a block for itself.
     block = _BLOCK[device.type]
     needed = (rows + 1) * (-(-tokens // block) + 1) * block * per_token
-    if device.type == "cuda":
+    if memory is None and device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-    else:
+    elif memory is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     most = int(_MAX_KV_CACHE_SHARE * memory)
     if alone and device.type == "cuda":

@@ -33,6 +33,7 @@ from grpo.training.learner import DEFAULT_TOKENS_PER_MICRO_BATCH, GPU_WIDTH_MULT
 def run_ledger(
     config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str, *,
     max_model_len: int, trained_tokens: int | None = None, engine_apart: bool = False,
+    memory: int | None = None,
 ) -> Ledger:
     """The ledger of a run, before its model and engine are started.
 
@@ -48,13 +49,15 @@ def run_ledger(
         trained_tokens: of the longest row that is trained, where rows are cut; None: what the
             engine may make.
         engine_apart: the engine has another device, see :func:`server_ledger`.
+        memory: bytes of a device; None: ``device``, which must be there, is asked.
 
     Raises:
         ValueError: for adapters of layers that the model does not have.
     """
     sharing = "apart" if engine_apart else _sharing(config, device, backend == "vllm")
     return memory_ledger(_memory_plan(config, model_path, device, dtype, backend, max_model_len,
-                                      sharing=sharing, trained_tokens=trained_tokens))
+                                      sharing=sharing, trained_tokens=trained_tokens,
+                                      memory=memory))
 
 
 def server_ledger(
@@ -68,14 +71,14 @@ def server_ledger(
 
 def role_ledgers(
     config: AsyncConfig, places: DevicePlan, model_path: str, device: torch.device,
-    dtype: torch.dtype, backend: str, *, max_model_len: int,
+    dtype: torch.dtype, backend: str, *, max_model_len: int, memory: int | None = None,
 ) -> dict[str, Ledger]:
     """The ledgers of one device of each role: ``train``, ``engine`` and, where it has a device of
     its own, ``reference``. All devices are taken to be alike; see :func:`run_ledger`."""
     shared = (config, model_path, device, dtype, backend, max_model_len)
-    trainer = _memory_plan(*shared, sharing="apart")
+    trainer = _memory_plan(*shared, sharing="apart", memory=memory)
     engine = _memory_plan(*shared, sharing="two_copies", apart=True,
-                          alone=not places.shared("engine"))
+                          alone=not places.shared("engine"), memory=memory)
     ledgers = {}
     if places.reference:
         frozen = dict(trainer.frozen)
@@ -129,7 +132,7 @@ def _check_together(
 def _memory_plan(
     config: Config, model_path: str, device: torch.device, dtype: torch.dtype, backend: str,
     max_model_len: int, *, sharing: Sharing, apart: bool = False, alone: bool = False,
-    trained_tokens: int | None = None,
+    trained_tokens: int | None = None, memory: int | None = None,
 ) -> MemoryPlan:
     shape, lora = ModelShape.of(model_path), _lora(config)
     row = min(max_model_len, trained_tokens or max_model_len)
@@ -158,7 +161,8 @@ def _memory_plan(
         optimizer=config.optimizer.name,
         trained_layers=config.train_model.layer_indices and tuple(config.train_model.layer_indices),
         **slots)
-    return _with_kv_cache(plan, config, model_path, device, tokens=max_model_len, alone=alone)
+    return _with_kv_cache(plan, config, model_path, device, tokens=max_model_len, alone=alone,
+                          memory=memory)
 
 
 def _sharing(config: Config, device: torch.device, in_engine: bool) -> Sharing:
@@ -210,7 +214,7 @@ def _head(config: Config, shape: ModelShape) -> Head:
 
 def _with_kv_cache(
     plan: MemoryPlan, config: Config, model_path: str, device: torch.device, *, tokens: int,
-    alone: bool,
+    alone: bool, memory: int | None,
 ) -> MemoryPlan:
     """The plan with the KV cache that :func:`grpo.policies.inprocess.start_engine` will take, for
     rows of so many ``tokens``."""
@@ -222,11 +226,11 @@ def _with_kv_cache(
     rows = inference.max_num_seqs or min(plan.generated_rows, 1024)
     plan = replace(plan, generated_rows=rows)
     if inference.gpu_memory_utilization is not None:
-        engine = int(inference.gpu_memory_utilization * capacity(device))
+        engine = int(inference.gpu_memory_utilization * (memory or capacity(device)))
         return replace(plan, kv_cache_bytes=max(0, engine - engine_bytes(plan)))
     return replace(plan, kv_cache_bytes=inference.kv_cache_memory_bytes or kv_cache_bytes(
         model_path, rows=rows, tokens=tokens, dtype=plan.dtype, device=device,
-        devices=getattr(inference, "tensor_parallel_size", 1), alone=alone))
+        devices=getattr(inference, "tensor_parallel_size", 1), alone=alone, memory=memory))
 
 
 def capacity(device: torch.device) -> int:

@@ -368,3 +368,42 @@ def test_a_version_from_the_future_is_refused():
     schedule = RolloutSchedule(1, staleness=0)
     with pytest.raises(ValueError, match="newer than the weights"):
         finish(schedule, lease(schedule, 1), version=1)
+
+
+class TestDeal:
+    """Groups for several workers at once."""
+
+    def given(self, schedule: RolloutSchedule, workers, **options) -> dict[int, list[int]]:
+        dealt = schedule.deal(workers, now=7.0, **options)
+        assert all(lease.worker == worker and lease.since == 7.0
+                   for worker, leases in dealt.items() for lease in leases)
+        return {worker: [lease.ticket.index for lease in leases]
+                for worker, leases in dealt.items()}
+
+    def test_those_with_the_fewest_are_given_the_next(self):
+        schedule = RolloutSchedule(7, staleness=0)
+        for _ in range(2):
+            schedule.lease(worker=5, now=0.0)
+        assert self.given(schedule, [4, 5, 6], each=9) == {4: [2, 4, 6], 6: [3, 5]}
+        assert self.given(schedule, [4, 5, 6], each=9) == {}  # no more are admitted
+
+    def test_none_has_more_than_it_may(self):
+        schedule = RolloutSchedule(10, staleness=0)
+        assert self.given(schedule, [0, 1], each=2) == {0: [0, 2], 1: [1, 3]}
+        assert self.given(schedule, [0, 1], each=2) == {} and schedule.admits()
+        assert self.given(schedule, [], each=2) == {}
+
+    def test_those_that_were_late_come_last(self):
+        schedule = RolloutSchedule(5, staleness=0)
+        assert self.given(schedule, [0, 1, 2], each=2, late={0: 2, 1: 1}) == {
+            2: [0, 1], 1: [2, 3], 0: [4]}
+
+
+def test_a_run_that_goes_on_without_dynamic_sampling_trains_on_what_it_would_have_left_out():
+    schedule = RolloutSchedule(2, staleness=1, max_rounds=2)
+    for rank in (0, 1):
+        schedule.finish(schedule.lease(worker=0, now=0.0).id, rank, version=0, rank=rank)
+    assert schedule.ready == 1
+    resumed = RolloutSchedule(2, staleness=1)
+    resumed.load_state_dict(schedule.state_dict())
+    assert resumed.ready == 2 and [done.group for done in resumed.take()] == [0, 1]

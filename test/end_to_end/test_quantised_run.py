@@ -69,8 +69,8 @@ def test_a_run_goes_on_with_the_same_bits(train, tmp_path):
 def test_reward_rises_on_a_quantised_base(runner, kind):
     """The embedded model, whose additions are often wrong, with Transformers."""
     runner.run(*ADAPTERS, f"train_model.quantization={kind}", "optimizer.lr=5e-3",
-               "inference_model.backend=transformers", "train.max_steps=40", "train.eval_frequency=40",
-               "train.checkpoint_frequency=0", "hydra.run.dir=run")
+               "inference_model.backend=transformers", "train.max_steps=40",
+               "train.eval_frequency=40", "train.checkpoint_frequency=0", "hydra.run.dir=run")
     rows = runner.metrics(runner.folder / "run")
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1

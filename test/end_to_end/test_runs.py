@@ -13,6 +13,7 @@ from grpo.run.assemble import assemble
 
 from ..config.configs import composed
 from ..envs.worlds import sums
+from .conftest import ASYNC, SCRIPT
 
 TINY = ("model.warm_start_steps=20", "env.num_envs=4", "env.repeats=4",
         "train.total_dialog_turns=32", "train.checkpoint_frequency=0")

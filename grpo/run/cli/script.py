@@ -47,7 +47,7 @@ def look_ahead(folder: Path, config_name: str) -> None:
     sys.argv[1:] = [a for a in sys.argv[1:] if a not in args.overrides] + args.overrides
     # Recipes of somebody's own are found by Hydra alone.
     if not (args.config_path or args.config_dir or args.experimental_rerun):
-        _check_names(folder, args.config_name or config_name, args.overrides)
+        check_names(folder, args.config_name or config_name, args.overrides)
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
         def show(config: DictConfig) -> None:
             raise AssertionError("Hydra runs nothing where it is asked to show something")
@@ -59,7 +59,8 @@ def look_ahead(folder: Path, config_name: str) -> None:
     _check_run_folder(args.overrides, "hydra.sweep.dir" if args.multirun else "hydra.run.dir")
 
 
-def _check_names(folder: Path, config_name: str, overrides: list[str]) -> None:
+def check_names(folder: Path, config_name: str, overrides: list[str]) -> None:
+    """End the command where a recipe or a key has a name that is unknown."""
     if not (folder / config_name).with_suffix(".yaml").is_file():
         known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
         sys.exit(f"error: --config-name {config_name}: there is no such recipe; known: {known}; "

@@ -1,0 +1,89 @@
+"""A plan whose times are measured here: what it then predicts is what a run takes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import hydra
+import numpy as np
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.keys import ConfigError
+from grpo.config.schema import load_config
+from grpo.run.cli.names import recipes
+from grpo.run.plan import calibrate
+from grpo.run.plan.calibrate import Measured
+from grpo.run.plan.costs import H200, Layout, decode_seconds
+from grpo.run.plan.options import PlanOptions
+from grpo.run.plan.planner import make_planner
+from grpo.run.plan.simulate import Work
+
+KEYS = ["device=cpu", "env.num_envs=8", "env.repeats=4", "inference_model.backend=transformers",
+        "model.warm_start_steps=5", "inference_model.max_tokens=24"]
+
+
+def planner_of(tmp_path, *keys: str, **options):
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(recipes()), version_base=None):
+        config = load_config(hydra.compose("grpo_async", overrides=[*KEYS, *keys]), AsyncConfig)
+    return make_planner(config, frozenset(), PlanOptions(num_gpus=2, **options), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_step_takes_what_the_plan_says(tmp_path, cache, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    seen, real = [], calibrate._measure
+    monkeypatch.setattr(calibrate, "_measure",
+                        lambda *arguments: seen.append(real(*arguments)) or seen[-1])
+    planner = planner_of(tmp_path)
+    begin = time.monotonic()
+    found = calibrate.calibrated(planner, seconds=3.0)
+    assert time.monotonic() - begin < 60
+    [measured] = seen
+    planned = found.plan(Layout(train=1, engines=0))
+    assert planned.outcome.step == pytest.approx(measured.seconds["step"], rel=0.35)
+    assert planned.phases.train(32 * measured.mean_tokens) == pytest.approx(
+        measured.seconds["train"] + measured.seconds["optimizer"], rel=0.05)
+    # Lengths are those that were seen, what lies between devices is as before.
+    assert found.options.response_tokens == round(measured.lengths.mean())
+    assert found.options.prompt_tokens == round(measured.prompt_tokens) != 256
+    assert "this machine" in found.costs.source and found.costs.link_rate == H200.link_rate
+
+
+def test_lengths_that_were_given_or_cut_stay(tmp_path):
+    measured = Measured({}, 10.0, 1.0, np.array([5.0, 10.0]), 0.01, 7.0, False)
+    given = planner_of(tmp_path, prompt_tokens=99, response_tokens=3, sigma=0.1)
+    assert calibrate._with_lengths(given, measured) == given.options
+    long = planner_of(tmp_path, "inference_model.max_tokens=1000")
+    assert calibrate._with_lengths(long, measured).response_tokens is None
+    assert calibrate._with_lengths(long, measured).prompt_tokens == 7
+
+
+@pytest.mark.parametrize("whole_batch", [True, False])
+def test_decode_steps_are_scaled_to_what_was_measured(tmp_path, whole_batch):
+    """A GPU that is three times as slow, in a process that is as fast, is found again."""
+    shape = planner_of(tmp_path).shape
+    work = Work(groups=64, rows=8, prompt_tokens=10, max_tokens=100, mean_tokens=50, sigma=0.0)
+    slow = replace(H200, decode_rate=1e8 * shape.parameters, decode_floor=1e-6, decode_scale=3.0)
+    lengths = np.repeat([20.0, 40.0], 256)
+
+    def step(costs, count: int) -> float:
+        return decode_seconds(costs, shape, work, Layout(train=1, engines=0), count)
+
+    alive = [512] * 40 if whole_batch else [512] * 20 + [256] * 20
+    measured = Measured({}, 30.0, sum(step(slow, count) for count in alive), lengths, 1e-6, 10.0,
+                        whole_batch)
+    plain = replace(slow, decode_floor=0.0, decode_scale=1.0)
+    assert calibrate._scale(measured, 1e-6, lambda count: step(plain, count)) == \
+        pytest.approx(3.0, rel=1e-3)
+    # Where the process alone takes longer than all that was measured, the rate is the table's.
+    assert calibrate._scale(measured, 1e3, lambda count: step(plain, count)) == 1.0
+
+
+def test_a_gpu_that_is_not_there_is_not_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="calibrate=true measures a GPU, and PyTorch sees none"):
+        planner_of(tmp_path, "device=auto", calibrate=True)
