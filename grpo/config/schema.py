@@ -189,8 +189,7 @@ class Config(Section):
             raise ValueError(f"train_model.quantization={self.train_model.quantization}: engines "
                              "must hold the very values that the trainer's bits stand for, and "
                              f"the server at inference_model.url={url} was started from others; "
-                             "remove the url, so that the run starts one, or set quantization to "
-                             "null")
+                             "remove the url, or set quantization to null")
         return self
 
     @model_validator(mode="after")

@@ -121,7 +121,7 @@ def test_each_mode_is_a_way_for_the_weights(argv, sync, adapters, bridge, interv
     assert config.weight_sync == sync
     assert config.train_model.lora.enabled is adapters
     assert config.atropos.bridge is bridge and config.atropos.restart_interval == interval
-    assert (config.inference_model.engine == "server") is not bridge
+    assert (config.engine == "server") is not bridge
 
 
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.modes], ids=lambda f: f.dest)

@@ -53,8 +53,10 @@ def composed(command: list[str]) -> AsyncConfig:
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(recipes()), version_base=None):
         values = hydra.compose(recipe, overrides=keys)
-    return with_workers(load_config(values)) if script.endswith("grpo.py") else load_config(
-        values, AsyncConfig)
+    if script.endswith("grpo-async.py"):
+        return load_config(values, AsyncConfig)
+    config = load_config(values)
+    return with_workers(config) if config.has_workers else config
 
 
 def planner_of(tmp_path: Path, options: dict, *keys: str, recipe: str = "grpo_async_gsm8k"
