@@ -32,6 +32,13 @@ def planner_of(tmp_path, *keys: str, **options):
     return make_planner(config, frozenset(), PlanOptions(num_gpus=2, **options), tmp_path)
 
 
+def test_what_is_measured_is_a_run_on_one_device(tmp_path):
+    planner = planner_of(tmp_path, "train_model.num_devices=2", "ref_model.num_devices=1",
+                         "inference_model.num_devices=2", "train.kl_to_ref_coeff=0.1")
+    config = calibrate._short(planner.config)
+    assert not config.has_workers and config.train_model.ranks == 1
+
+
 @pytest.mark.slow
 def test_a_step_takes_what_the_plan_says(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -135,7 +135,7 @@ def _weights(name: str | Sequence[str] | Mapping[str, float] | None) -> dict[str
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ImportError("env.dataset=reasoning_gym needs the reasoning-gym package: "
-                          "pip install reasoning-gym") from error
+                          f"pip install reasoning-gym ({error})") from error
     names = [name] if isinstance(name, str) else list(name or ())
     if not names:
         raise ValueError("env.name names no data set of reasoning-gym; give one, such as "

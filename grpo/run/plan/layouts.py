@@ -206,7 +206,7 @@ class Planner:
         values["train_model"]["lora"]["enabled"] = layout.lora is not None
         if layout.staleness == 0:
             del values["train"]["staleness"]
-            config = synchronous(values)
+            config = with_workers(synchronous(values))
             chosen["train"] = {}
         else:
             config = load_config(values, AsyncConfig)
@@ -295,4 +295,4 @@ def synchronous(values: dict[str, Any]) -> Config:
     known = Config.model_fields["train"].annotation.model_fields
     values = {section: keys for section, keys in values.items() if section in Config.model_fields}
     values["train"] = {key: value for key, value in values["train"].items() if key in known}
-    return with_workers(load_config(values))
+    return load_config(values)
