@@ -10,6 +10,7 @@ import pytest
 
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError, load_config
+from grpo.report.starting import Starting
 from grpo.run.placement import Places, plan_devices, positions, unused_reference, visible
 
 KL = {"train": {"kl_to_ref_coeff": 0.1}}
@@ -235,11 +236,12 @@ def test_a_ray_that_does_not_start_is_an_error_of_one_paragraph(monkeypatch, add
 
 def test_the_ray_of_a_run_keeps_no_record_of_calls():
     ray = pytest.importorskip("ray")
-    from grpo.run.build_async import open_ray
+    from grpo.run.build_async import open_ray, wait_for_ray
 
     config = load_config({"device": "cpu"}, AsyncConfig)
     with ExitStack() as at_end:
-        places = open_ray(config, at_end)
+        places, connected = open_ray(config, at_end, Starting(print))
+        wait_for_ray(connected)
 
         class Answering:
             def number(self) -> int:
