@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from contextlib import ExitStack
 
@@ -12,7 +13,7 @@ from grpo.collectors.ray import RolloutsFailed
 from grpo.policies.ray_engine import WorkerPool, WorkersLost
 from grpo.run import build_async
 
-from ..support import wait_until
+from ..support import REPO, blocks, wait_until
 from ..training.runs import make_trainer, save_tiny, timeless
 from .asynchronous import LORA, async_config, make_async_trainer, rows_of, sync_config
 
@@ -120,4 +121,12 @@ def test_workers_and_references_start_while_the_trainer_loads_its_model(
     assert sorted(there) == ["Ray", "model of the trainer", "reference worker 0",
                              "rollout worker 0", "rollout worker 1", "tokenizer and prompts"]
     assert there.index("rollout worker 1") < there.index("model of the trainer")
+    shown = blocks("text", (REPO / "docs" / "async.md").read_text())
+    page = next(block for block in shown if "starting Ray" in block).splitlines()
+    assert {_shape(line) for line in page if not line.startswith("still")} <= set(
+        map(_shape, lines)), "the page shows other lines"
     assert lines.index(begun[-1]) < next(i for i, line in enumerate(lines) if "GRPO" in line)
+
+
+def _shape(line: str) -> str:
+    return re.sub(r"[0-9.]+ s", "N s", line)
