@@ -113,7 +113,7 @@ def assemble_async(
     build.quiet_libraries()
     # The console of the run is made when its length is known.
     with Starting(Console(total_steps=1).info) as starting:
-        places, connected = build_async.open_ray(config, at_end, starting)
+        places = build_async.open_ray(config, at_end, starting)
         with starting.part("tokenizer and prompts"):
             start = _set_up(config, run_dir, checkpoint)
         if asked is not None:
@@ -123,7 +123,6 @@ def assemble_async(
 
         # Workers, trainer, and how the weights travel between them
         setup, config = start.setup, start.setup.config
-        build_async.wait_for_ray(connected)
         reference_path = config.ref_model.name or build.model_folder(config, start.task)
         pool = build_async.build_reference_pool(config, places, reference_path, setup.dtype)
         actor = build_async.build_actor(setup, start.prompts, places, backend=start.backend,

@@ -4,7 +4,6 @@ workers on their devices, and the way of the weights to them."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -46,8 +45,6 @@ _GROUPS = {"finished": "report", "generate": "sample"}
 # calls; `enable_task_events` of an actor leaves out other records alone. Processes would be started
 # ahead of work, but each of our actors has variables, hence a process, of its own.
 _RAY_SETTINGS = {"enable_timeline": False, "prestart_worker_first_driver": False}
-# Until the Ray that a run starts is there; it gives up on each of its parts after 30 s.
-_RAY_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -58,14 +55,10 @@ class AsyncActor(TrainingActor):
     pool: WorkerPool
 
 
-def open_ray(
-    config: AsyncConfig, at_end: ExitStack, starting: Starting
-) -> tuple[Places, Future]:
+def open_ray(config: AsyncConfig, at_end: ExitStack, starting: Starting) -> Places:
     """Plan who computes where, start Ray or connect to it, and select the trainer's GPU here.
 
-    ``at_end`` gets what gives all of it back, ``starting`` is told of Ray. A Ray that the run
-    starts itself takes seconds, in which this process can do something else; see
-    :func:`wait_for_ray`.
+    ``at_end`` gets what gives all of it back, ``starting`` is told of Ray.
     """
     require_ray()
     import ray
@@ -74,52 +67,24 @@ def open_ray(
     cluster = config.ray.address is not None
     available = None
     if cluster:
-        connected = _open_ray(at_end, starting, address=config.ray.address)
-        wait_for_ray(connected)
+        with starting.part(f"Ray at {config.ray.address}"):
+            at_end.callback(_start_ray(address=config.ray.address))
         available = int(ray.cluster_resources().get("GPU", 0)) if kind == "cuda" else None
     elif kind == "cuda":
         available = torch.cuda.device_count()
     plan = plan_devices(config, kind=kind, available=available)
     if not cluster:
         # Not a cluster that RAY_ADDRESS names, or that a `ray start` left on this machine.
-        connected = _open_ray(
-            at_end, starting, address="local", include_dashboard=False, num_gpus=0,
-            num_cpus=4 + len(plan.engines) + len(plan.reference) + len(plan.train),
-            _system_config=_RAY_SETTINGS)
+        with starting.part("Ray"):
+            at_end.callback(_start_ray(
+                address="local", include_dashboard=False, num_gpus=0,
+                num_cpus=4 + len(plan.engines) + len(plan.reference) + len(plan.train),
+                _system_config=_RAY_SETTINGS))
     places = Places(plan, cluster=cluster)
     at_end.callback(places.release)
     if kind == "cuda":
         torch.cuda.set_device(places.trainer[0])
-    return places, connected
-
-
-def wait_for_ray(connected: Future) -> None:
-    """Return when the Ray of :func:`open_ray` is there.
-
-    Raises:
-        ConfigError: if it could not be started, or not in time.
-    """
-    try:
-        connected.result(_RAY_SECONDS)
-    except TimeoutError:
-        raise ConfigError(f"Ray did not answer within {_RAY_SECONDS:g} s; try again, or start it "
-                          "yourself (ray start --head) and set ray.address=auto") from None
-
-
-def _open_ray(at_end: ExitStack, starting: Starting, **options: Any) -> Future:
-    # One that lives as long as the run: Ray's processes end with the thread that has started them.
-    thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
-    connected = thread.submit(_start_ray, **options)
-
-    def end() -> None:  # also if nobody has waited for it
-        if connected.exception(_RAY_SECONDS) is None:
-            connected.result()()
-        thread.shutdown()
-
-    at_end.callback(end)
-    starting.begin({"Ray": lambda: connected.done() and connected.exception() is None},
-                   within=_RAY_SECONDS)
-    return connected
+    return places
 
 
 def _start_ray(**options: Any) -> Callable[[], None]:
@@ -159,7 +124,7 @@ def build_actor(
     Args:
         setup: what trainer and workers agree on.
         prompts: to train on.
-        places: from :func:`open_ray`, whose Ray is there.
+        places: from :func:`open_ray`.
         backend: ``vllm`` or ``transformers``.
         at_end: gets what ends all that is started here.
         starting: is told of it.

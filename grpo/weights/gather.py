@@ -72,28 +72,29 @@ class TrainerRanks:
     def whole(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors one after another; every rank must take them all, in the same order.
 
-        Slices of small ones travel together: to gather a tensor takes the processor half a
-        millisecond, however small it is, and a model has hundreds of them.
+        Slices of small ones travel together: to gather a tensor takes the processor some tenths of
+        a millisecond, however small it is, and a model has hundreds of them.
         """
         batch: list[tuple[str, DTensor]] = []
+        nbytes = 0
         for name, tensor in named:
-            if batch and not self._fits(batch, name, tensor):
+            size = tensor.numel() * self._dtype_of(name, tensor).itemsize
+            if batch and (nbytes + size > TOGETHER_BYTES
+                          or not self._alike(batch[0], (name, tensor))):
                 yield from self._gathered(batch)
-                batch = []
+                batch, nbytes = [], 0
             if isinstance(tensor, DTensor):
                 batch.append((name, tensor))
+                nbytes += size
             else:
                 yield name, tensor.detach()
         if batch:
             yield from self._gathered(batch)
 
-    def _fits(self, batch: list[tuple[str, DTensor]], name: str, tensor: Tensor) -> bool:
-        """Whether a tensor may be gathered with others."""
-        if not (isinstance(tensor, DTensor) and _by_rows(tensor) and _by_rows(batch[0][1])):
-            return False
-        dtype = self._dtype_of(name, tensor)
-        total = sum(other.numel() for _, other in batch) + tensor.numel()
-        return dtype == self._dtype_of(*batch[0]) and total * dtype.itemsize <= TOGETHER_BYTES
+    def _alike(self, *named: tuple[str, Tensor]) -> bool:
+        """Whether named tensors may be gathered together."""
+        return (all(isinstance(tensor, DTensor) and _by_rows(tensor) for _, tensor in named)
+                and len({self._dtype_of(name, tensor) for name, tensor in named}) == 1)
 
     def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """What a tensor is gathered as: half the bytes where it is rounded before."""

@@ -114,15 +114,14 @@ def test_workers_and_references_start_while_the_trainer_loads_its_model(
         assert trainer.iterate()["canary/max_abs_diff"] < 1e-4
     lines = capsys.readouterr().out.splitlines()
     begun = [line for line in lines if line.startswith("starting ")]
-    assert begun == ["starting Ray; it has 300 s",
-                     "starting rollout worker 0, rollout worker 1; each has 900 s",
+    assert begun == ["starting rollout worker 0, rollout worker 1; each has 900 s",
                      "starting reference worker 0; it has 900 s"]
     there = [line.partition(": there after ")[0] for line in lines if ": there after " in line]
     assert sorted(there) == ["Ray", "model of the trainer", "reference worker 0",
                              "rollout worker 0", "rollout worker 1", "tokenizer and prompts"]
     assert there.index("rollout worker 1") < there.index("model of the trainer")
     shown = blocks("text", (REPO / "docs" / "async.md").read_text())
-    page = next(block for block in shown if "starting Ray" in block).splitlines()
+    page = next(block for block in shown if "starting rollout worker" in block).splitlines()
     assert {_shape(line) for line in page if not line.startswith("still")} <= set(
         map(_shape, lines)), "the page shows other lines"
     assert lines.index(begun[-1]) < next(i for i, line in enumerate(lines) if "GRPO" in line)

@@ -210,8 +210,8 @@ def test_without_an_address_ray_is_the_runs_own(ray, wanted, monkeypatch):
     monkeypatch.setattr(module, "init", init)
     monkeypatch.setattr(module, "is_initialized", lambda: False)
     with pytest.raises(Stop), ExitStack() as at_end:
-        config = load_config(small(device="cpu", ray=ray), AsyncConfig)
-        build_async.wait_for_ray(build_async.open_ray(config, at_end, Starting(print))[1])
+        build_async.open_ray(load_config(small(device="cpu", ray=ray), AsyncConfig), at_end,
+                             Starting(print))
 
 
 @pytest.mark.parametrize("model, sent", [("models/tiny", "{}/models/tiny"),

@@ -236,12 +236,11 @@ def test_a_ray_that_does_not_start_is_an_error_of_one_paragraph(monkeypatch, add
 
 def test_the_ray_of_a_run_keeps_no_record_of_calls():
     ray = pytest.importorskip("ray")
-    from grpo.run.build_async import open_ray, wait_for_ray
+    from grpo.run.build_async import open_ray
 
     config = load_config({"device": "cpu"}, AsyncConfig)
     with ExitStack() as at_end:
-        places, connected = open_ray(config, at_end, Starting(print))
-        wait_for_ray(connected)
+        places = open_ray(config, at_end, Starting(print))
 
         class Answering:
             def number(self) -> int:
