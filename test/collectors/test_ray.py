@@ -102,7 +102,7 @@ def test_workers_and_references_start_while_the_trainer_loads_its_model(
     def loaded(*args):
         assert [pool.kind for pool in pools] == ["rollout worker", "reference worker"]
         wait_until(lambda: all(pool.there(number) for pool in pools
-                               for number in range(pool.count)), seconds=120)
+                               for number in range(pool.count)), seconds=300)
         assert all(pool.present == [] for pool in pools), "met before the model was loaded"
         return load(*args)
 
