@@ -120,6 +120,7 @@ class WorkerPool:
     outdated: set[int] = field(default_factory=set, init=False)
     restarts: int = field(default=0, init=False)
     about: list[dict[str, Any]] = field(default_factory=list, init=False)  # what they have answered
+    _launched: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         require_ray()
@@ -127,10 +128,43 @@ class WorkerPool:
 
     def start(self) -> None:
         """Start all; returns when each has answered."""
+        self.launch()
+        self.meet()
+
+    def launch(self) -> None:
+        """Start all, and wait for none; nobody is present before :meth:`meet`."""
         self.actors = [self.make(number) for number in range(self.count)]
-        deadline = time.monotonic() + self.start_timeout
-        self.about = [self.ask(number, "describe", timeout=max(1.0, deadline - time.monotonic()))
-                      for number in range(self.count)]
+        self.about = [{} for _ in self.actors]
+        self.starting = {number: self.send(number, "describe") for number in range(self.count)}
+        self._launched = time.monotonic()
+
+    def meet(self) -> None:
+        """Return when each that was launched has answered.
+
+        Raises:
+            EngineError: as soon as one has failed, or when ``start_timeout`` is over.
+        """
+        while self.starting:
+            for call in self.wait(list(self.starting.values()), timeout=1.0):
+                self.about[call.number] = self.result(call, timeout=60.0)
+                del self.starting[call.number]
+            if self.starting and time.monotonic() > self._launched + self.start_timeout:
+                late = ", ".join(map(self.name, self.starting))
+                raise EngineError(f"{late}: not started within {self.start_timeout:g} s "
+                                  "(ray.start_timeout); see its log in Ray's session folder")
+
+    def there(self, number: int) -> bool:
+        """Whether a worker that was launched has answered, with more than an error."""
+        call = self.starting.get(number)
+        if call is None:
+            return True
+        if not self.wait([call], timeout=0):
+            return False
+        try:
+            self.result(call, timeout=60.0)
+        except EngineError:
+            return False
+        return True
 
     @property
     def present(self) -> list[int]:

@@ -24,6 +24,7 @@ from grpo.policies.model_shape import ModelShape
 from grpo.report.console import Console
 from grpo.report.loggers import LoggerGroup, MetricLogger, make_loggers
 from grpo.report.reporter import Reporter
+from grpo.report.starting import Starting
 from grpo.run import build, build_async, build_objective, build_team, fast_defaults
 from grpo.run.build_async import AsyncActor
 from grpo.run.build_engine import Setup
@@ -32,7 +33,7 @@ from grpo.run.build_team import TrainingActor
 from grpo.run.device_memory import available, capacity, check_roles_fit, role_ledgers, run_ledger
 from grpo.run.ledger import Ledger, Saving, check_fits
 from grpo.run.memory_advice import leaner_training, less_held, more_devices, savings, smaller_cache
-from grpo.run.placement import unused_reference
+from grpo.run.placement import DevicePlan, unused_reference
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.evaluation import Evaluator
 from grpo.training.trainer import Trainer
@@ -110,15 +111,37 @@ def assemble_async(
         EngineError: if a worker does not start.
     """
     build.quiet_libraries()
-    places = build_async.open_ray(config, at_end)
-    start = _set_up(config, run_dir, checkpoint)
-    if asked is not None:
-        start = start._replace(asked=asked.model_dump(mode="json"))
+    # The console of the run is made when its length is known.
+    with Starting(Console(total_steps=1).info) as starting:
+        places = build_async.open_ray(config, at_end, starting)
+        with starting.part("tokenizer and prompts"):
+            start = _set_up(config, run_dir, checkpoint)
+        if asked is not None:
+            start = start._replace(asked=asked.model_dump(mode="json"))
+        start = _planned(start, places.plan)
+        loggers = open_loggers(start, run_dir)
 
-    # What it will take, before anything is launched
+        # Workers, trainer, and how the weights travel between them
+        setup, config = start.setup, start.setup.config
+        reference_path = config.ref_model.name or build.model_folder(config, start.task)
+        pool = build_async.build_reference_pool(config, places, reference_path, setup.dtype)
+        actor = build_async.build_actor(setup, start.prompts, places, backend=start.backend,
+                                        at_end=at_end, starting=starting, reference=pool,
+                                        checkpoint=checkpoint)
+    collector = build_async.build_collector(config, actor, pool)
+    at_end.callback(collector.close)
+    reference = None if pool else build_objective.build_reference(
+        config, actor.model, lambda: reference_path, loader_of(setup), actor.learner)
+    return _trainer(start, actor, collector, loggers, run_dir, reference=reference,
+                    workers=actor.pool.count, overlap_canary=config.train.staleness > 0,
+                    described=build_async.describe(config, places, backend=start.backend))
+
+
+def _planned(start: Start, plan: DevicePlan) -> Start:
+    """What it will take, said before anything is launched, and with fast defaults."""
     setup, room, say = start.setup, capacity(start.setup.device), start.console.info
-    say("\n".join([*places.plan.table(), *unused_reference(config)]))
-    ledgers_of = partial(role_ledgers, places=places.plan, model_path=setup.path,
+    say("\n".join([*plan.table(), *unused_reference(setup.config)]))
+    ledgers_of = partial(role_ledgers, places=plan, model_path=setup.path,
                          device=setup.device, dtype=setup.dtype, backend=start.backend,
                          max_model_len=setup.max_model_len)
     start, chosen = with_fast_defaults(start, lambda changed: ledgers_of(changed)["train"], room)
@@ -127,25 +150,9 @@ def assemble_async(
         say(line)
     for role, ledger in memory.items():
         say("\n".join([f"{role}:", *ledger.table(room)]))
-    check_roles_fit(memory, places.plan, room, lambda role: _advised(
+    check_roles_fit(memory, plan, room, lambda role: _advised(
         start, lambda changed: ledgers_of(changed)[role], memory[role], room, role))
-    loggers = open_loggers(start, run_dir)
-
-    # Workers, trainer, and how the weights travel between them
-    setup, config = start.setup, start.setup.config
-    actor = build_async.build_actor(setup, start.prompts, places, backend=start.backend,
-                                    at_end=at_end, checkpoint=checkpoint)
-    reference_path = config.ref_model.name or build.model_folder(config, start.task)
-    pool = build_async.build_reference_pool(config, places, reference_path, setup.dtype)
-    if pool is not None:
-        at_end.callback(pool.close)
-    collector = build_async.build_collector(config, actor, pool)
-    at_end.callback(collector.close)
-    reference = None if pool else build_objective.build_reference(
-        config, actor.model, lambda: reference_path, loader_of(setup), actor.learner)
-    return _trainer(start, actor, collector, loggers, run_dir, reference=reference,
-                    workers=actor.pool.count, overlap_canary=config.train.staleness > 0,
-                    described=build_async.describe(config, places, backend=start.backend))
+    return start
 
 
 # -- what both have in common ----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError
 from grpo.policies.fleet import FleetPolicy
 from grpo.policies.ray_engine import WorkerPool, require_ray
+from grpo.report.starting import Starting
 from grpo.run.build import Prompts, uses_cuda
 from grpo.run.build_engine import Setup, load_trained, quantised_model
 from grpo.run.build_model import prepare_model
@@ -41,8 +42,9 @@ from grpo.weights.gather import tell_nobody
 _THREADS = {"report": 1, "control": 4, "sample": 2}
 _GROUPS = {"finished": "report", "generate": "sample"}
 # Of the Ray that a run starts. Its head process would keep the timeline of each of the last 100,000
-# calls; `enable_task_events` of an actor leaves out other records alone.
-_RAY_SETTINGS = {"enable_timeline": False}
+# calls; `enable_task_events` of an actor leaves out other records alone. Processes would be started
+# ahead of work, but each of our actors has variables, hence a process, of its own.
+_RAY_SETTINGS = {"enable_timeline": False, "prestart_worker_first_driver": False}
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,10 @@ class AsyncActor(TrainingActor):
     pool: WorkerPool
 
 
-def open_ray(config: AsyncConfig, at_end: ExitStack) -> Places:
+def open_ray(config: AsyncConfig, at_end: ExitStack, starting: Starting) -> Places:
     """Plan who computes where, start Ray or connect to it, and select the trainer's GPU here.
 
-    ``at_end`` gets what gives all of it back.
+    ``at_end`` gets what gives all of it back, ``starting`` is told of Ray.
     """
     require_ray()
     import ray
@@ -65,17 +67,19 @@ def open_ray(config: AsyncConfig, at_end: ExitStack) -> Places:
     cluster = config.ray.address is not None
     available = None
     if cluster:
-        at_end.callback(_start_ray(address=config.ray.address))
+        with starting.part(f"Ray at {config.ray.address}"):
+            at_end.callback(_start_ray(address=config.ray.address))
         available = int(ray.cluster_resources().get("GPU", 0)) if kind == "cuda" else None
     elif kind == "cuda":
         available = torch.cuda.device_count()
     plan = plan_devices(config, kind=kind, available=available)
     if not cluster:
         # Not a cluster that RAY_ADDRESS names, or that a `ray start` left on this machine.
-        at_end.callback(_start_ray(
-            address="local", include_dashboard=False, num_gpus=0,
-            num_cpus=4 + len(plan.engines) + len(plan.reference) + len(plan.train),
-            _system_config=_RAY_SETTINGS))
+        with starting.part("Ray"):
+            at_end.callback(_start_ray(
+                address="local", include_dashboard=False, num_gpus=0,
+                num_cpus=4 + len(plan.engines) + len(plan.reference) + len(plan.train),
+                _system_config=_RAY_SETTINGS))
     places = Places(plan, cluster=cluster)
     at_end.callback(places.release)
     if kind == "cuda":
@@ -111,12 +115,25 @@ def _start_ray(**options: Any) -> Callable[[], None]:
 
 def build_actor(
     setup: Setup, prompts: Prompts, places: Places, *, backend: str, at_end: ExitStack,
-    checkpoint: Checkpoint | None = None,
+    starting: Starting, reference: WorkerPool | None = None, checkpoint: Checkpoint | None = None,
 ) -> AsyncActor:
     """Start the workers and the trainer's other ranks, load the model, connect them.
 
-    Workers are given the prompts to train on; for the other arguments see
-    :func:`grpo.run.build_team.build_training_actor`.
+    All of them start at the same time, but where an engine shares its device.
+
+    Args:
+        setup: what trainer and workers agree on.
+        prompts: to train on.
+        places: from :func:`open_ray`.
+        backend: ``vllm`` or ``transformers``.
+        at_end: gets what ends all that is started here.
+        starting: is told of it.
+        reference: from :func:`build_reference_pool`; started here.
+        checkpoint: that the run goes on from; the other ranks read their own part.
+
+    Raises:
+        EngineError: if a worker does not start.
+        RankDied: if another rank ends before all have met.
     """
     config: AsyncConfig = setup.config
     if backend == "transformers" and config.train.update_at == "in_flight":
@@ -126,20 +143,28 @@ def build_actor(
     gpus = places.trainer if places.plan.kind == "cuda" else ()
     lora, others = config.train_model.lora.enabled, None
     together = places.plan.shared("train", "engine")
-    if len(places.plan.train) > 1:  # they load the model while the workers start
+    if len(places.plan.train) > 1:
         others = at_end.enter_context(start_others(
             setup, gpus, checkpoint, transfer=None if lora or backend == "transformers"
             else network_of(setup.device, together=together)))
+        starting.begin({f"rank {rank} of the trainer": partial(others.is_ready, rank)
+                        for rank in range(1, len(places.plan.train))},
+                       within=config.ray.start_timeout)
     base = quantised_model(setup)
     pool = WorkerPool(_make_worker(setup, prompts, places, backend),
                       count=len(places.plan.engines), **_restart_options(config))
-    at_end.callback(pool.close)
-    pool.start()
-    # On its way to being sharded a model needs none of the GPU's own memory.
-    device = setup.device if others is None else torch.device("cpu")
-    model = load_trained(setup, device) if base is None else base.to(device)
-    prepare_model(model, config, adapter=setup.adapter)
-    loss = build_loss(config, model, setup.tokenizer)
+    _launch(pool, at_end, starting)
+    if places.plan.shared("engine"):
+        # vLLM measures the memory that is free, and fails where a neighbour changes it meanwhile.
+        pool.meet()
+    if reference is not None:
+        _launch(reference, at_end, starting)
+    with starting.part("model of the trainer"):
+        # On its way to being sharded a model needs none of the GPU's own memory.
+        device = setup.device if others is None else torch.device("cpu")
+        model = load_trained(setup, device) if base is None else base.to(device)
+        prepare_model(model, config, adapter=setup.adapter)
+        loss = build_loss(config, model, setup.tokenizer)
     leader = others and at_end.enter_context(Leader(
         others.meet(device_index=gpus[0] if gpus else None,
                     start_timeout=config.ray.start_timeout), others.check))
@@ -148,6 +173,7 @@ def build_actor(
     if leader is not None:
         learner, tell = LedLearner(learner, leader), leader.tell
         scorer = learner.scorer
+    pool.meet()
     weights = make_fleet_sync(config, model, pool, backend=backend, device=setup.device,
                               host=_own_address(config), together=together, tell=tell)
     if lora:
@@ -157,7 +183,16 @@ def build_actor(
     policy = FleetPolicy(pool, setup.sampling, heal=weights.heal,
                          max_model_len=setup.max_model_len, version=lambda: weights.version,
                          **options)
+    if reference is not None:
+        reference.meet()
     return AsyncActor(model, policy, weights, learner, scorer, pool)
+
+
+def _launch(pool: WorkerPool, at_end: ExitStack, starting: Starting) -> None:
+    at_end.callback(pool.close)
+    pool.launch()
+    starting.begin({pool.name(number): partial(pool.there, number)
+                    for number in range(pool.count)}, within=pool.start_timeout)
 
 
 def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, str]:
@@ -179,7 +214,8 @@ def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, 
 def build_reference_pool(
     config: AsyncConfig, places: Places, path: str, dtype: torch.dtype
 ) -> WorkerPool | None:
-    """A copy of the reference model on each device of its own, started; None if it has none."""
+    """A copy of the reference model on each device of its own, for :func:`build_actor` to start;
+    None if it has none."""
     if not places.plan.reference:
         return None
     import ray
@@ -188,11 +224,9 @@ def build_reference_pool(
     path = _absolute(path)
     build = partial(build_reference, _sent(config), path, places.plan.kind,
                     str(dtype).removeprefix("torch."))
-    pool = WorkerPool(
+    return WorkerPool(
         lambda number: actor_class.options(**places.reference(number)).remote(build, path),
         count=len(places.plan.reference), kind="reference worker", **_restart_options(config))
-    pool.start()
-    return pool
 
 
 def build_collector(

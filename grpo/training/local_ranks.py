@@ -91,6 +91,10 @@ class LocalRanks:
         """Process ids, of rank 1 first."""
         return [child.pid for child in self._children]
 
+    def is_ready(self, rank: int) -> bool:
+        """Whether a rank has nothing left to do but to meet the others."""
+        return self._ready[rank - 1].exists()
+
     def check(self) -> None:
         """Raise :class:`RankDied` if one has ended, with the last lines of its log."""
         if reason := self._reason():

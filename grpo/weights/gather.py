@@ -9,15 +9,27 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 #: Tells the other ranks of a sharded trainer to take part in what this one does next; see
 #: :meth:`grpo.training.team.Leader.tell`.
 Tell: TypeAlias = Callable[..., None]
 
 
+# PyTorch 2.13 has a new name for it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+#: Small tensors are gathered together up to so many bytes.
+TOGETHER_BYTES = 64 << 20
+
+
 def tell_nobody(what: str, *details: Any) -> None:
     """The :data:`Tell` of a trainer whose other ranks, if any, call the same methods themselves."""
+
+
+def _by_rows(tensor: DTensor) -> bool:
+    """Whether each rank has consecutive rows of it, as FSDP2 divides parameters."""
+    return tensor.device_mesh.ndim == 1 and tensor.placements == (Shard(0),)
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -58,14 +70,54 @@ class TrainerRanks:
 
     @torch.no_grad()
     def whole(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors one after another; every rank must take them all, in the same order."""
+        """Whole tensors one after another; every rank must take them all, in the same order.
+
+        Slices of small ones travel together: to gather a tensor takes the processor some tenths of
+        a millisecond, however small it is, and a model has hundreds of them.
+        """
+        batch: list[tuple[str, DTensor]] = []
+        nbytes = 0
         for name, tensor in named:
-            if not isinstance(tensor, DTensor):
+            size = tensor.numel() * self._dtype_of(name, tensor).itemsize
+            if batch and (nbytes + size > TOGETHER_BYTES
+                          or not self._alike(batch[0], (name, tensor))):
+                yield from self._gathered(batch)
+                batch, nbytes = [], 0
+            if isinstance(tensor, DTensor):
+                batch.append((name, tensor))
+                nbytes += size
+            else:
                 yield name, tensor.detach()
-                continue
-            if self._dtype is not None and name in self._trained:
-                tensor = tensor.to(self._dtype)  # half the bytes to gather
-            yield name, tensor.full_tensor()
+        if batch:
+            yield from self._gathered(batch)
+
+    def _alike(self, *named: tuple[str, Tensor]) -> bool:
+        """Whether named tensors may be gathered together."""
+        return (all(isinstance(tensor, DTensor) and _by_rows(tensor) for _, tensor in named)
+                and len({self._dtype_of(name, tensor) for name, tensor in named}) == 1)
+
+    def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """What a tensor is gathered as: half the bytes where it is rounded before."""
+        return self._dtype if self._dtype is not None and name in self._trained else tensor.dtype
+
+    def _gathered(self, batch: list[tuple[str, DTensor]]) -> Iterator[tuple[str, Tensor]]:
+        first, dtype = batch[0][1], self._dtype_of(*batch[0])
+        if not _by_rows(first):
+            for name, tensor in batch:
+                yield name, tensor.to(dtype).full_tensor()
+            return
+        # The first ranks have this many rows of a tensor, the last ones what is left.
+        rows = [-(-len(tensor) // self.count) for _, tensor in batch]
+        sizes = [count * tensor.shape[1:].numel()
+                 for count, (_, tensor) in zip(rows, batch, strict=True)]
+        own = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+        slices = [tensor.to_local().reshape(-1) for _, tensor in batch]
+        torch._foreach_copy_([part[:len(values)] for part, values in
+                              zip(own.split(sizes), slices, strict=True)], slices)
+        of_all = torch.empty(self.count, len(own), dtype=dtype, device=self.device)
+        _all_gather(of_all.view(-1), own, group=first.device_mesh.get_group())
+        for (name, tensor), part in zip(batch, of_all.split(sizes, dim=1), strict=True):
+            yield name, part.reshape(-1, *tensor.shape[1:])[:len(tensor)]
 
     def whole_state(self, model: nn.Module) -> dict[str, Tensor]:
         """What is saved of a model, on the leading rank's CPU; empty on the others.

@@ -27,6 +27,7 @@ if __name__ == "__main__":  # before PyTorch is imported: help and misspelt keys
     from grpo.run.cli.script import look_ahead
 
     look_ahead(CONFIG, "grpo_async")
+    print("loading PyTorch, TorchRL and Transformers", flush=True)
 
 import grpo.run.cli  # noqa: F401, I001  shares the cores, before PyTorch is imported
 import hydra

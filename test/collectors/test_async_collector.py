@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from grpo import data
 from grpo.collectors.ray import RolloutsFailed, _since
 from grpo.collectors.reference_worker import ReferenceWorker, Scored, SharedScoring
+from grpo.policies.handle import EngineError
 from grpo.policies.ray_engine import WorkersLost
 from grpo.run.build_worker import build_reference
 from grpo.run.cli.endings import fit_with_workers
@@ -304,6 +305,48 @@ def test_a_group_goes_to_the_reference_with_the_least_to_do_and_those_of_a_dead_
     wait_until(lambda: scoring.heal() or len(pool.present) == 3)
     scoring.send()
     assert scoring.in_hand == {0: 1}
+
+
+class Starts:
+    """A worker that answers when it may, or fails."""
+
+    def __init__(self, number: int, may: threading.Event) -> None:
+        self.number, self.may = number, may
+
+    def describe(self) -> dict:
+        if self.number == 0:
+            assert self.may.wait(30)
+        if self.number == 2:
+            raise RuntimeError("no memory")
+        return {"number": self.number}
+
+
+def test_workers_start_together_and_each_is_met_when_it_answers():
+    may = threading.Event()
+    pool = LocalPool(lambda number: Starts(number, may), count=2)
+    pool.launch()
+    wait_until(lambda: pool.there(1))
+    assert not pool.there(0) and pool.present == []
+    may.set()
+    pool.meet()
+    assert pool.present == [0, 1] and [about["number"] for about in pool.about] == [0, 1]
+    assert pool.there(0) and pool.there(1)
+
+
+def test_a_worker_that_fails_is_named_though_others_still_start():
+    pool = LocalPool(lambda number: Starts(number, threading.Event()), count=3,
+                     kind="reference worker")
+    pool.launch()
+    with pytest.raises(EngineError, match="reference worker 2: describe failed.*no memory"):
+        pool.meet()
+    assert not pool.there(2)
+
+
+def test_workers_that_do_not_answer_in_time_are_named_with_the_key():
+    pool = LocalPool(lambda number: Starts(0, threading.Event()), count=2, start_timeout=0.2)
+    with pytest.raises(EngineError, match=r"rollout worker 0, rollout worker 1: not started within "
+                                          r"0.2 s \(ray.start_timeout\)"):
+        pool.start()
 
 
 def test_references_that_have_nothing_to_do_are_idle_and_one_at_work_is_judged_later(start):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from contextlib import ExitStack
 
 import pytest
 
 from grpo.collectors.ray import RolloutsFailed
-from grpo.policies.ray_engine import WorkersLost
+from grpo.policies.ray_engine import WorkerPool, WorkersLost
+from grpo.run import build_async
 
-from ..support import wait_until
+from ..support import REPO, blocks, wait_until
 from ..training.runs import make_trainer, save_tiny, timeless
 from .asynchronous import LORA, async_config, make_async_trainer, rows_of, sync_config
 
@@ -85,3 +87,45 @@ def comparable(run_dir) -> list[dict]:
     """Metrics that depend neither on the clock nor on the workers' own proofs."""
     return [{key: value for key, value in row.items()
              if not key.startswith(("canary/", "async/"))} for row in timeless(rows_of(run_dir))]
+
+
+def test_workers_and_references_start_while_the_trainer_loads_its_model(
+        tmp_path, tokenizer, monkeypatch, capsys):
+    folder = save_tiny(tmp_path / "model", tokenizer, seed=0)
+    config = async_config(folder, train={"kl_to_ref_coeff": 0.1}, ref_model={"num_devices": 1})
+    pools, launch, load = [], WorkerPool.launch, build_async.load_trained
+
+    def launched(pool):
+        pools.append(pool)
+        launch(pool)
+
+    def loaded(*args):
+        assert [pool.kind for pool in pools] == ["rollout worker", "reference worker"]
+        wait_until(lambda: all(pool.there(number) for pool in pools
+                               for number in range(pool.count)), seconds=300)
+        assert all(pool.present == [] for pool in pools), "met before the model was loaded"
+        return load(*args)
+
+    monkeypatch.setattr(WorkerPool, "launch", launched)
+    monkeypatch.setattr(build_async, "load_trained", loaded)
+    with ExitStack() as at_end:
+        trainer = make_async_trainer(config, tmp_path / "run", at_end)
+        assert [pool.present for pool in pools] == [[0, 1], [0]]
+        assert trainer.iterate()["canary/max_abs_diff"] < 1e-4
+    lines = capsys.readouterr().out.splitlines()
+    begun = [line for line in lines if line.startswith("starting ")]
+    assert begun == ["starting rollout worker 0, rollout worker 1; each has 900 s",
+                     "starting reference worker 0; it has 900 s"]
+    there = [line.partition(": there after ")[0] for line in lines if ": there after " in line]
+    assert sorted(there) == ["Ray", "model of the trainer", "reference worker 0",
+                             "rollout worker 0", "rollout worker 1", "tokenizer and prompts"]
+    assert there.index("rollout worker 1") < there.index("model of the trainer")
+    shown = blocks("text", (REPO / "docs" / "async.md").read_text())
+    page = next(block for block in shown if "starting rollout worker" in block).splitlines()
+    assert {_shape(line) for line in page if not line.startswith("still")} <= set(
+        map(_shape, lines)), "the page shows other lines"
+    assert lines.index(begun[-1]) < next(i for i, line in enumerate(lines) if "GRPO" in line)
+
+
+def _shape(line: str) -> str:
+    return re.sub(r"[0-9.]+ s", "N s", line)

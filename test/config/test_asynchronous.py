@@ -13,6 +13,7 @@ from torch import nn
 
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError, load_config
+from grpo.report.starting import Starting
 from grpo.run import build_async
 from grpo.run.placement import DevicePlan
 from grpo.weights import factory
@@ -76,7 +77,7 @@ def test_updates_in_flight_need_an_engine_that_can(tmp_path):
     config = load_config(small(train={"update_at": "in_flight"}), AsyncConfig)
     with pytest.raises(ConfigError, match="train.update_at=in_flight: workers with the transf"):
         build_async.build_actor(SimpleNamespace(config=config), None, None,
-                                backend="transformers", at_end=None)
+                                backend="transformers", at_end=None, starting=None)
 
 
 @pytest.mark.parametrize("train, parts", [
@@ -144,7 +145,7 @@ def test_the_banner_of_transformers_workers_says_what_travels():
     ("start_timeout", 8.0, lambda pool: pool.start_timeout)])
 def test_keys_of_ray_are_read(key, value, read, monkeypatch):
     class Built(build_async.WorkerPool):
-        def start(self):
+        def launch(self):
             assert read(self) == value
             raise Stop
 
@@ -154,7 +155,47 @@ def test_keys_of_ray_are_read(key, value, read, monkeypatch):
     places = SimpleNamespace(plan=DevicePlan("cpu", (0,), (), ((1,),)))
     with pytest.raises(Stop), ExitStack() as at_end:
         build_async.build_actor(SimpleNamespace(config=config), None, places,
-                                backend="transformers", at_end=at_end)
+                                backend="transformers", at_end=at_end,
+                                starting=Starting(print))
+
+
+@pytest.mark.parametrize("train, reference, engine, alone", [
+    (0, 1, 2, True), (0, 0, 1, True), (0, 1, 0, False), (0, 1, 1, False)])
+def test_all_start_together_but_an_engine_that_shares_its_gpu_alone(
+        train, reference, engine, alone, monkeypatch):
+    """vLLM fails where a neighbour takes or gives back memory while it measures it."""
+    seen = []
+
+    class Seen(build_async.WorkerPool):
+        def launch(self):
+            seen.append(f"{self.kind} launched")
+
+        def meet(self):
+            if f"{self.kind} met" not in seen:
+                seen.append(f"{self.kind} met")
+
+    def stop(*args, **options):
+        raise Stop
+
+    monkeypatch.setattr(build_async, "WorkerPool", Seen)
+    monkeypatch.setattr(build_async, "_make_worker", lambda *args: None)
+    monkeypatch.setattr(build_async, "load_trained",
+                        lambda *args: seen.append("model of the trainer"))
+    for name in ("prepare_model", "build_loss", "build_learner"):
+        monkeypatch.setattr(build_async, name, MagicMock())
+    monkeypatch.setattr(build_async, "make_fleet_sync", stop)
+    config = load_config(small(), AsyncConfig)
+    places = SimpleNamespace(plan=DevicePlan("cuda", (train,), (reference,), ((engine,),)),
+                             trainer=(train,))
+    setup = SimpleNamespace(config=config, device=torch.device("cpu"), adapter=None,
+                            tokenizer=None)
+    with pytest.raises(Stop), ExitStack() as at_end:
+        build_async.build_actor(setup, None, places, backend="transformers", at_end=at_end,
+                                starting=Starting(print), reference=Seen(
+                                    None, count=1, kind="reference worker"))
+    rest = ["reference worker launched", "model of the trainer"]
+    assert seen == ["rollout worker launched", *(
+        [*rest, "rollout worker met"] if alone else ["rollout worker met", *rest])]
 
 
 @pytest.mark.parametrize("ray, wanted", [({}, "local"), ({"address": "10.0.0.1:6379"},
@@ -169,7 +210,8 @@ def test_without_an_address_ray_is_the_runs_own(ray, wanted, monkeypatch):
     monkeypatch.setattr(module, "init", init)
     monkeypatch.setattr(module, "is_initialized", lambda: False)
     with pytest.raises(Stop), ExitStack() as at_end:
-        build_async.open_ray(load_config(small(device="cpu", ray=ray), AsyncConfig), at_end)
+        build_async.open_ray(load_config(small(device="cpu", ray=ray), AsyncConfig), at_end,
+                             Starting(print))
 
 
 @pytest.mark.parametrize("model, sent", [("models/tiny", "{}/models/tiny"),

@@ -10,6 +10,7 @@ import pytest
 
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError, load_config
+from grpo.report.starting import Starting
 from grpo.run.placement import Places, plan_devices, positions, unused_reference, visible
 
 KL = {"train": {"kl_to_ref_coeff": 0.1}}
@@ -239,7 +240,7 @@ def test_the_ray_of_a_run_keeps_no_record_of_calls():
 
     config = load_config({"device": "cpu"}, AsyncConfig)
     with ExitStack() as at_end:
-        places = open_ray(config, at_end)
+        places = open_ray(config, at_end, Starting(print))
 
         class Answering:
             def number(self) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.multiprocessing
@@ -44,6 +45,7 @@ from grpo.training.parallel import (  # noqa: E402
 )
 from grpo.training.ranks import Ranks  # noqa: E402
 from grpo.training.team import Leader, obey  # noqa: E402
+from grpo.weights import gather  # noqa: E402
 from grpo.weights.adapters import adapters_disabled, load_adapter, make_lora  # noqa: E402
 from grpo.weights.gather import TrainerRanks  # noqa: E402
 
@@ -358,6 +360,28 @@ def run_adapters(ranks: Ranks) -> dict:
     return {"without": without.cpu(), "plain": plain.cpu(), "gradients": gradients}
 
 
+def run_gathering(ranks: Ranks) -> dict[str, tuple[bool, int]]:
+    """Whether tensors that are gathered together are those gathered alone, to the bit, and in how
+    many messages; by the bytes of a message."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        scorer = TokenScorer(model := make_model(ranks.device, dtype=dtype, frozen=True))
+        shard_model(scorer, ranks)
+        params = dict(model.named_parameters())
+        with torch.no_grad():
+            alone = {name: (param.to(dtype) if param.requires_grad else param).full_tensor()
+                     for name, param in params.items()}
+        for limit in (1, 2000, 64 << 20):
+            with mock.patch.object(gather, "TOGETHER_BYTES", limit), mock.patch.object(
+                    gather, "_all_gather", wraps=gather._all_gather) as sent:
+                together = dict(TrainerRanks(model).whole(params.items()))
+            same = list(together) == list(alone) and all(
+                torch.equal(together[name], whole) and together[name].dtype == whole.dtype
+                and together[name].is_contiguous() for name, whole in alone.items())
+            found[f"{dtype} {limit}"] = same, sent.call_count
+    return found
+
+
 def run_exchanges(ranks: Ranks) -> dict:
     rollout = make_rollout(ranks.device)
     shared = ranks.share(rollout if ranks.leads else None)
@@ -373,7 +397,7 @@ def run_rank(rank: int, device: str, count: int, folder: str) -> None:
     ranks = Ranks.join(device, rank=rank, count=count, device_index=rank, timeout=60.0,
                        address=f"file://{folder}/meeting")
     results: dict = {"cases": {}, "exchanges": run_exchanges(ranks), "scoring": run_scoring(ranks),
-                     "refusals": run_refusals(ranks)}
+                     "refusals": run_refusals(ranks), "gathering": run_gathering(ranks)}
     for name, case in CASES.items():
         together = run_case(case, ranks.device, ranks)
         alone = run_case(case, ranks.device, None) if ranks.leads else None

@@ -120,6 +120,16 @@ def test_engines_are_given_the_names_order_and_dtypes_of_one_process(name, cases
         assert torch.equal(together["params"][key], tensor), key
 
 
+def test_tensors_that_are_gathered_together_are_those_gathered_alone(results):
+    for of_rank in results:
+        found = of_rank["gathering"]
+        assert all(same for same, _ in found.values()) and len(found) == 6
+        for dtype in ("torch.float32", "torch.bfloat16"):
+            one, some, few = (found[f"{dtype} {limit}"][1] for limit in (1, 2000, 64 << 20))
+            assert 20 < one and few < some < one / 2
+    assert few <= 3, "frozen ones that lie between trained ones need a message of their own"
+
+
 @pytest.mark.parametrize(("name", "embeddings"), [("sequence", 1), ("token", 2)])
 def test_a_tied_embedding_stays_one_parameter(name, embeddings, cases):
     together, alone = pair(cases, name)
