@@ -110,13 +110,13 @@ def _start_ray(**options: Any) -> Callable[[], None]:
 
 
 def build_actor(
-    setup: Setup, prompts: Prompts, places: Places, *, backend: str, at_end: ExitStack,
+    setup: Setup, prompts: Prompts | None, places: Places, *, backend: str, at_end: ExitStack,
     checkpoint: Checkpoint | None = None,
 ) -> AsyncActor:
     """Start the workers and the trainer's other ranks, load the model, connect them.
 
-    Workers are given the prompts to train on; for the other arguments see
-    :func:`grpo.run.build_team.build_training_actor`.
+    Workers are given the prompts to train on, if they are to begin groups themselves; for the other
+    arguments see :func:`grpo.run.build_team.build_training_actor`.
     """
     config: AsyncConfig = setup.config
     if backend == "transformers" and config.train.update_at == "in_flight":
@@ -233,11 +233,14 @@ def _own_address(config: AsyncConfig) -> str:
     return get_node_ip_address()
 
 
-def worker_setup(setup: Setup, prompts: Prompts, places: Places, backend: str) -> WorkerSetup:
+def worker_setup(
+    setup: Setup, prompts: Prompts | None, places: Places, backend: str
+) -> WorkerSetup:
     """What all rollout workers are built from."""
     config = setup.config
     return WorkerSetup(
-        config=_sent(config), path=_absolute(setup.engine_path), prompt_width=prompts.width,
+        config=_sent(config), path=_absolute(setup.engine_path),
+        prompt_width=prompts.width if prompts else 0,
         max_model_len=setup.max_model_len, rows=_rows(config), backend=backend,
         device=places.plan.kind, dtype=str(setup.dtype).removeprefix("torch."),
         tensor_parallel_size=config.inference_model.tensor_parallel_size,
@@ -259,14 +262,16 @@ def _absolute(name: str) -> str:
 
 
 def _make_worker(
-    setup: Setup, prompts: Prompts, places: Places, backend: str
+    setup: Setup, prompts: Prompts | None, places: Places, backend: str
 ) -> Callable[[int], Any]:
     """Starts the worker of a number."""
     import ray
 
-    actor_class = ray.remote(max_concurrency=1, concurrency_groups=_THREADS)(_grouped())
     worker = worker_setup(setup, prompts, places, backend)
-    train = ray.put(prompts.train)
+    # Where the trainer hands on what environments ask, each request waits in a thread.
+    threads = _THREADS if prompts else _THREADS | {"sample": _THREADS["sample"] + worker.rows}
+    actor_class = ray.remote(max_concurrency=1, concurrency_groups=threads)(_grouped())
+    train = ray.put(prompts.train if prompts else [])
     return lambda number: actor_class.options(**places.engine(number)).remote(
         build_worker, worker, number, train)
 
