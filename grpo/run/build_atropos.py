@@ -51,6 +51,8 @@ _CANARY_TEXTS = ("The first even number after ten is", "12+30=", "To be or not t
 # Requests that a policy without continuous batching answers at a time, and seconds that it waits
 # for more of them.
 _ROWS, _LINGER = 64, 0.005
+# Batches that no run comes to.
+_UNENDING = 1_000_000_000
 
 
 def build_actor(
@@ -162,7 +164,9 @@ def build_collector(
     registration = Registration(
         wandb_group=config.logging.wandb_group or "", wandb_project=config.logging.wandb_project
         or "", batch_size=config.turns_per_batch, max_token_len=atropos.seq_len,
-        checkpoint_dir=str(run_dir), num_steps=config.iterations,
+        checkpoint_dir=str(run_dir),
+        # Environments end after so many batches of the API, of which what is stale is not trained.
+        num_steps=config.iterations if atropos.max_staleness is None else _UNENDING,
         save_checkpoint_interval=config.train.checkpoint_frequency,
         starting_step=start.checkpoint.step if start.checkpoint else 0)
     # Groups are the hub's until a checkpoint has what they taught: a killed run loses none.
