@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,13 @@ from grpo.atropos.bridge import Bridge
 from grpo.atropos.calls import Call
 from grpo.policies.base import Completions, Sampling
 from grpo.policies.driver import Job, Sampler
+from grpo.policies.handle import EngineError
 from grpo.server.generation import positions_of
 from grpo.server.versioned import Constructors
 from grpo.system.json_api import ApiError
+
+# Seconds: of a wait for a call; until the thread must have ended.
+_PULSE, _ENDS_WITHIN = 0.05, 10.0
 
 
 class BridgeDriver:
@@ -132,8 +137,11 @@ class BridgeDriver:
             for job, completions in self.sampler.step():
                 self._reply(job, completions)
 
-    def _reply(self, job: Job, completions: Completions) -> None:
+    def _reply(self, job: Job, completions: Completions | EngineError) -> None:
         call, positions = self._running.pop(job), None
+        if isinstance(completions, EngineError):  # one job's; the engine goes on with others
+            self.bridge.fail(call, str(completions), status=500)
+            return
         tokens, log_probs = completions.tokens[0], completions.log_probs[0]
         if job.params is not None:
             flat = log_probs
@@ -141,3 +149,41 @@ class BridgeDriver:
             positions = positions_of(flat) if call.ask.logprobs else None
         self.bridge.reply(call, tokens, log_probs, versions=completions.versions[0],
                           truncated=completions.truncated[0], positions=positions)
+
+
+class DriverThread:
+    """Lets a driver answer calls all the time, also while the trainer trains; a context manager.
+
+    For samplers whose engines are elsewhere, and take new weights while they sample.
+
+    Args:
+        driver: used by nobody else from now on.
+    """
+
+    def __init__(self, driver: BridgeDriver) -> None:
+        self.driver = driver
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="bridge-driver")
+
+    def check(self) -> None:
+        """Raise RuntimeError if the thread has failed."""
+        if self._error is not None:
+            raise RuntimeError("what answers the environments failed: "
+                               f"{self._error!r}") from self._error
+
+    def __enter__(self) -> DriverThread:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(timeout=_ENDS_WITHIN)
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                self.driver.advance(_PULSE)
+        except Exception as error:  # check() raises it in the trainer's thread
+            if not self._ended.is_set():
+                self._error = error

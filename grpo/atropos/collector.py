@@ -39,6 +39,7 @@ class AtroposCollector:
         recompute: fills in unknown log-probs; None: a batch that has some is an error.
         policy: that answers the environments; default: the driver's.
         timeout: seconds without a new group after which :meth:`collect` gives up.
+        explain: says more of why none came, if anything is known.
 
     Attributes:
         seconds: what the last batch took: ``"generate"`` (driving the policy) and ``"reward"``
@@ -56,6 +57,7 @@ class AtroposCollector:
     recompute: RecomputeLogProbs | None = None
     policy: Policy | None = None
     timeout: float = 600.0
+    explain: Callable[[], str] = str
     seconds: dict[str, float] = field(default_factory=dict, init=False)
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     # Environments keep the failures of their rewards to themselves.
@@ -100,19 +102,20 @@ class AtroposCollector:
             if self.assembler.waiting_rows != rows:
                 rows, deadline = self.assembler.waiting_rows, time.monotonic() + self.timeout
             if time.monotonic() > deadline:
-                if trouble := getattr(self.assembler.source, "trouble", None):
-                    raise TimeoutError(f"the Atropos API did not answer, so no group came within "
-                                       f"{self.timeout:g} s: {trouble}. Start a hub "
-                                       "(python -m grpo.atropos.hub_server) or run-api there, or "
-                                       "set atropos.url to where it is")
-                raise TimeoutError(
-                    f"no group finished within {self.timeout:g} s; {rows} of "
-                    f"{self.assembler.rows} rows are here, and so far "
-                    f"{self.assembler.metrics() or 'nothing'} was counted. "
-                    + (getattr(self.assembler.source, "silence", None) or
-                       "See the environments' logs: are they running? atroposlib drops groups of "
-                       "equal scores, and without a word those with a row longer than the "
-                       "max_token_len that the trainer registered (atropos.seq_len)"))
+                raise TimeoutError("\n".join(filter(None, [self._late(rows), self.explain()])))
+
+    def _late(self, rows: int) -> str:
+        """Why no group came in time, while so many rows wait for the others."""
+        if trouble := getattr(self.assembler.source, "trouble", None):
+            return (f"the Atropos API did not answer, so no group came within {self.timeout:g} s: "
+                    f"{trouble}. Start a hub (python -m grpo.atropos.hub_server) or run-api "
+                    "there, or set atropos.url to where it is")
+        return (f"no group finished within {self.timeout:g} s; {rows} of {self.assembler.rows} "
+                f"rows are here, and so far {self.assembler.metrics() or 'nothing'} was counted. "
+                + (getattr(self.assembler.source, "silence", None) or
+                   "See the environments' logs: are they running? atroposlib drops groups of "
+                   "equal scores, and without a word those with a row longer than the "
+                   "max_token_len that the trainer registered (atropos.seq_len)"))
 
     def _timed(self, phase: str, function: Callable, *args: Any) -> Any:
         start = time.perf_counter()

@@ -63,7 +63,8 @@ class WorkerParts:
     policy: Policy
     engine: InProcessEngine | None  # the policy's, for new weights; None with Transformers
     sampler: TransformersSampler | VLLMSampler  # what the thread of the engine drives
-    environments: list[VerifiableEnv]  # one for each thread that scores, and one to begin groups in
+    # One for each thread that scores, and one to begin groups in; none where others begin them.
+    environments: list[VerifiableEnv]
     groups_a_call: int  # that are begun together
     group_rows: int  # completions of a prompt
 
@@ -96,7 +97,7 @@ class RolloutWorker:
                  setup: WorkerSetup, number: int, prompts: list[Prompt]) -> None:
         parts = build(setup, number, prompts)
         self.setup, self.policy, self.engine = setup, parts.policy, parts.engine
-        threads = len(parts.environments) - 1
+        threads = max(1, len(parts.environments) - 1)
         self._envs: queue.SimpleQueue[VerifiableEnv] = queue.SimpleQueue()
         for environment in parts.environments:
             self._envs.put(environment)

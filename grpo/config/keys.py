@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Literal
 
+#: ``env.dataset`` of runs whose groups come from Atropos environments.
+ATROPOS = "atropos"
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu"]
 
 

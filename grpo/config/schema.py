@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field, ValidationError, model_validator
 
 from grpo.config.aliases import accept_aliases
+from grpo.config.env import WITH_ATROPOS, EnvConfig
 from grpo.config.keys import ConfigError, errors_text, unknown_key
 from grpo.config.model import (
     EngineKind,
@@ -33,64 +34,8 @@ from grpo.config.objective import (
 from grpo.config.optimizer import OptimizerConfig
 from grpo.config.section import Section
 from grpo.config.train import TrainConfig
-from grpo.config.unread import WHOLE_PROOF, Unread, only_with, refuse_unread
+from grpo.config.unread import WHOLE_PROOF, Unread, refuse_unread
 from grpo.objectives.registry import get_objective
-
-
-class EnvConfig(Section):
-    """Problems, groups and rewards."""
-
-    dataset: str = "arithmetic"
-    name: str | list[str] | dict[str, float] | None = None
-    """What reasoning_gym's problems are: a data set, several, or {data set: weight}."""
-    id: str | None = None
-    """Of an environment: of verifiers, the module with its ``load_environment``; of TorchRL, a
-    class of ``torchrl.envs.llm`` or the import path of what makes one."""
-    data_path: str | None = None
-    task: dict[str, Any] = Field(default_factory=dict)
-    """Options of the task, see :mod:`grpo.envs.tasks`."""
-    reward: str | list[str] | dict[str, float] | None = None
-    """Name or import path of the reward, or several; null: the task's own."""
-    reward_weights: list[float] | None = None
-    """Of a list of rewards, in its order; null: 1 each."""
-    reward_timeout: float = Field(30.0, gt=0)
-    """Seconds that a call of a reward function may take, for one completion or for the list that
-    it takes; then the row, or all of the list, has no reward."""
-    reward_workers: int = Field(16, ge=1)
-    """Calls of reward functions at a time; 1: in order, each in the main thread."""
-    max_reward_errors: float = Field(0.5, ge=0, le=1)
-    """Greatest share of a batch for which reward functions may fail or be late; above it the run
-    ends and says why. Failed rows below it leave the advantage and the loss."""
-    step: str | None = None
-    """What answers the model after its turn: ``retry``, ``environment`` (that of the problems), or
-    the import path of a function of a :class:`~grpo.envs.dialog.DialogState`; null: nobody, a
-    completion is one turn."""
-    max_steps: Annotated[int, only_with("env.step")] = Field(2, ge=2)
-    """Turns of the model in a completion, at most. With the messages between them they share
-    ``inference_model.max_tokens``."""
-    num_envs: int = Field(32, ge=1)
-    """Different prompts a batch."""
-    repeats: int = Field(16, ge=2)
-    """Completions of each prompt: the group size."""
-    max_prompt_tokens: int | None = Field(None, ge=1)
-    """Longer prompts are skipped and counted; null: what the context leaves."""
-
-    @model_validator(mode="after")
-    def _every_weight_has_a_reward(self) -> EnvConfig:
-        names = self.reward if isinstance(self.reward, list) else None
-        if names is not None and (not names or len(set(names)) < len(names)):
-            raise ValueError(f"env.reward={names} must name at least one reward, and none twice")
-        if self.reward_weights is not None and len(self.reward_weights) != len(names or ()):
-            raise ValueError(f"env.reward_weights={self.reward_weights} needs a list env.reward "
-                             f"of as many names, not {self.reward!r}; give one weight for each")
-        return self
-
-    def weighted_rewards(self, default: str) -> dict[str, float]:
-        """Names of the rewards and their weights in the sum."""
-        chosen = self.reward or default
-        if isinstance(chosen, list):
-            return dict(zip(chosen, self.reward_weights or [1.0] * len(chosen), strict=True))
-        return chosen if isinstance(chosen, dict) else {chosen: 1.0}
 
 
 class PolicyConfig(Section):
@@ -130,7 +75,7 @@ class Config(Section):
     unread: ClassVar[tuple[Unread, ...]] = (WHOLE_PROOF, Unread(
         lambda c: c.has_workers, "where engines are workers on Ray, which they are in "
         "grpo-async.py, and in grpo.py with devices for inference_model or ref_model;",
-        "inference_model.engine inference_model.url inference_model.weight_sync"))
+        "inference_model.engine inference_model.url inference_model.weight_sync"), *WITH_ATROPOS)
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     resume: str | None = None

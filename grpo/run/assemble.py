@@ -1,56 +1,40 @@
 """From a configuration to a trainer that is ready to ``fit``.
 
 :func:`assemble` is for ``grpo.py``, :func:`assemble_async` for ``grpo-async.py``; they differ in
-where rollouts come from. For the Atropos commands: :mod:`grpo.run.assemble_atropos`.
+where rollouts come from. Where that is Atropos environments:
+:mod:`grpo.run.assemble_atropos`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch import nn
+from typing import Any
 
 from grpo.collectors.base import Collector
 from grpo.collectors.sync import SyncCollector
 from grpo.config.asynchronous import AsyncConfig, with_workers
 from grpo.config.schema import Config
-from grpo.envs.tasks.base import Task
-from grpo.policies.model_shape import ModelShape
 from grpo.report.console import Console
-from grpo.report.loggers import LoggerGroup, MetricLogger, make_loggers
-from grpo.report.reporter import Reporter
+from grpo.report.loggers import LoggerGroup
 from grpo.report.starting import Starting
-from grpo.run import build, build_async, build_objective, build_team, fast_defaults
+from grpo.run import build, build_async, build_objective, build_team
 from grpo.run.build_async import AsyncActor
 from grpo.run.build_engine import Setup
-from grpo.run.build_model import load_model
 from grpo.run.build_team import TrainingActor
 from grpo.run.device_memory import available, capacity, check_roles_fit, role_ledgers, run_ledger
 from grpo.run.ledger import Ledger, Saving, check_fits
 from grpo.run.memory_advice import leaner_training, less_held, more_devices, savings, smaller_cache
 from grpo.run.placement import DevicePlan, unused_reference
+from grpo.run.script_atropos import assemble_on_atropos
+from grpo.run.start import Start, loader_of, open_loggers, trainer_of, with_fast_defaults
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.evaluation import Evaluator
 from grpo.training.trainer import Trainer
 from grpo.weights.canary import Canary
 from grpo.weights.tolerance import canary_tolerance
-
-
-class Start(NamedTuple):
-    """What a run begins with, before anything is launched."""
-
-    setup: Setup  # whose configuration has the run's length
-    backend: str  # of generation
-    task: Task
-    prompts: build.Prompts | None  # None where environments bring their own
-    checkpoint: Checkpoint | None  # that the run goes on from
-    asked: dict[str, Any]  # the configuration as given, by which a later run recognises its own
-    console: Console
 
 
 def assemble(
@@ -68,6 +52,8 @@ def assemble(
     Raises:
         ValueError: for a configuration that cannot work, naming key and fix.
     """
+    if config.env.is_atropos:
+        return assemble_on_atropos(config, run_dir, checkpoint, at_end)
     if config.has_workers:
         return assemble_async(with_workers(config), run_dir, checkpoint, at_end, asked=config)
     build.quiet_libraries()
@@ -110,6 +96,8 @@ def assemble_async(
         ValueError: for a configuration that cannot work, naming key and fix.
         EngineError: if a worker does not start.
     """
+    if config.env.is_atropos:
+        return assemble_on_atropos(config, run_dir, checkpoint, at_end)
     build.quiet_libraries()
     # The console of the run is made when its length is known.
     with Starting(Console(total_steps=1).info) as starting:
@@ -173,22 +161,6 @@ def _set_up(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Sta
     return Start(setup, backend, task, prompts, checkpoint, asked, Console(config.iterations))
 
 
-def with_fast_defaults(
-    start: Start, ledger_of: Callable[[Config], Ledger], room: int, *, row_tokens: int | None = None
-) -> tuple[Start, list[str]]:
-    """With what the configuration leaves open chosen for speed, and what was chosen, in words.
-
-    ``row_tokens`` are those of the longest row that is trained, where rows are cut; for the rest
-    see :func:`grpo.run.fast_defaults.choose`.
-    """
-    setup = start.setup
-    config, chosen = fast_defaults.choose(
-        setup.config, ModelShape.of(setup.path), ledger_of, device=setup.device,
-        dtype=setup.dtype, backend=start.backend, row_tokens=row_tokens or setup.max_model_len,
-        room=room)
-    return start._replace(setup=replace(setup, config=config)), chosen
-
-
 def _advised(
     start: Start, ledger_of: Callable[[Config], Ledger], ledger: Ledger, room: int,
     role: str | None = None,
@@ -200,22 +172,6 @@ def _advised(
     changes = {None: (*training, *cache), "train": training, "reference": (),
                "engine": (*cache, *(more_devices(config) if role == "engine" else ()))}
     return savings(config, ledger_of, changes[role])
-
-
-def open_loggers(start: Start, run_dir: Path, *own: MetricLogger) -> LoggerGroup:
-    """Where the run's metrics go: what section ``logging`` names, and the run's ``own``."""
-    options = start.setup.config.logging
-    group = make_loggers(
-        options.backends, run_dir=run_dir, config=start.asked,
-        project=options.wandb_project or "grpo", name=options.wandb_run_name,
-        group=options.wandb_group, wandb_mode=options.wandb_mode or "online",
-        resume_step=start.checkpoint.step if start.checkpoint else None)
-    return LoggerGroup([*group.loggers, *own])
-
-
-def loader_of(setup: Setup) -> Callable[[str], nn.Module]:
-    """Loads a model that is not trained."""
-    return partial(load_model, config=setup.config, device=setup.device, dtype=setup.dtype)
 
 
 def _trainer(
@@ -244,28 +200,3 @@ def _trainer(
         evaluator=Evaluator(evaluated, actor.policy,
                             max_reward_errors=config.env.max_reward_errors),
         max_reward_errors=config.env.max_reward_errors)
-
-
-def trainer_of(
-    start: Start, loggers: LoggerGroup, run_dir: Path, *, kind: type[Trainer] = Trainer,
-    unit: str = "iteration", **parts: Any,
-) -> Trainer:
-    """The trainer of a ``kind`` and some ``parts``, at the checkpoint that the run goes on from.
-
-    ``unit`` is what its command calls an iteration.
-    """
-    setup, config = start.setup, start.setup.config
-    trainer = kind(
-        **parts,
-        reporter=Reporter(start.console, loggers, setup.tokenizer, run_dir=run_dir,
-                          num_samples=config.logging.num_samples),
-        tokenizer=setup.tokenizer, run_dir=run_dir, config=start.asked,
-        iterations=config.iterations, eval_frequency=config.train.eval_frequency,
-        checkpoint_frequency=config.train.checkpoint_frequency,
-        keep_checkpoints=config.train.keep_checkpoints or 3,
-        proof_interval=config.train.proof_interval)
-    if start.checkpoint:
-        trainer.restore(start.checkpoint)
-        start.console.info(f"resumed at {unit} {start.checkpoint.step} from "
-                           f"{start.checkpoint.folder}")
-    return trainer

@@ -114,7 +114,7 @@ def _start_ray(**options: Any) -> Callable[[], None]:
 
 
 def build_actor(
-    setup: Setup, prompts: Prompts, places: Places, *, backend: str, at_end: ExitStack,
+    setup: Setup, prompts: Prompts | None, places: Places, *, backend: str, at_end: ExitStack,
     starting: Starting, reference: WorkerPool | None = None, checkpoint: Checkpoint | None = None,
 ) -> AsyncActor:
     """Start the workers and the trainer's other ranks, load the model, connect them.
@@ -123,7 +123,7 @@ def build_actor(
 
     Args:
         setup: what trainer and workers agree on.
-        prompts: to train on.
+        prompts: to train on; None where workers begin no groups themselves.
         places: from :func:`open_ray`.
         backend: ``vllm`` or ``transformers``.
         at_end: gets what ends all that is started here.
@@ -267,11 +267,14 @@ def _own_address(config: AsyncConfig) -> str:
     return get_node_ip_address()
 
 
-def worker_setup(setup: Setup, prompts: Prompts, places: Places, backend: str) -> WorkerSetup:
+def worker_setup(
+    setup: Setup, prompts: Prompts | None, places: Places, backend: str
+) -> WorkerSetup:
     """What all rollout workers are built from."""
     config = setup.config
     return WorkerSetup(
-        config=_sent(config), path=_absolute(setup.engine_path), prompt_width=prompts.width,
+        config=_sent(config), path=_absolute(setup.engine_path),
+        prompt_width=prompts.width if prompts else 0,
         max_model_len=setup.max_model_len, rows=_rows(config), backend=backend,
         device=places.plan.kind, dtype=str(setup.dtype).removeprefix("torch."),
         tensor_parallel_size=config.inference_model.tensor_parallel_size,
@@ -293,14 +296,16 @@ def _absolute(name: str) -> str:
 
 
 def _make_worker(
-    setup: Setup, prompts: Prompts, places: Places, backend: str
+    setup: Setup, prompts: Prompts | None, places: Places, backend: str
 ) -> Callable[[int], Any]:
     """Starts the worker of a number."""
     import ray
 
-    actor_class = ray.remote(max_concurrency=1, concurrency_groups=_THREADS)(_grouped())
     worker = worker_setup(setup, prompts, places, backend)
-    train = ray.put(prompts.train)
+    # Where the trainer hands on what environments ask, each request waits in a thread.
+    threads = _THREADS if prompts else _THREADS | {"sample": _THREADS["sample"] + worker.rows}
+    actor_class = ray.remote(max_concurrency=1, concurrency_groups=threads)(_grouped())
+    train = ray.put(prompts.train if prompts else [])
     return lambda number: actor_class.options(**places.engine(number)).remote(
         build_worker, worker, number, train)
 

@@ -26,31 +26,44 @@ from grpo.config.schema import ConfigError
 from grpo.envs.prompts import render_all
 from grpo.envs.text_tokens import text_tokens
 from grpo.envs.verifiable import VerifiableEnv
-from grpo.objectives.scorer import TokenScorer
 from grpo.policies.base import Policy
 from grpo.policies.driver import TransformersSampler, VLLMSampler
+from grpo.policies.fleet import FleetSampler
 from grpo.report.console import Console
 from grpo.report.loggers import METRICS_FILE, read_jsonl
+from grpo.report.starting import Starting
 from grpo.report.time_summary import greatest_memory, phase_table
-from grpo.run import build
+from grpo.run import build, build_async
 from grpo.run import build_engine as engine
-from grpo.run.assemble import Start
+from grpo.run.build_async import AsyncActor
 from grpo.run.build_objective import describe_loss, scoring_budget
+from grpo.run.build_team import TrainingActor, build_training_actor
 from grpo.run.engine_attach import engine_environment
+from grpo.run.placement import Places
+from grpo.run.start import Start
 from grpo.run.start_atropos import ENGINE_ROWS
 from grpo.system.lifeline import TOKEN_VARIABLE
 from grpo.training.evaluation import Evaluator
 from grpo.weights.in_flight import PausedUpdates
 
+AnyActor = TrainingActor | AsyncActor
 # Plain text that any tokenizer knows; two tokens after each are compared.
 _CANARY_TEXTS = ("The first even number after ten is", "12+30=", "To be or not to", "A B C D E")
 # Requests that a policy without continuous batching answers at a time, and seconds that it waits
 # for more of them.
 _ROWS, _LINGER = 64, 0.005
+# Batches that no run comes to.
+_UNENDING = 1_000_000_000
 
 
-def build_actor(start: Start) -> tuple[engine.Actor, engine.RunServer | None]:
-    """Model, policy and weights; and the engine server, if it is the run's own."""
+def build_actor(
+    start: Start, places: Places | tuple[int, ...], at_end: ExitStack
+) -> tuple[AnyActor, engine.RunServer | None]:
+    """Model, learner, policy and weights; and the engine server, if it is the run's own.
+
+    ``places`` are those of workers on Ray, or else the GPUs that train; ``at_end`` gets what ends
+    all that is started here.
+    """
     setup, config, atropos = start.setup, start.setup.config, start.setup.config.atropos
     server = None
     if config.engine == "server" and config.inference_model.url is None:
@@ -62,7 +75,13 @@ def build_actor(start: Start) -> tuple[engine.Actor, engine.RunServer | None]:
             options, log_path=Path(atropos.log_dir) / "engine.log", port=atropos.vllm_port,
             token=os.environ.get(TOKEN_VARIABLE, ""),
             env=engine_environment(config, setup.device))
-    actor = engine.build_actor(setup, backend=start.backend, server=server)
+    options = {"backend": start.backend, "at_end": at_end, "checkpoint": start.checkpoint}
+    if isinstance(places, Places):
+        with Starting(start.console.info) as starting:
+            actor = build_async.build_actor(setup, None, places, starting=starting, **options)
+        at_end.callback(actor.policy.close)
+    else:
+        actor = build_training_actor(setup, places, server=server, **options)
     # A server's own length may be greater than what this run asks of it.
     actor.policy.max_model_len = min(actor.policy.max_model_len, setup.max_model_len)
     return actor, server
@@ -109,10 +128,10 @@ def let_go(weights: PausedUpdates) -> None:
 
 
 def serve_policy(
-    start: Start, actor: engine.Actor, at_end: ExitStack
+    start: Start, actor: AnyActor, at_end: ExitStack
 ) -> tuple[Bridge, BridgeDriver]:
-    """Serve the policy of this process at ``atropos.vllm_port`` until ``at_end``; returns the
-    bridge, and what answers its calls."""
+    """Serve the policy at ``atropos.vllm_port`` until ``at_end``; returns the bridge, and what
+    answers its calls: the engine of this process, or workers on Ray."""
     setup, config, policy = start.setup, start.setup.config, actor.policy
     in_engine = start.backend == "vllm"
     bridge = Bridge(
@@ -122,6 +141,10 @@ def serve_policy(
         model_names=(config.model.name,), temperature_only=not in_engine)
     at_end.enter_context(BridgeServer(
         bridge, port=config.atropos.vllm_port, token=os.environ.get(TOKEN_VARIABLE) or None))
+    if isinstance(actor, AsyncActor):
+        # A model of Transformers answers what comes together, and nothing else before.
+        return bridge, BridgeDriver(bridge, FleetSampler(policy, together=not in_engine),
+                                    linger=0.0 if in_engine else _LINGER)
     if in_engine:
         return bridge, BridgeDriver(bridge, VLLMSampler(policy, seeded=False))
     return bridge, BridgeDriver(bridge, TransformersSampler(policy), max_running=_ROWS,
@@ -129,20 +152,23 @@ def serve_policy(
 
 
 def build_collector(
-    start: Start, actor: engine.Actor, scorer: TokenScorer, run_dir: Path, at_end: ExitStack,
+    start: Start, actor: AnyActor, run_dir: Path, at_end: ExitStack,
     checks: Sequence[Callable[[], None]], *, driver: BridgeDriver | None,
-    records: Records | None, version: Callable[[], int],
+    records: Records | None, version: Callable[[], int], explain: Callable[[], str],
 ) -> CheckedCollector:
     """Batches of the groups that environments send to the API.
 
-    ``scorer`` computes log-probs that nobody knows; ``driver`` and ``records`` are the bridge's, if
-    there is one; for ``checks`` see :class:`~grpo.atropos.assemble.StreamSource`.
+    ``driver`` answers the bridge's calls while groups are waited for, if nobody else does;
+    ``records`` are the bridge's, if there is one; for ``checks`` see
+    :class:`~grpo.atropos.assemble.StreamSource`.
     """
     setup, config, atropos = start.setup, start.setup.config, start.setup.config.atropos
     registration = Registration(
         wandb_group=config.logging.wandb_group or "", wandb_project=config.logging.wandb_project
         or "", batch_size=config.turns_per_batch, max_token_len=atropos.seq_len,
-        checkpoint_dir=str(run_dir), num_steps=config.iterations,
+        checkpoint_dir=str(run_dir),
+        # Environments end after so many batches of the API, of which what is stale is not trained.
+        num_steps=config.iterations if atropos.max_staleness is None else _UNENDING,
         save_checkpoint_interval=config.train.checkpoint_frequency,
         starting_step=start.checkpoint.step if start.checkpoint else 0)
     # Groups are the hub's until a checkpoint has what they taught: a killed run loses none.
@@ -155,12 +181,13 @@ def build_collector(
         vocab_size=actor.model.get_input_embeddings().num_embeddings,
         seq_len=min(atropos.seq_len, setup.max_model_len),
         temperature=config.inference_model.temperature, max_staleness=atropos.max_staleness,
-        distill_topk=0 if distill.topk_coeff is None else distill.topk or 20)
+        # A teacher of the run's own scores whole batches.
+        distill_topk=0 if distill.topk_coeff is None or distill.teacher else distill.topk or 20)
     return CheckedCollector(
         GroupAssembler(StreamSource(stream, checks), converter, rows=config.turns_per_batch,
                        version=version, records=records),
-        driver=driver, policy=actor.policy, timeout=atropos.timeout,
-        recompute=RecomputeLogProbs(scorer, max_tokens=scoring_budget(config)),
+        driver=driver, policy=actor.policy, timeout=atropos.timeout, explain=explain,
+        recompute=RecomputeLogProbs(actor.scorer, max_tokens=scoring_budget(config)),
         dump_to=run_dir / "temp.json" if atropos.dump_batch else None)
 
 
@@ -184,7 +211,9 @@ def build_evaluator(start: Start, policy: Policy) -> Evaluator | None:
                      max_reward_errors=config.env.max_reward_errors)
 
 
-def describe(start: Start, actor: engine.Actor, run_dir: Path) -> dict[str, str]:
+def describe(
+    start: Start, actor: AnyActor, run_dir: Path, places: Places | tuple[int, ...]
+) -> dict[str, str]:
     """What was resolved, for the start-up banner."""
     setup, config, atropos = start.setup, start.setup.config, start.setup.config.atropos
     count = sum(param.numel() for param in actor.model.parameters())
@@ -197,5 +226,7 @@ def describe(start: Start, actor: engine.Actor, run_dir: Path) -> dict[str, str]
                    + ", ".join([config.engine_url, *map(str, atropos.forward_ports)]),
         "run": f"{config.iterations} steps, {config.optimizer.name} at {config.optimizer.lr:g}",
         "loss": describe_loss(config),
-        **engine.describe_engine(config, device=setup.device, backend=start.backend),
+        **(build_async.describe(config, places, backend=start.backend)
+           if isinstance(places, Places) else
+           engine.describe_engine(config, device=setup.device, backend=start.backend)),
         "folder": str(run_dir.absolute())}

@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 
-from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, ConfigError
 from grpo.objectives.scorer import TokenScorer
 from grpo.policies.base import Policy
@@ -21,6 +20,7 @@ from grpo.policies.handle import EngineHandle, InProcessEngine
 from grpo.policies.inprocess import stop_engine
 from grpo.run.build_engine import (
     Actor,
+    RunServer,
     Setup,
     build_actor,
     open_server,
@@ -95,7 +95,7 @@ def chosen_engine(config: Config) -> list[str]:
 
 def build_training_actor(
     setup: Setup, devices: tuple[int, ...], *, backend: str, at_end: ExitStack,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: Checkpoint | None = None, server: RunServer | None = None,
 ) -> TrainingActor:
     """Model, learner, policy and the way of the weights.
 
@@ -105,6 +105,7 @@ def build_training_actor(
         backend: ``vllm`` or ``transformers``.
         at_end: gets what ends all that is started here.
         checkpoint: that the run goes on from; the other ranks read their own part.
+        server: see :func:`grpo.run.build_engine.build_actor`.
 
     Raises:
         RankDied: if another rank ends before all have met; ``at_end`` raises it for one that ends
@@ -112,8 +113,8 @@ def build_training_actor(
     """
     config = setup.config
     if config.train_model.ranks > 1:
-        return _with_ranks(setup, devices, at_end, checkpoint)
-    actor = build_actor(setup, backend=backend)
+        return _with_ranks(setup, devices, at_end, checkpoint, server)
+    actor = build_actor(setup, backend=backend, server=server)
     at_end.callback(actor.policy.close)
     loss = build_loss(config, actor.model, setup.tokenizer)
     return TrainingActor(actor.model, actor.policy, actor.weights, build_learner(config, loss),
@@ -121,14 +122,14 @@ def build_training_actor(
 
 
 def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
-                checkpoint: Checkpoint | None) -> TrainingActor:
+                checkpoint: Checkpoint | None, server: RunServer | None) -> TrainingActor:
     config = setup.config
     transfer = transfer_of(config, setup.device)
     # They load the model while the engine starts.
     others = at_end.enter_context(start_others(setup, devices, checkpoint, transfer=transfer))
     # Before torch.distributed is joined: vLLM's processes must not inherit the state of ours.
     with variables_for_children(_variables(devices[:1])):
-        engine, policy_of = _start_engine(setup, at_end)
+        engine, policy_of = _start_engine(setup, at_end, server)
     # On its way to being sharded a model needs none of the GPU's own memory.
     model = load_model(setup.path, config, device=torch.device("cpu"), dtype=setup.dtype)
     prepare_model(model, config, adapter=setup.adapter)
@@ -142,11 +143,11 @@ def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
 
 
 def _start_engine(
-    setup: Setup, at_end: ExitStack
+    setup: Setup, at_end: ExitStack, server: RunServer | None
 ) -> tuple[EngineHandle, Callable[[WeightSync], Policy]]:
     """The engine, in a process of its own or behind HTTP, and what generates with it."""
     if setup.config.engine == "server":
-        client, server = open_server(setup, at_end)
+        client, server = open_server(setup, at_end, server)
         return client, lambda weights: server_policy(setup, client, server)
     llm = start_engine_of(setup)
     at_end.callback(stop_engine, llm)
@@ -163,7 +164,7 @@ def start_others(
     count = config.train_model.ranks
     order = {"config": config.model_dump(mode="json"), "path": setup.path,
              "dtype": str(setup.dtype).removeprefix("torch."), "transfer": transfer,
-             "asynchronous": isinstance(config, AsyncConfig), "checkpoint": checkpoint and (
+             "checkpoint": checkpoint and (
                  str(checkpoint.folder.absolute()), checkpoint.step)}
     return LocalRanks(
         "grpo.run.rank_worker", order, count=count, device_type=setup.device.type,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from grpo.collectors.rollout_worker import WorkerParts, WorkerSetup
-from grpo.config.asynchronous import AsyncConfig
-from grpo.config.schema import ConfigError, load_config
+from grpo.config.schema import ConfigError
+from grpo.config.sent import load_sent
 from grpo.envs.prompts import Prompt
 from grpo.envs.tasks import task_class
 from grpo.envs.verifiable import VerifiableEnv
@@ -34,7 +34,7 @@ _SCORING_THREADS = 4
 def build_worker(setup: WorkerSetup, number: int, prompts: list[Prompt]) -> WorkerParts:
     """What the rollout worker of a number works with."""
     quiet_libraries()
-    config = load_config(setup.config, AsyncConfig)
+    config = load_sent(setup.config)
     kind = config.train_model.quantization
     if kind is not None and not Path(setup.path).is_dir():
         raise ConfigError(f"train_model.quantization={kind}: workers start from the values that "
@@ -45,6 +45,8 @@ def build_worker(setup: WorkerSetup, number: int, prompts: list[Prompt]) -> Work
                    device=torch.device(setup.device), dtype=getattr(torch, setup.dtype),
                    max_model_len=setup.max_model_len, folder=Path())
     policy, engine, sampler = _start_engine(setup, shared, number)
+    if config.env.is_atropos:  # whose environments bring problems and rewards
+        return WorkerParts(policy, engine, sampler, [], groups_a_call=1, group_rows=1)
     # The problems have come with the prompts. The engine's thread draws random numbers, too, so
     # nobody can tell who has drawn.
     score = reward_function(config, task_class(config.env.dataset), try_first=False)
@@ -66,7 +68,7 @@ def build_reference(
 ) -> ReferenceScorer:
     """The frozen reference of an :class:`~grpo.config.asynchronous.AsyncConfig` in plain values."""
     quiet_libraries()
-    checked = load_config(config, AsyncConfig)
+    checked = load_sent(config)
     model = load_model(path, checked, device=torch.device(device), dtype=getattr(torch, dtype))
     return ReferenceScorer(model, temperature=checked.inference_model.temperature,
                            max_tokens=scoring_budget(checked),

@@ -8,8 +8,14 @@ from functools import partial
 import torch
 
 from grpo.config.atropos import AtroposConfig
-from grpo.run.assemble import Start
-from grpo.run.device_memory import available, run_ledger, server_ledger
+from grpo.run.device_memory import (
+    available,
+    capacity,
+    check_roles_fit,
+    role_ledgers,
+    run_ledger,
+    server_ledger,
+)
 from grpo.run.engine_attach import engine_gpu, trainer_gpu
 from grpo.run.ledger import Ledger, Saving, check_fits
 from grpo.run.memory_advice import (
@@ -21,11 +27,13 @@ from grpo.run.memory_advice import (
     savings,
     smaller_cache,
 )
+from grpo.run.placement import Places
+from grpo.run.start import Start
 
 LedgerOf = Callable[[AtroposConfig], Ledger]
 
 
-def check_memory(start: Start) -> None:
+def check_memory(start: Start, places: Places | tuple[int, ...] = ()) -> None:
     """Show the ledgers of the run's devices, and refuse a run that does not fit.
 
     Raises:
@@ -33,6 +41,9 @@ def check_memory(start: Start) -> None:
         ConfigError: for a GPU of the engine that cannot be used.
     """
     config = start.setup.config
+    if isinstance(places, Places):
+        _check_roles(start, places)
+        return
     found = [(who, ledger_of, ledger_of(config), available(config, device))
              for who, device, ledger_of in devices(start)]
     for who, _, ledger, room in found:
@@ -40,6 +51,21 @@ def check_memory(start: Start) -> None:
         start.console.info("\n".join([*title, *ledger.table(room)]))
     for who, ledger_of, ledger, room in found:
         check_fits(ledger, room, who=who, advised=partial(advised, start, who, ledger_of, room))
+
+
+def _check_roles(start: Start, places: Places) -> None:
+    """The same where engines are workers on Ray, in ``places`` of their own."""
+    room, ledgers = capacity(start.setup.device), _of_roles(start, places, start.setup.config)
+    start.console.info("\n".join(places.plan.table()))
+    for role, ledger in ledgers.items():
+        start.console.info("\n".join([f"{role}:", *ledger.table(room)]))
+    check_roles_fit(ledgers, places.plan, room)
+
+
+def _of_roles(start: Start, places: Places, config: AtroposConfig) -> dict[str, Ledger]:
+    setup = start.setup
+    return role_ledgers(config, places.plan, setup.path, setup.device, setup.dtype, start.backend,
+                        max_model_len=setup.max_model_len)
 
 
 def devices(start: Start) -> Iterator[tuple[str, torch.device, LedgerOf]]:
@@ -53,9 +79,12 @@ def devices(start: Start) -> Iterator[tuple[str, torch.device, LedgerOf]]:
             config, setup.path, own, setup.dtype, max_model_len=setup.max_model_len)
 
 
-def trainer_ledger(start: Start) -> LedgerOf:
-    """What the trainer's device needs under a configuration."""
+def trainer_ledger(start: Start, places: Places | tuple[int, ...] = ()) -> LedgerOf:
+    """What the trainer's device needs under a configuration; for ``places`` see
+    :func:`grpo.run.build_atropos.build_actor`."""
     setup = start.setup
+    if isinstance(places, Places):
+        return lambda config: _of_roles(start, places, config)["train"]
     return lambda config: run_ledger(
         config, setup.path, setup.device, setup.dtype, start.backend,
         max_model_len=setup.max_model_len, trained_tokens=config.atropos.seq_len,

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from grpo.config.asynchronous import AsyncConfig
-from grpo.config.schema import Config, load_config
+from grpo.config.sent import load_sent
 from grpo.run.build import load_tokenizer, quiet_libraries
 from grpo.run.build_model import load_model, prepare_model
 from grpo.run.build_objective import build_learner, build_loss
@@ -27,7 +26,6 @@ from grpo.weights.transfer import TransferBackend, WeightTransfer
 def follow(
     ready: Path, config: dict[str, Any], path: str, dtype: str, *,
     transfer: TransferBackend | None, join: dict[str, Any], checkpoint: tuple[str, int] | None,
-    asynchronous: bool,
 ) -> None:
     """Hold a part of the model, meet the other ranks, and follow the leader to the end.
 
@@ -40,10 +38,9 @@ def follow(
             ranks take part; None: weights travel in another way.
         join: arguments of :meth:`grpo.training.ranks.Ranks.join`.
         checkpoint: folder and step of the one that the run goes on from.
-        asynchronous: whether the configuration is that of ``grpo-async.py``.
     """
     quiet_libraries()
-    checked = load_config(config, AsyncConfig if asynchronous else Config)
+    checked = load_sent(config)
     model = load_model(path, checked, device=torch.device("cpu"), dtype=getattr(torch, dtype))
     resumed = checkpoint and Checkpoint(Path(checkpoint[0]), checkpoint[1])
     adapter = resumed.adapter_folder if resumed and checked.train_model.lora.enabled else None

@@ -13,9 +13,9 @@ from grpo.config.unread import ENGINE_AT_URL, WHOLE_PROOF, refuse_unread
 from grpo.envs.tasks import make_task
 from grpo.report.console import Console
 from grpo.run import build
-from grpo.run.assemble import Start
 from grpo.run.build_engine import Setup
 from grpo.run.engine_attach import check_port, find_engine
+from grpo.run.start import Start
 from grpo.training.checkpoint import Checkpoint
 
 #: Rows that an engine answers at a time.
@@ -90,7 +90,9 @@ def _with_engine_defaults(
     if inference.url is not None or backend != "vllm":
         return config, length
     size: dict[str, Any] = {"max_num_seqs": inference.max_num_seqs or ENGINE_ROWS}
-    if inference.gpu_memory_utilization is None and inference.kv_cache_memory_bytes is None:
+    alone = device.type == "cuda" and config.has_workers  # a worker takes what its device has
+    if not alone and inference.gpu_memory_utilization is None and (
+            inference.kv_cache_memory_bytes is None):
         size |= ({"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES} if device.type == "cpu" else
                  {"gpu_memory_utilization": _GPU_SHARE})
     return config.changed(inference_model=size), length

@@ -11,11 +11,12 @@ import torch
 
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, load_config
-from grpo.run.assemble import Start, _advised
+from grpo.run.assemble import _advised
 from grpo.run.build_engine import Setup
 from grpo.run.device_memory import role_ledgers, run_ledger
 from grpo.run.ledger import GIB
 from grpo.run.placement import DevicePlan
+from grpo.run.start import Start
 
 from ..config.configs import small
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from grpo.run import device_memory
-from grpo.run.assemble import Start
 from grpo.run.build_engine import Setup
 from grpo.run.cli import atropos
 from grpo.run.cli.flags import FLAGS, in_flags, to_config
 from grpo.run.ledger import GIB, DoesNotFitError, Ledger, Saving
 from grpo.run.memory_atropos import advised, check_memory, devices
+from grpo.run.start import Start
 from grpo.run.start_atropos import _with_engine_defaults
 
 CUDA = torch.device("cuda", 0)

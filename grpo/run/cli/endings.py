@@ -6,7 +6,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+from grpo.atropos.client import AtroposError
+from grpo.atropos.launcher import EnvironmentProcessError
 from grpo.collectors.ray import RolloutsFailed
+from grpo.config.atropos_script import in_script_keys
 from grpo.envs.rewards import RewardsFailed
 from grpo.policies.handle import EngineError
 from grpo.policies.ray_engine import WorkersLost
@@ -21,7 +24,8 @@ from grpo.weights.canary import StaleWeightsError
 from grpo.weights.channel import TransferError
 
 #: What may end a run that is not a mistake in the code.
-ENDINGS = (EngineError, StaleWeightsError, FloatingPointError, NotSavedError, RewardsFailed)
+ENDINGS = (EngineError, StaleWeightsError, FloatingPointError, NotSavedError, RewardsFailed,
+           AtroposError, EnvironmentProcessError, TimeoutError)
 ASYNC_ENDINGS = (*ENDINGS, RolloutsFailed, WorkersLost, TransferError)
 
 
@@ -35,12 +39,13 @@ def endings_in_a_line() -> Iterator[None]:
     except RankDied as error:
         sys.exit(f"error: {error}\nthe run can go on from its newest checkpoint: resume=auto")
     except ENDINGS as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {in_script_keys(str(error))}")
 
 
 def bad_input_in_a_line(*also: type[Exception]) -> AbstractContextManager[None]:
     """Around all that is done before a run begins."""
-    return errors_in_a_line(ValueError, OSError, ImportError, *also, switch="HYDRA_FULL_ERROR")
+    return errors_in_a_line(ValueError, OSError, ImportError, *also, switch="HYDRA_FULL_ERROR",
+                            said=in_script_keys)
 
 
 def fit_with_workers(trainer: Trainer) -> None:
@@ -50,6 +55,6 @@ def fit_with_workers(trainer: Trainer) -> None:
         trainer.fit()
     except ASYNC_ENDINGS as error:
         go_on = f"\nthe run can go on: resume={trainer.saved.folder}" if trainer.saved else ""
-        sys.exit(f"error: {error}{go_on}")
+        sys.exit(f"error: {in_script_keys(str(error))}{go_on}")
     rows = read_jsonl(trainer.run_dir / METRICS_FILE)
     trainer.reporter.console.info("\n".join([*phase_table(rows), *bottleneck(rows)]))

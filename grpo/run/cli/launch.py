@@ -9,28 +9,17 @@ with the run, however that ends. Environments run in their own virtual environme
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from grpo.atropos.client import AtroposClient
-from grpo.atropos.launcher import EnvironmentProcess, environment_python, serve_flags
+from grpo.atropos.launcher import EnvironmentProcess, environment_python
 from grpo.config.keys import ConfigError
+from grpo.run.beside import environment, start_hub, troubles_of
 from grpo.run.cli.atropos import errors_as_messages, set_up
 from grpo.run.cli.flags import add_flags
 from grpo.run.cli.parser import Parser
-from grpo.server.engine_process import EngineProcess
-from grpo.system.child_process import package_environment
-from grpo.system.http_call import is_loopback, split_url
-from grpo.system.lifeline import TOKEN_VARIABLE
-
-if TYPE_CHECKING:
-    from grpo.config.atropos import AtroposConfig
-
-_HUB_START = 60.0  # seconds
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,7 +55,8 @@ def main(argv: list[str] | None = None) -> None:
                                        key="atropos.save_path")
         checks: list[Callable[[], None]] = []
         processes: list[EnvironmentProcess] = []
-        start_hub(args, config, at_end, checks)
+        start_hub(config, at_end, checks, named=f"--atropos-url {config.atropos.url}",
+                  journal=args.hub_journal)
 
         def start_environments() -> None:
             for script in args.env or ():
@@ -76,62 +66,9 @@ def main(argv: list[str] | None = None) -> None:
                 checks.append(process.check)
 
         trainer = assemble_atropos(config, run_dir, checkpoint, at_end, checks=checks,
-                                   on_serving=start_environments)
-        with troubles_quoted(processes):
-            trainer.fit()
-
-
-@contextmanager
-def troubles_quoted(processes: Sequence[EnvironmentProcess]) -> Iterator[None]:
-    """When groups do not come, the reason is mostly in the environments' logs."""
-    try:
-        yield
-    except TimeoutError as error:
-        said = [text for process in processes if (text := process.troubles())]
-        if not said:
-            raise
-        raise TimeoutError("\n".join([str(error), *said])) from error
-
-
-def start_hub(
-    args: argparse.Namespace, config: AtroposConfig, started: ExitStack,
-    checks: list[Callable[[], None]],
-) -> None:
-    """A hub at ``--atropos-url``, unless an API answers there.
-
-    Raises:
-        ConfigError: for another run's hub, and an address of another machine where nothing answers.
-        EngineStartError: with the end of its log, if the hub does not come up.
-    """
-    url, token = config.atropos.url, os.environ.get(TOKEN_VARIABLE) or None
-    host, port = split_url(url)
-    client = AtroposClient(url, token=token, timeout=5.0)
-    if client.alive():
-        if client.status().get("hub", {}).get("private"):
-            raise ConfigError(f"the hub at --atropos-url {url} belongs to another run and ends "
-                              "with that; give a url with another port, where this run starts its "
-                              "own")
-        print(f"an API answers at {url}; it is used, and left running at the end")
-        if args.hub_journal is not None:
-            raise ConfigError(f"--hub-journal {args.hub_journal} is not read because an API runs "
-                              f"at {url} already; remove it, or give another --atropos-url")
-        return
-    if not is_loopback(host):
-        raise ConfigError(f"no API answers at --atropos-url {url}, and one can be started on this "
-                          "machine only; start it there, or use http://127.0.0.1:8000")
-    command = [sys.executable, "-m", "grpo.atropos.hub_server", "--private"]
-    if args.hub_journal is not None:
-        command += ["--journal", str(args.hub_journal)]
-    hub = EngineProcess(
-        command, host=host, port=port, token=token,
-        log_path=Path(config.atropos.log_dir) / "hub.log",
-        start_timeout=_HUB_START, env=package_environment())
-    try:
-        started.enter_context(hub)
-    except OSError as error:
-        raise ConfigError(f"--atropos-url {url}: no Atropos API answers there, and no hub can be "
-                          f"started: {error.strerror}") from error
-    checks.append(hub.check)
+                                   on_serving=start_environments,
+                                   explain=lambda: troubles_of(processes))
+        trainer.fit()
 
 
 def environment_flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -152,18 +89,6 @@ def environment_flags(args: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"--env {script}: there is no such file; name an environment's "
                               "Python file")
     return flags
-
-
-def environment(
-    script: Path, python: Path, config: AtroposConfig, tokenizer: Path, flags: dict[str, Any],
-) -> EnvironmentProcess:
-    """An environment that asks this run's engine and sends to its API."""
-    for_engine = serve_flags(engine_url=config.engine_url, model=config.model.name,
-                             tokenizer=tokenizer, token=os.environ.get(TOKEN_VARIABLE))
-    return EnvironmentProcess(
-        script, python=python, api_url=config.atropos.url,
-        flags={**for_engine, **flags}, log_path=Path(config.atropos.log_dir) / f"{script.stem}.log",
-        api_token=os.environ.get(TOKEN_VARIABLE) or None)
 
 
 if __name__ == "__main__":

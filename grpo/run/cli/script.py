@@ -21,7 +21,7 @@ try:
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
-    from grpo.config.keys import ConfigError, errors_text
+    from grpo.config.keys import ATROPOS, ConfigError, errors_text
     from grpo.envs.tasks.base import check_options
     from grpo.run.cli.names import key_error, plain
     from grpo.run.cli.parser import end_with
@@ -143,6 +143,8 @@ def _key_error(override: Override, known: DictConfig) -> str | None:
 def _task_errors(config: DictConfig, folder: Path) -> Iterator[str]:
     """An option that the task does not have, as where only ``env.dataset`` was changed."""
     name = config.env.dataset
+    if name == ATROPOS:  # whose environment knows its options
+        return
     try:
         check_options(name, config.env.task or {})
     except ValueError as error:
