@@ -158,13 +158,10 @@ class WorkerPool:
         call = self.starting.get(number)
         if call is None:
             return True
-        if not self.wait([call], timeout=0):
-            return False
         try:
-            self.result(call, timeout=60.0)
+            return bool(self.wait([call], timeout=0) and self.result(call, timeout=60.0))
         except EngineError:
             return False
-        return True
 
     @property
     def present(self) -> list[int]:
@@ -385,8 +382,8 @@ class EngineFleet:
         return all(engine.alive() for engine in self.engines)
 
     def _all(self, method: str, *args: Any, timeout: float) -> list[Any]:
-        return _together([(getattr(engine, method), *args) for engine in self.engines],
-                         timeout=timeout)
+        calls = [(getattr(engine, method), *args) for engine in self.engines]
+        return _together(calls, timeout=timeout)
 
 
 def _together(calls: list[tuple], **options: Any) -> list[Any]:
