@@ -16,7 +16,7 @@ _ATROPOS = Unread(lambda c: not c.env.is_atropos, "by env.dataset={env.dataset};
 _INSTEAD = {
     "env.name env.id env.data_path env.step env.reward env.reward_weights env.reward_timeout "
     "env.reward_workers env.max_reward_errors env.max_prompt_tokens":
-        "options of the environment in env.task, such as env.task={env.max_num_workers: 8},",
+        "options of the environment in env.task.flags, such as {env: {max_num_workers: 8}},",
     "train.data_epochs": "train.max_steps, because environments choose their problems,",
     "train.max_sampling_rounds": "the environment's ensure_scores_are_not_same",
     "train.overlong_buffer": "the environment's own length penalty",
@@ -32,9 +32,9 @@ _INSTEAD = {
 WITH_ATROPOS = (
     *(Unread(lambda c: c.env.is_atropos, f"with env=atropos; use {instead} and", keys)
       for keys, instead in _INSTEAD.items()),
-    Unread(lambda c: c.env.is_atropos and c.env.environment is None, "with env=atropos without "
-           "env.environment, because the environment runs already; give it these options where it "
-           "is started, and", "env.task"))
+    Unread(lambda c: c.env.is_atropos and c.env.task.get("flags") and c.env.environment is None,
+           "without env.environment, because the environment runs already; give it these flags "
+           "where it is started, and", "env.task"))
 
 
 class EnvConfig(Section):
@@ -59,8 +59,8 @@ class EnvConfig(Section):
     own."""
     data_path: str | None = None
     task: dict[str, Any] = Field(default_factory=dict)
-    """Options of the task, see :mod:`grpo.envs.tasks`; with Atropos, of the ``serve`` command of
-    ``environment``."""
+    """Options of the task, see :mod:`grpo.envs.tasks`; with Atropos ``flags``, of the ``serve``
+    command of ``environment``."""
     reward: str | list[str] | dict[str, float] | None = None
     """Name or import path of the reward, or several; null: the task's own."""
     reward_weights: list[float] | None = None
@@ -93,6 +93,10 @@ class EnvConfig(Section):
             raise ValueError("env=atropos needs to know where groups come from: give "
                              "env.environment=path/to/env.py, which starts a hub and that "
                              "environment, or env.url=http://127.0.0.1:8000 of a hub that runs")
+        if self.is_atropos and (others := self.task.keys() - {"flags"}):
+            raise ValueError(f"env.task has {', '.join(sorted(others))}, but with env=atropos it "
+                             "has flags alone, those of the environment's serve command, such as "
+                             "env.task.flags={env: {max_num_workers: 8}}")
         return self
 
     @model_validator(mode="after")

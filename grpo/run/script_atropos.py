@@ -63,19 +63,20 @@ def _script_of(config: Config) -> Path:
 
 
 def environment_flags(config: Config) -> dict[str, Any]:
-    """Flags of the environment's ``serve`` command: ``env.task``, and the size of groups.
+    """Flags of the environment's ``serve`` command: ``env.task.flags``, and the size of groups.
 
     Raises:
         ConfigError: if the size is given twice.
 
     Examples:
         >>> environment_flags(Config(env={"dataset": "atropos", "environment": "env.py",
-        ...                               "task": {"env": {"max_num_workers": 8}}, "repeats": 4}))
+        ...                               "task": {"flags": {"env": {"max_num_workers": 8}}},
+        ...                               "repeats": 4}))
         {'env.max_num_workers': 8, 'env.group_size': 4}
     """
-    flags = dict(_flat(config.env.task))
+    flags = dict(_flat(config.env.task.get("flags") or {}))
     if "env.group_size" in flags:
-        raise ConfigError(f"env.task has env.group_size={flags['env.group_size']}, which is "
+        raise ConfigError(f"env.task.flags has env.group_size={flags['env.group_size']}, which is "
                           f"env.repeats={config.env.repeats}; leave the first out")
     return flags | {"env.group_size": config.env.repeats}
 

@@ -117,4 +117,5 @@ class LocalRay:
     @staticmethod
     def _make_worker(setup, prompts, places, backend):
         worker = build_async.worker_setup(setup, prompts, places, backend)
-        return lambda number: RolloutWorker(build_worker, worker, number, prompts.train)
+        return lambda number: RolloutWorker(build_worker, worker, number,
+                                            prompts.train if prompts else [])

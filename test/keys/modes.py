@@ -14,6 +14,7 @@ TRANSFORMERS = {"inference_model": {"backend": "transformers"}}
 VLLM = {"inference_model": {"backend": "vllm"}}
 SERVER = {"inference_model": {"backend": "vllm", "engine": "server"}}
 LORA = {"train_model": {"lora": {"enabled": True, "r": 4}}}
+ATROPOS = {"env": {"dataset": "atropos", "url": "http://127.0.0.1:8000"}}
 EVALUATED = {"atropos": {"evaluate": True, "eval_max_tokens": 4}}
 
 
@@ -28,6 +29,12 @@ class Mode:
     @property
     def has_workers(self) -> bool:
         return self.script == "async" or "num_devices" in self.sections.get("inference_model", {})
+
+    @property
+    def on_atropos(self) -> bool:
+        """Whether groups come from environments of Atropos, whatever the script."""
+        return self.script == "atropos" or (
+            self.sections.get("env", {}).get("dataset") == "atropos")
 
     @property
     def schema(self) -> type[Config]:
@@ -85,6 +92,8 @@ MODES = {
     "atropos, bridge": Mode("atropos", merged(VLLM, {"atropos": {"bridge": True}})),
     "atropos, bridge, Transformers, evaluated": Mode("atropos", merged(
         TRANSFORMERS, {"atropos": {"bridge": True}}, EVALUATED)),
+    "sync, on Atropos": Mode("sync", merged(TRANSFORMERS, ATROPOS)),
+    "async, on Atropos": Mode("async", merged(TRANSFORMERS, ATROPOS), stable=False),
     "logits": Mode("sync", merged(TRANSFORMERS, {"train_model": {"head": "logits"}})),
     "chunks": Mode("sync", merged(TRANSFORMERS, {"train_model": {"head": "chunked"}})),
     "packed": _preset(packing=True),

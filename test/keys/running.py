@@ -29,6 +29,7 @@ from grpo.run import (
     build_engine,
     build_team,
     build_worker,
+    start,
     start_atropos,
 )
 from grpo.run.build_objective import build_learner, build_loss
@@ -68,6 +69,10 @@ class Runner:
             common["train"]["gradient_accumulation_steps"] = 2
             if mode.sections.get("atropos", {}).get("evaluate"):
                 common |= {"env": env, "train": common["train"] | {"eval_frequency": 2}}
+        elif mode.on_atropos:
+            common["env"] = {"num_envs": 1, "repeats": 2}
+            common["train"] |= {"max_steps": ITERATIONS}
+            common["inference_model"] = {"max_model_len": 24}
         else:
             common["env"] = env | {"num_envs": 2, "repeats": 4}
             common["train"] |= {"total_dialog_turns": ITERATIONS * 8, "eval_frequency": 2}
@@ -127,7 +132,7 @@ class Runner:
     def _stand_in(self, patch: Any, seen: Observation, mode: Mode, *, workers: bool) -> None:
         patch("grpo.report.reporter.write_report",
               lambda run_dir, *, title, config: seen.note("report", title) or run_dir / "none")
-        patch(assemble, "make_loggers", _noting(seen, "loggers", loggers.make_loggers))
+        patch(start, "make_loggers", _noting(seen, "loggers", loggers.make_loggers))
         patch(build_engine, "_with_engine", lambda setup, on_failure: _engine(seen, setup))
         patch(build_engine, "_with_server", lambda setup, on_failure, server: _server(
             seen, setup, server))
@@ -140,7 +145,7 @@ class Runner:
             patch(factory, "FleetTransfer", _fleet(seen))
             patch(factory, "FleetLoRA", _fleet(seen))
             patch(build_worker, "_start_engine", _worker_engine(seen, build_worker._start_engine))
-        if mode.script == "atropos":
+        if mode.on_atropos:
             patch(start_atropos, "find_engine", lambda config: seen.note(
                 "looked for", (config.atropos.vllm_port, config.atropos.bridge_config)))
             for module, name in ((assemble_atropos, "loading_table"),

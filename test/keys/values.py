@@ -24,7 +24,8 @@ def _no_reference(mode: Mode) -> bool:
 VALUES = {key: [value] for key, value in {
     "device": "cuda",
     "env.dataset": "other_arithmetic", "env.data_path": "/nowhere", "env.name": "countdown",
-    "env.id": "vf_env",
+    "env.id": "vf_env", "env.url": "http://127.0.0.1:8123", "env.port": 9123,
+    "env.forward_ports": [9804],
     "env.task": {"max_operand": 5, "num_train": 20, "num_test": 4},
     "env.reward": "negative_length", "env.reward_weights": [2.0], "env.reward_timeout": 7.5,
     "env.max_steps": 3, "env.reward_workers": 1, "env.max_reward_errors": 0.9,
@@ -102,6 +103,7 @@ VALUES = {key: [value] for key, value in {
 ELSEWHERE = {
     "resume": "test/run/test_resume.py: it chooses the folder before anything is built",
     "ray.address": "test_config_async.py: test_without_an_address_ray_is_the_runs_own",
+    "env.environment": "test/end_to_end/test_atropos.py: it starts a hub and an environment",
     "env.step": "a mode of its own here, 'dialog', whose model ends its turns",
     "atropos.evaluate": "a mode of its own here, 'atropos, one copy, evaluated'",
 }

@@ -22,6 +22,8 @@ from grpo.atropos.hub_server import HubServer
 from grpo.atropos.silence import SilenceCheck
 from grpo.config.schema import ConfigError
 from grpo.report.loggers import read_jsonl
+from grpo.run import beside
+from grpo.run.beside import troubles_of
 from grpo.run.cli import atropos, launch
 from grpo.run.cli.flags import to_config
 from grpo.training.checkpoint import list_checkpoints
@@ -277,7 +279,7 @@ def test_environments_that_ask_other_ports_are_led_to_the_policy(command):
 
 
 def test_a_port_that_is_taken_is_named_before_anything_is_started(command, monkeypatch):
-    monkeypatch.setattr("grpo.run.build_atropos.build_actor", lambda start: pytest.fail("too late"))
+    monkeypatch.setattr("grpo.run.build_atropos.build_actor", lambda *_: pytest.fail("too late"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit, match=rf"\(--forward-ports\)=\[{port}\]: port {port} .*"
@@ -294,14 +296,12 @@ def test_ports_that_cannot_be_forwarded_are_refused_at_once(ports, said):
             ["--model", "m", "--forward-ports", ports]))
 
 
-def test_a_run_without_groups_quotes_its_environments(tmp_path):
+def test_a_run_without_groups_quotes_its_environments(alone):
     quiet, loud = (SimpleNamespace(troubles=lambda text=text: text) for text in ("", "no key"))
-    with pytest.raises(TimeoutError, match="no group finished\nno key"):
-        with launch.troubles_quoted([quiet, loud]):
-            raise TimeoutError("no group finished")
-    with pytest.raises(TimeoutError, match="^no group finished$"):
-        with launch.troubles_quoted([quiet]):
-            raise TimeoutError("no group finished")
+    assert troubles_of([quiet]) == ""
+    with atropos_trainer(alone, explain=lambda: troubles_of([quiet, loud])) as trainer:
+        with pytest.raises(TimeoutError, match="API did not answer(.|\n)*\nno key$"):
+            trainer.fit()
 
 
 def test_what_the_run_depends_on_is_looked_after(alone):
@@ -334,7 +334,7 @@ def start_hub(tmp_path):
             args = launch.parser().parse_intermixed_args(
                 ["--model", "m", "--atropos-url", url, "--log-dir", str(tmp_path)])
             checks = []
-            launch.start_hub(args, to_config(args), started, checks)
+            beside.start_hub(to_config(args), started, checks, named=f"--atropos-url {url}")
             return checks
 
         yield start
@@ -373,8 +373,8 @@ def test_a_hub_that_is_no_runs_own_is_used(start_hub, capsys):
     (["--weight-bridge-mode", "bridge"], "http://127.0.0.1:9007/v1"),
     (["inference_model.url=http://127.0.0.1:9123"], "http://127.0.0.1:9123/v1")])
 def test_environments_ask_the_engine_that_the_run_uses(argv, asked, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "EnvironmentProcess", lambda script, **options: options["flags"])
+    monkeypatch.setattr(beside, "EnvironmentProcess", lambda script, **options: options["flags"])
     config = to_config(launch.parser().parse_intermixed_args(
         ["--model", "m", "--vllm-port", "9007", *argv]))
-    flags = launch.environment(tmp_path / "env.py", tmp_path / "python", config, tmp_path, {})
+    flags = beside.environment(tmp_path / "env.py", tmp_path / "python", config, tmp_path, {})
     assert flags["openai.base_url"] == asked
