@@ -1,15 +1,10 @@
-"""Every command in the second columns of docs/commands.md runs to its end."""
+"""Every command in the second columns of docs/commands.md runs to its end: those of the scripts
+here, those that have others beside them in test_commands_served.py."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,10 +12,9 @@ import pytest
 from grpo.config.asynchronous import with_workers
 from grpo.report.loggers import read_jsonl
 from grpo.run.placement import plan_devices
-from grpo.system.http_call import split_url
 
 from ..config.configs import composed_like
-from ..support import REPO, environment, finished, free_ports, several_runs, wait_until
+from ..support import REPO, environment, finished, several_runs
 from .commands_page import ASYNC, HEADER, KINDS, SERVER, SYNC, Line, Row, devices, rows
 
 PAGE = (REPO / "docs" / "commands.md").read_text()
@@ -177,8 +171,9 @@ def test_rows_in_one_process_run(run_rows):
     run_rows(ALONE)
 
 
-def test_both_scripts_run_with_two_devices_for_each_role(run_rows):
-    run_rows(ALL_ROLES)
+@pytest.mark.parametrize("words", ALL_ROLES, ids=lambda words: Path(words[0]).name)
+def test_each_script_runs_with_two_devices_for_each_role(words, run_rows):
+    run_rows([words])
 
 
 @pytest.mark.slow
@@ -186,6 +181,8 @@ def test_rows_with_workers_run(run_rows):
     run_rows(WORKERS)
 
 
-def test_a_row_that_does_not_run_fails(run_rows):
-    with pytest.raises(AssertionError, match="train.sead: unknown key"):
-        run_rows([[SYNC.split()[1], "train.sead=1"]])
+def test_a_row_that_does_not_run_fails(tmp_path, cache):
+    words = Line.of(f"{SYNC} train_model.num_device=2").words[1:]
+    with pytest.raises(AssertionError, match="train_model.num_device: unknown key"):
+        finished([sys.executable, *on_less_work(words, tmp_path, tmp_path)], tmp_path,
+                 environment(cache))
