@@ -19,6 +19,7 @@ from .commands_page import ASYNC, HEADER, KINDS, SERVER, SYNC, Line, Row, device
 
 PAGE = (REPO / "docs" / "commands.md").read_text()
 ROWS = rows(PAGE)
+MODES = ("lora_only", "lora_restart", "shared_vllm", "none", "--nodes=2")
 MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 
 #: Appended to every run: the same code on less work.
@@ -31,7 +32,10 @@ def of_kind(*kinds: str) -> list[Row]:
 
 
 def named(row: Row) -> str:
-    return row.here[-1].replace("sota-implementations/grpo/", "")
+    """The program, and what tells its rows apart."""
+    words = Line.of(row.here[-1]).words
+    return " ".join([Path(words[0]).name, *(word for word in words if word in MODES),
+                     *Line.of(row.here[-1]).variables][:3])
 
 
 RUNS = {row.here[0]: Line.of(row.here[0]).words[1:] for row in of_kind("run")}
