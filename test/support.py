@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import socket
@@ -67,6 +68,28 @@ def finished(command: list[str | Path], folder: Path, env: dict[str, str], *,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == expect, done.stdout[-8000:]
     return done.stdout
+
+
+# Imports and charts take longer than small runs.
+_SEVERAL = """
+import json, runpy, sys
+sys.path.insert(0, sys.argv[2])
+from grpo.report import reporter
+reporter.write_report = lambda *args, **kwargs: None
+for number, arguments in enumerate(json.loads(sys.argv[1])):
+    print(f"run {number}:", *arguments, flush=True)
+    sys.argv = [*arguments, f"hydra.run.dir=run{number}"]
+    runpy.run_path(arguments[0], run_name="__main__")
+"""
+
+
+def several_runs(runs: list[list[str]], folder: Path, env: dict[str, str], *,
+                 seconds: float = 280.0) -> list[str]:
+    """Output of scripts and their arguments, each run to its end in one process and without the
+    report, in the folders ``run0``, ``run1`` ..."""
+    output = finished([sys.executable, "-c", _SEVERAL, json.dumps(runs), REPO], folder, env,
+                      seconds=seconds)
+    return re.split(r"^run \d+: ", output, flags=re.MULTILINE)[1:]
 
 
 def python_tests(path: Path, *options: str, seconds: float = 280.0, **more: str) -> None:

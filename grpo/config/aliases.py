@@ -1,6 +1,7 @@
-"""Names that earlier systems gave to keys of the configuration, accepted with the new name printed.
+"""Names that earlier systems gave to keys of the configuration.
 
-They may stand at the top level or in the section ``train``.
+Those of :data:`ALIASES` are accepted with the new name printed; they may stand at the top level or
+in the section ``train``. Those of :data:`REPLACED` are refused with what to write instead.
 """
 
 from __future__ import annotations
@@ -24,6 +25,31 @@ ALIASES = {
 # The only earlier name in a section of its own.
 _KL_COEF = ("policy", "kl_coef")
 
+_NO_RAY_OPTIONS = ("Ray is started with what the devices of the run need, or joined at "
+                   "ray.address; leave it out")
+#: Keys and sections of TorchRL's GRPO recipe that are something else here -> what to write.
+REPLACED = {
+    "mode": "the script says which, grpo.py is synchronous and grpo-async.py is not; leave it out",
+    "train.sync_iter": "grpo.py is what true was; for false use grpo-async.py, with "
+                       "train.staleness=1",
+    "train.use_kl_to_ref": "train.kl_to_ref_coeff alone says it, and without it nothing is "
+                           "compared with a reference; leave it out",
+    "train.kl_coef_in_loss": "true is what happens; for false write train.kl_in_reward=true",
+    "train_model.quantization.enabled": "write train_model.quantization=nf4 or int8, with "
+                                        "train_model.lora.enabled=true",
+    "inference_model.quantization": "the engine takes up what train_model.quantization says; leave "
+                                    "it out",
+    "ref_model.quantization": "the reference is the model that the run starts from, quantised as "
+                              "train_model.quantization says; leave it out",
+    "ref_model.lora": "the reference is the model that the run starts from, without the adapters "
+                      "of train_model.lora; leave it out",
+    "ref_model.gradient_checkpointing": "the reference has no backward pass; leave it out",
+    "ray.init_config": _NO_RAY_OPTIONS,
+    "ray.collector_config": _NO_RAY_OPTIONS,
+    "ray.train_handler_config": _NO_RAY_OPTIONS,
+    "ray.replay_buffer_config": _NO_RAY_OPTIONS,
+}
+
 
 def accept_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
     """A copy in which the values of earlier names are at the keys of today; prints each move.
@@ -46,6 +72,23 @@ def accept_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
             _move(out, (section, old), new)
     _move(out, _KL_COEF, ALIASES["init_kl_coeff"])
     return out
+
+
+def replaced_key(path: str, value: Any) -> str | None:
+    """What to write in the place of a key that only an earlier system had; None for any other.
+
+    Examples:
+        >>> replaced_key("mode", "async")  # doctest: +NORMALIZE_WHITESPACE
+        "mode: the script says which, grpo.py is synchronous and grpo-async.py is not; leave it out
+         (given 'async')"
+        >>> replaced_key("train.seed", 1) is None
+        True
+    """
+    parts = path.split(".")
+    for depth in range(1, len(parts) + 1):
+        if instead := REPLACED.get(".".join(parts[:depth])):
+            return f"{path}: {instead} (given {value!r})"
+    return None
 
 
 def _move(values: dict[str, Any], old: tuple[str | None, str], new: tuple[str, str]) -> None:

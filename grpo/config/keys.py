@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Literal
 
+from grpo.config.aliases import replaced_key
+
 #: ``env.dataset`` of runs whose groups come from Atropos environments.
 ATROPOS = "atropos"
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu"]
@@ -19,7 +21,7 @@ def unknown_key(
     path: str, value: object, known: Iterable[str], elsewhere: Iterable[str] = ()
 ) -> str:
     """Name an unknown key, its value, and what was probably meant: one of the ``known`` keys of its
-    section, or a path of the same name ``elsewhere``.
+    section, or a path of the same name ``elsewhere``; of keys of earlier systems what to write.
 
     Examples:
         >>> unknown_key("env.repeat", 8, ["num_envs", "repeats"])
@@ -29,6 +31,8 @@ def unknown_key(
         >>> unknown_key("train.speed_of_light", 3, ["seed", "epochs"])
         'train.speed_of_light: unknown key (given 3); known keys of train: seed, epochs'
     """
+    if instead := replaced_key(path, value):
+        return instead
     known = list(known)
     section, _, name = path.rpartition(".")
     same_name = [other for other in elsewhere if other.rpartition(".")[2] == name]

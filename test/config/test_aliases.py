@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
-from grpo.config.aliases import ALIASES
+import pytest
+from omegaconf import OmegaConf
+
+from grpo.config.aliases import ALIASES, REPLACED
+from grpo.config.asynchronous import AsyncConfig
+from grpo.config.keys import unknown_key
 from grpo.config.schema import ConfigError, load_config
+from grpo.run.cli.names import key_error
+
+from .configs import composed
 
 # For each earlier name a value, and what else its key needs to be read.
 MAXENT = {"train": {"objective": "maxent_listwise", "aggregation": "prompt"}}
@@ -83,3 +91,24 @@ def test_a_null_is_no_value(capsys):
 def test_a_section_of_the_wrong_type_is_reported_as_such():
     with pytest.raises(ConfigError, match="maxent"):
         load_config({"maxent": 3, "maxent_tau": 0.5})
+
+
+KNOWN = composed("grpo_async")
+
+
+@pytest.mark.parametrize("path", REPLACED)
+def test_a_key_that_is_something_else_today_is_answered_with_what_to_write(path):
+    below = f"{path}.num_cpus" if path.startswith("ray.") else path
+    for given in {path, below}:
+        assert REPLACED[path] in key_error(given, True, KNOWN, adds=False)
+        assert REPLACED[path] in key_error(given, True, KNOWN, adds=True)
+    assert REPLACED[path] in unknown_key(path, True, [])
+    for key in re.findall(r"\b\w+\.\w+(?:\.\w+)*(?==|\b)", REPLACED[path]):
+        assert key.endswith(".py") or OmegaConf.select(KNOWN, key, default="?") != "?", key
+
+
+@pytest.mark.parametrize("path", [path for path in REPLACED if "quantization.enabled" not in path])
+def test_a_file_with_such_a_key_gets_the_same_answer(path):
+    section, _, key = path.rpartition(".")
+    with pytest.raises(ConfigError, match=re.escape(REPLACED[path])):
+        load_config({section: {key: True}} if section else {key: True}, AsyncConfig)

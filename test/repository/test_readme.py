@@ -3,7 +3,6 @@ names and settings in the guide to the objectives are those of the code."""
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import sys
@@ -22,7 +21,16 @@ from grpo.objectives.mismatch import make_mismatch
 from grpo.objectives.scorer import HeadKind
 from grpo.objectives.terms import Proximal
 
-from ..support import REPO, blocks, code_in, commands, environment, finished, table_rows
+from ..support import (
+    REPO,
+    blocks,
+    code_in,
+    commands,
+    environment,
+    finished,
+    several_runs,
+    table_rows,
+)
 
 README = (REPO / "README.md").read_text()
 GUIDE = (REPO / "docs" / "objectives.md").read_text()
@@ -39,27 +47,17 @@ SMALLER = ["model.warm_start_steps=5", "env.num_envs=2", "env.repeats=2",
            "train.checkpoint_frequency=1"]
 
 
-#: Runs the script once for each list of arguments it is given, in one process and without the
-#: report: imports and charts take longer than these runs.
-SEVERAL = """
-import json, runpy, sys
-script = sys.argv[1]
-sys.path.insert(0, sys.argv[3])
-from grpo.report import reporter
-reporter.write_report = lambda *args, **kwargs: None
-for number, arguments in enumerate(json.loads(sys.argv[2])):
-    print("+", *arguments, flush=True)
-    sys.argv = [script, *arguments, f"hydra.run.dir=run{number}"]
-    runpy.run_path(script, run_name="__main__")
-"""
-
-
 def commands_of(program: str, page: str = README) -> list[str]:
     return [line for line in commands(page) if line.startswith(program)]
 
 
 def run(command: list[str], folder: Path, cache: Path) -> str:
     return finished(command, folder, environment(cache, PYTHONPATH=str(folder)))
+
+
+def several(runs: list[list[str]], folder: Path, cache: Path) -> str:
+    return "".join(several_runs([[str(REPO / SCRIPT), *arguments] for arguments in runs], folder,
+                                environment(cache, PYTHONPATH=str(folder))))
 
 
 @pytest.mark.parametrize("page", [README, GUIDE, ASYNC_GUIDE],
@@ -111,8 +109,7 @@ def test_other_script_commands_run(tmp_path, cache, model_folder, gsm8k_rows):
              "inference_model.backend=transformers"]
             for command in commands_of(f"python {SCRIPT}")
             if command not in WITH_VLLM + REASONING_GYM + VERIFIERS]
-    output = run([sys.executable, "-c", SEVERAL, str(REPO / SCRIPT), json.dumps(runs), str(REPO)],
-                 tmp_path, cache)
+    output = several(runs, tmp_path, cache)
     assert output.count("held-out accuracy") == len(runs) > 0
 
 
@@ -121,8 +118,7 @@ def test_commands_with_reasoning_gym_run(tmp_path, cache):
     pytest.importorskip("reasoning_gym", reason="needs `pip install reasoning-gym`")
     runs = [[*shlex.split(command)[2:], *SMALLER, "inference_model.backend=transformers",
              "env.task.num_train=20", "env.task.num_test=4"] for command in REASONING_GYM]
-    output = run([sys.executable, "-c", SEVERAL, str(REPO / SCRIPT), json.dumps(runs), str(REPO)],
-                 tmp_path, cache)
+    output = several(runs, tmp_path, cache)
     assert output.count("held-out accuracy") == len(runs) > 0
     assert "got no reward" not in output
 
@@ -135,8 +131,7 @@ def test_commands_with_verifiers_run(tmp_path, cache):
         next(block for block in blocks("python", README) if "def load_environment" in block))
     runs = [[*shlex.split(command)[2:], *SMALLER, "inference_model.backend=transformers"]
             for command in VERIFIERS]
-    output = run([sys.executable, "-c", SEVERAL, str(REPO / SCRIPT), json.dumps(runs), str(REPO)],
-                 tmp_path, cache)
+    output = several(runs, tmp_path, cache)
     assert output.count("held-out accuracy") == len(runs) > 0
     assert "got no reward" not in output
 
@@ -190,8 +185,7 @@ def test_commands_of_the_guide_run(tmp_path, cache, model_folder):
     runs = [[*shlex.split(command.replace("path/to/teacher", str(model_folder)))[2:], *SMALLER,
              "inference_model.backend=transformers", "env.task.num_test=8"]
             for command in commands_of(f"python {SCRIPT}", GUIDE)]
-    output = run([sys.executable, "-c", SEVERAL, str(REPO / SCRIPT), json.dumps(runs), str(REPO)],
-                 tmp_path, cache)
+    output = several(runs, tmp_path, cache)
     assert output.count("held-out accuracy") == len(runs) > 0
 
 

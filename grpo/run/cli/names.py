@@ -13,7 +13,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 import grpo
-from grpo.config.aliases import ALIASES
+from grpo.config.aliases import ALIASES, replaced_key
 from grpo.config.keys import unknown_key
 from grpo.config.presets import leaves
 
@@ -29,6 +29,8 @@ def key_error(path: str, value: object, known: DictConfig, *, adds: bool) -> str
         >>> key_error("train.seed", 1, known, adds=False) is None
         True
     """
+    if instead := replaced_key(path, value):
+        return instead
     *parents, name = path.split(".")
     section = known
     for depth, parent in enumerate(parents, start=1):
