@@ -90,17 +90,19 @@ class FleetSampler:
     """Has rollout workers answer jobs, each as it comes, the one with the fewest rows in hand
     first; a :class:`~grpo.policies.driver.Sampler`.
 
-    Jobs of a worker that died go to the others, or wait until one is there: whoever trains heals
-    the fleet. Tokens have the versions that their workers give them.
+    Jobs of a worker that died go to the others, or wait until one is there. Tokens have the
+    versions that their workers give them.
 
     Args:
         policy: of the workers. Jobs have one row each.
         together: send jobs of one call that come together as one a worker, for workers that answer
             several at once but take no more while they do.
+        heals: replace dead workers here, where the weights stay while this is driven; else whoever
+            changes them does.
     """
 
-    def __init__(self, policy: FleetPolicy, *, together: bool) -> None:
-        self.policy, self.pool, self.together = policy, policy.pool, together
+    def __init__(self, policy: FleetPolicy, *, together: bool, heals: bool) -> None:
+        self.policy, self.pool, self.together, self.heals = policy, policy.pool, together, heals
         self.tokens = 0
         self._waiting: deque[list[Job]] = deque()
         self._sent: dict[Call, list[tuple[int, Job]]] = {}  # each with its row of the answer
@@ -134,6 +136,8 @@ class FleetSampler:
     def step(self) -> list[tuple[Job, Completions | EngineError]]:
         """Hand out what waits, and take what is finished; a job that a worker refuses has an
         error."""
+        if self.heals and not self.pool.whole:
+            self.policy.heal()
         self._hand_out()
         if not self._sent:
             time.sleep(_LOOK)  # nobody is there to answer

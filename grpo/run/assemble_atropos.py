@@ -103,10 +103,9 @@ def assemble_atropos(
     bridge, driver, ahead = None, None, False
     if config.atropos.bridge:
         bridge, driver = build_atropos.serve_policy(start, actor, at_end)
-    if fleet is not None:
+    if fleet is not None and (ahead := config.train.staleness > 0):
         checks.append(lambda: fleet.whole or weights.heal())
-        if ahead := config.train.staleness > 0:
-            checks.append(at_end.enter_context(DriverThread(driver)).check)
+        checks.append(at_end.enter_context(DriverThread(driver)).check)
     checks.append(SilenceCheck(
         build_atropos.api_client(config, timeout=5.0),
         (lambda: bridge.counts["calls"]) if bridge else actor.policy.client.requests,

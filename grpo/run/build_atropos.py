@@ -143,8 +143,8 @@ def serve_policy(
         bridge, port=config.atropos.vllm_port, token=os.environ.get(TOKEN_VARIABLE) or None))
     if isinstance(actor, AsyncActor):
         # A model of Transformers answers what comes together, and nothing else before.
-        return bridge, BridgeDriver(bridge, FleetSampler(policy, together=not in_engine),
-                                    linger=0.0 if in_engine else _LINGER)
+        sampler = FleetSampler(policy, together=not in_engine, heals=config.train.staleness == 0)
+        return bridge, BridgeDriver(bridge, sampler, linger=0.0 if in_engine else _LINGER)
     if in_engine:
         return bridge, BridgeDriver(bridge, VLLMSampler(policy, seeded=False))
     return bridge, BridgeDriver(bridge, TransformersSampler(policy), max_running=_ROWS,
@@ -222,7 +222,8 @@ def describe(
         "model": f"{config.model.name}, {count / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M "
                  f"of them trained, {str(setup.dtype)[6:]}",
         "groups": f"from {atropos.url}, {config.turns_per_batch} sequences a step",
-        "answers": ("the policy in this process, at " if atropos.bridge else "engine server at ")
+        "answers": ("workers on Ray, at " if config.has_workers else
+                    "the policy in this process, at " if atropos.bridge else "engine server at ")
                    + ", ".join([config.engine_url, *map(str, atropos.forward_ports)]),
         "run": f"{config.iterations} steps, {config.optimizer.name} at {config.optimizer.lr:g}",
         "loss": describe_loss(config),

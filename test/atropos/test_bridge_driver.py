@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given
 
 from grpo.atropos.bridge import Bridge
-from grpo.atropos.bridge_driver import BridgeDriver
+from grpo.atropos.bridge_driver import BridgeDriver, DriverThread
 from grpo.atropos.calls import Ask, Call
 from grpo.policies.base import Sampling
 from grpo.policies.driver import VLLMSampler
+from grpo.policies.handle import EngineError
 from grpo.server.api import SamplingFields
 from grpo.server.versioned import Constructors
 from grpo.system.json_api import ApiError
 
 from ..server.fake_engine import flat
+from ..support import wait_until
 
 
 class StepEngine:
@@ -150,3 +152,43 @@ def test_idle_waiting_is_short_and_does_not_step():
     side = Side()
     side.driver.advance(0.01)
     assert side.engine.steps == 0
+
+
+def test_a_thread_answers_while_nobody_drives():
+    side = Side()
+    with DriverThread(side.driver) as thread:
+        call = side.ask(3)
+        wait_until(lambda: side.settle() or call.future.done(), seconds=20.0)
+        thread.check()
+    assert call.future.result().token_ids == [1, 2, 3]
+    later = side.ask(1)
+    side.settle()
+    assert side.bridge.waiting == 1 and not later.future.done()  # it has ended
+
+
+def test_what_the_thread_fails_with_is_raised_where_the_trainer_looks():
+    side = Side()
+    side.engine.step = lambda: 1 / 0
+    with DriverThread(side.driver) as thread:
+        side.ask(3)
+
+        def failed() -> bool:
+            try:
+                thread.check()
+            except RuntimeError as error:
+                return "what answers the environments failed: ZeroDivisionError" in str(error)
+            return False
+
+        wait_until(failed, seconds=20.0)
+
+
+def test_a_job_that_an_engine_elsewhere_refuses_is_answered_with_its_error():
+    side = Side()
+    call = side.ask(3)
+    side.driver.advance()
+    (job,) = side.driver._running
+    side.driver._reply(job, EngineError("too long for it"))
+    side.settle()
+    with pytest.raises(ApiError, match="too long for it") as error:
+        call.future.result()
+    assert error.value.status == 500

@@ -88,6 +88,8 @@ def on_less_work(command: str, model_folder: Path, gsm8k_rows: Path) -> list[str
 WITH_VLLM = [command for command in commands_of(f"python {SCRIPT}") if "--multirun" in command]
 REASONING_GYM = [command for command in commands_of(f"python {SCRIPT}")
                  if "env=reasoning_gym" in command]
+ATROPOS = [(script, command) for script in (SCRIPT, ASYNC_SCRIPT)
+           for command in commands_of(f"python {script}") if "env=atropos" in command]
 VERIFIERS = [command for command in commands_of(f"python {SCRIPT}") if "env=verifiers" in command]
 
 
@@ -108,7 +110,8 @@ def test_other_script_commands_run(tmp_path, cache, model_folder, gsm8k_rows):
     runs = [[*on_less_work(command, model_folder, gsm8k_rows),
              "inference_model.backend=transformers"]
             for command in commands_of(f"python {SCRIPT}")
-            if command not in WITH_VLLM + REASONING_GYM + VERIFIERS]
+            if command not in WITH_VLLM + REASONING_GYM + VERIFIERS
+            and "env=atropos" not in command]
     output = several(runs, tmp_path, cache)
     assert output.count("held-out accuracy") == len(runs) > 0
 
@@ -136,8 +139,21 @@ def test_commands_with_verifiers_run(tmp_path, cache):
     assert "got no reward" not in output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("script, command", ATROPOS)
+def test_commands_with_atropos_run(script, command, tmp_path, cache, python):
+    arguments = [argument.replace("examples/", f"{REPO}/examples/")
+                 for argument in shlex.split(command)[2:]]
+    output = finished(
+        [sys.executable, str(REPO / script), *arguments, "model.warm_start_steps=5",
+         "env.num_envs=2", "train.max_steps=2", "train.checkpoint_frequency=1",
+         "inference_model.backend=transformers", "device=cpu"], tmp_path,
+        environment(cache, GRPO_ATROPOS_PYTHON=str(python)))
+    assert "2 iterations" in output and "workers" * ("async" in script) in output
+
+
 @pytest.mark.parametrize("command", [
-    *commands_of(f"python {ASYNC_SCRIPT}"),
+    *(command for command in commands_of(f"python {ASYNC_SCRIPT}") if "env=atropos" not in command),
     *(pytest.param(command, marks=pytest.mark.slow)
       for command in commands_of(f"python {ASYNC_SCRIPT}", ASYNC_GUIDE))])
 def test_asynchronous_command_runs(command, tmp_path, cache, model_folder, gsm8k_rows):

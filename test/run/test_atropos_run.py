@@ -62,15 +62,6 @@ def chance_of(model, tokens: range) -> float:
 
 
 @pytest.fixture
-def small_folder(tmp_path, tokenizer, make_model):
-    folder = tmp_path / "model"
-    make_model(dtype=torch.float32, vocab_size=len(tokenizer), initializer_range=0.05,
-               max_position_embeddings=64).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
 def command(tmp_path, small_folder, monkeypatch):
     """Run the command with a hub and environments; returns what it wrote."""
     monkeypatch.setattr("grpo.report.reporter.write_report", lambda run_dir, **_: run_dir)

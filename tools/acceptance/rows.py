@@ -59,6 +59,9 @@ SMALL = ("model.warm_start_steps=20", "env.num_envs=8", "env.repeats=4", "env.ta
          "train.total_dialog_turns=96", "train.eval_frequency=0", "train.checkpoint_frequency=0",
          "optimizer.lr=1e-3")
 SMALL_ITERATIONS, SMALL_ROWS = 3, 32
+#: Of those, what environments of Atropos bring themselves.
+NOT_OF_ATROPOS = ("env.task.num_test", "env.reward", "inference_model.max_tokens",
+                  "train.eval_frequency")
 #: The same for a random model of real size. Nearly all its tokens stand for no character, so only
 #: a reward by length differs within a group.
 SMALLER_LARGE = (
@@ -222,6 +225,8 @@ def command_parts(command: Command) -> Iterator[Part]:
         part = served_part(name, text)
     elif "resume=" in text:
         part = resumed_part(name, text)
+    elif "env=atropos" in text:
+        part = script_atropos_part(name, text)
     elif text.startswith((f"{SCRIPT} ", f"{ASYNC_SCRIPT} ")) or text == SCRIPT:
         part = run_part(name, text)
     else:
@@ -261,6 +266,24 @@ def run_part(name: str, text: str) -> Part:
         missing=_missing(text))
 
 
+def script_atropos_part(name: str, text: str) -> Part:
+    """A run of a script that starts a hub and an environment of atroposlib."""
+    run, python = run_part(name, text), _atropos_python()
+    return replace(
+        run, script=f"export GRPO_ATROPOS_PYTHON={shlex.quote(str(python))}\n{run.script}",
+        limit=run.limit + 60.0, read=read_run(SMALL_ITERATIONS, says="iterations"),
+        missing=_without_atropos(python))
+
+
+def _atropos_python() -> Path:
+    """Interpreter of the environments."""
+    return Path(os.environ.get("GRPO_ATROPOS_PYTHON") or REPO / ".venv-atropos/bin/python")
+
+
+def _without_atropos(python: Path) -> str:
+    return "" if python.exists() else "needs an environment of atroposlib: `make atropos-env`"
+
+
 def _missing(text: str) -> str:
     """What a command needs that is not installed."""
     for package, name in NEEDS.items():
@@ -277,6 +300,8 @@ def smaller(text: str) -> str:
         text = text.replace(said, ours)
     given = {word.partition("=")[0] for word in shlex.split(text)}
     settings = SMALL if model_of(text) == "embedded" else SMALLER_LARGE
+    if "env=atropos" in text:
+        given |= {*NOT_OF_ATROPOS}
     if "model.name=" in text:
         settings = tuple(s for s in settings if not s.startswith("model.warm_start_steps"))
     return " ".join([text, *(s for s in settings if s.partition("=")[0] not in given)])
@@ -353,12 +378,11 @@ def atropos_part(name: str, text: str) -> Part:
         text += (" --env-flag env.ensure_scores_are_not_same=false --env-flag env.max_new_tokens=64"
                  " --max-model-len 1024 --checkpoint-interval 0")
     claims = frozenset(map(str, ports)) | set(forwarded[1].split(",") if forwarded else ())
-    python = Path(os.environ.get("GRPO_ATROPOS_PYTHON") or REPO / ".venv-atropos/bin/python")
+    python = _atropos_python()
     return Part(
         name, f"export GRPO_ATROPOS_PYTHON={shlex.quote(str(python))}\n{text}", limit=300.0,
         gib=GIB["1.5b" if large else "embedded"], after=(PREPARE,) if large else (), claims=claims,
-        read=read_run(5),
-        missing="" if python.exists() else "needs an environment of atroposlib: `make atropos-env`")
+        read=read_run(5), missing=_without_atropos(python))
 
 
 # -- what no page has -----------------------------------------------------------------------------

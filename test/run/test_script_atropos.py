@@ -1,0 +1,112 @@
+"""``env=atropos`` in both scripts, without vLLM, Ray or atroposlib: environments in threads, a hub
+that runs already, and workers that are objects of this process."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from grpo.atropos.hub_server import HubServer
+from grpo.collectors.rollout_worker import RolloutWorker
+from grpo.config.keys import ConfigError
+from grpo.report.loggers import read_jsonl
+from grpo.run.assemble import assemble, assemble_async
+from grpo.run.script_atropos import assemble_on_atropos, environment_flags
+
+from ..collectors.asynchronous import LocalRay
+from ..config.configs import composed_like
+from ..support import free_port
+from .test_atropos_run import WANTED, ToHub, chance_of, running
+
+ASYNC = "grpo-async.py"
+
+
+@pytest.fixture
+def make(tmp_path, small_folder, monkeypatch):
+    """A trainer of a script, beside environments and a hub that run already."""
+    LocalRay(monkeypatch)
+    monkeypatch.setattr("grpo.report.reporter.write_report", lambda run_dir, **_: run_dir)
+    with ExitStack() as at_end:
+        def make(*overrides: str, script: str = "grpo.py"):
+            port, hub = free_port(), at_end.enter_context(HubServer())
+            at_end.enter_context(running(port, ToHub(hub.url)))
+            config = composed_like([
+                "env=atropos", f"env.url={hub.url}", f"env.port={port}", "device=cpu",
+                f"model.name={small_folder}", "inference_model.backend=transformers",
+                "inference_model.max_model_len=48", "env.num_envs=4", "env.repeats=6",
+                "train.checkpoint_frequency=0", "optimizer.lr=2e-2", *overrides], script=script)
+            build = assemble_async if script == ASYNC else assemble
+            return build(config, tmp_path / "run", None, at_end)
+
+        yield make
+
+
+def ages(folder) -> list[float]:
+    return [row["policy/age_max"] for row in read_jsonl(folder / "metrics.jsonl")]
+
+
+def test_grpo_py_learns_from_a_hub_that_runs_already(make, tmp_path, small_folder):
+    make("train.max_steps=16", "train.kl_to_ref_coeff=0.001").fit()
+    final, start = (AutoModelForCausalLM.from_pretrained(path) for path in
+                    (tmp_path / "run" / "final_model", small_folder))
+    assert chance_of(final, WANTED) > chance_of(start, WANTED) + 0.03
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [*range(1, 17)]
+    assert all(row["atropos/recomputed_tokens"] == 0 for row in rows)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_workers_answer_and_groups_are_no_older_than_allowed(
+        make, tmp_path, small_folder, staleness):
+    make(f"train.staleness={staleness}", "inference_model.num_devices=2", "train.max_steps=16",
+         script=ASYNC).fit()
+    final, start = (AutoModelForCausalLM.from_pretrained(path) for path in
+                    (tmp_path / "run" / "final_model", small_folder))
+    assert chance_of(final, WANTED) > chance_of(start, WANTED) + 0.03
+    assert len(ages(tmp_path / "run")) == 16 and max(ages(tmp_path / "run")) <= staleness
+
+
+def test_a_worker_that_dies_is_replaced_and_the_run_goes_on(make, tmp_path):
+    trainer = make("train.staleness=1", "inference_model.num_devices=2", "train.max_steps=6",
+                   script=ASYNC)
+    pool, publish = trainer.weights.pool, trainer.weights.publish
+
+    def killing(**options):
+        if trainer.step == 2:
+            pool.kill(0)
+        return publish(**options)
+
+    trainer.weights.publish = killing
+    trainer.fit()
+    assert pool.restarts == 1 and all(isinstance(one, RolloutWorker) for one in pool.actors)
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 6
+
+
+def test_the_scripts_workers_wait_for_each_batch_in_grpo_py(make, tmp_path):
+    make("inference_model.num_devices=2", "train.max_steps=3").fit()
+    assert len(ages(tmp_path / "run")) == 3
+
+
+def test_a_taken_port_is_named_by_the_key_of_the_scripts(make, capsys):
+    from grpo.config.atropos_script import in_script_keys
+
+    with HubServer() as other:
+        port = other.url.rpartition(":")[2]
+        with pytest.raises(ConfigError) as error:
+            make(f"env.port={port}")
+    assert in_script_keys(str(error.value)).startswith(f"env.port={port}, where environments")
+
+
+def test_the_size_of_groups_is_given_once():
+    config = composed_like(["env=atropos", "env.environment=env.py",
+                            "env.task.flags={env: {group_size: 3}}"])
+    with pytest.raises(ConfigError, match="env.group_size=3, which is env.repeats=16"):
+        environment_flags(config)
+
+
+def test_an_environment_that_is_not_there_is_named(tmp_path):
+    config = composed_like(["env=atropos", "env.environment=none.py"])
+    with pytest.raises(ConfigError, match="env.environment=none.py: there is no such file"):
+        assemble_on_atropos(config, tmp_path, None, ExitStack())
