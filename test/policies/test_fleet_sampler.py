@@ -61,8 +61,9 @@ def job(token: int, *, call: int = 0) -> Job:
     return Job([[token]], SAMPLING, call=call)
 
 
-def finish(sampler: FleetSampler) -> dict[Job, object]:
-    done = {}
+def finish(sampler: FleetSampler, before: list[tuple[Job, object]] = ()) -> dict[Job, object]:
+    """All answers, with those that came ``before``."""
+    done = dict(before)
     wait_until(lambda: done.update(sampler.step()) or sampler.idle, seconds=20.0)
     return done
 
@@ -106,10 +107,10 @@ def test_what_a_worker_had_in_hand_when_it_died_is_answered_by_another(make, poo
     pool.actors[0].gate.clear()
     for one in jobs:
         sampler.add(one)
-    sampler.step()
+    before = sampler.step()
     pool.kill(0)
     pool.actors[0].gate.set()
-    done = finish(sampler)
+    done = finish(sampler, before)
     assert {one: answer.tokens for one, answer in done.items()} == {
         one: one.prompts for one in jobs}
     assert pool.dead and sum(pool.actors[1].asked) == 4

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 SHORT = ["--training-steps", "1", "--max-model-len", "64", "--checkpoint-interval", "1"]
 #: A share of a GPU, as a CPU has it.
 CACHE = ["--kv-cache-memory-bytes", str(64 << 20)]
+FLOAT32 = ["--dtype", "float32"]  # which trainers have on a CPU
 
 #: In the place of Slurm's: runs the job's script here, as if it were on the first of its nodes.
 SBATCH = """#!/usr/bin/env bash
@@ -160,7 +161,7 @@ def test_an_atropos_trainer_runs_beside_api_and_environment(number, row, termina
     (api,), (env,) = apis[number % len(apis)].here, environments[number % len(environments)].here
     *servers, trainer = row.here
     for text in servers:
-        terminals.start(text, "--max-model-len", "64", "--max-num-seqs", "32")
+        terminals.start(text, "--max-model-len", "64", "--max-num-seqs", "32", *FLOAT32)
     terminals.start(api)
     # As the page says; a trainer that finds no engine would start one.
     terminals.answer(terminals.api, "/status")
@@ -227,7 +228,7 @@ def test_a_job_runs(row, launched):
 def test_a_run_with_a_server_beside_it_runs(row, launched):
     *servers, trainer = row.here
     for text in servers:
-        launched.start(text, "--max-model-len", "256")
+        launched.start(text, "--max-model-len", "256", *FLOAT32)
     launched.answer(launched.engine, "/health")
     launched.run(trainer, *launched.smaller)
     check_run(launched.folder / "run")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo.config.schema import ConfigError
-from grpo.run import build, build_engine, engine_attach, start_atropos
+from grpo.run import build, build_engine, build_team, engine_attach, start_atropos
 from grpo.run.cli import atropos
 from grpo.run.cli.flags import to_config
 from grpo.run.engine_attach import engine_environment, find_engine
@@ -46,7 +46,7 @@ def started(monkeypatch):
         return actor
 
     monkeypatch.setattr(build, "vllm_available", lambda: True)
-    monkeypatch.setattr(build_engine, "build_actor", build_actor)
+    monkeypatch.setattr(build_team, "build_actor", build_actor)
     monkeypatch.setattr(engine_attach, "EngineClient", lambda url, **_: SimpleNamespace(
         alive=lambda: False))
     return seen

@@ -292,7 +292,10 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path, command, argv
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert err.strip().startswith("stopped by SIGINT") and len(err.strip().splitlines()) == 1
-    assert out == "" and not with_variable(MARK, tmp_path)
+    # The asynchronous script, which takes longest to start, says at once what it does.
+    told = "loading PyTorch, TorchRL and Transformers\n"
+    assert out == (told if command == "grpo-async.py" else "")
+    assert not with_variable(MARK, tmp_path)
 
 
 @pytest.mark.vllm

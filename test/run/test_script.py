@@ -99,7 +99,8 @@ def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
      "grpo_async, grpo_async_gsm8k, grpo_gsm8k"),
     (GRPO, ["env=reasoning_gym", "env.task.options.max_terms=2"],
      "write 'env.task.options={max_terms: 2}'"),
-    (GRPO, ["env=gsmk8"], "Available options in 'env':\n\tarithmetic\n\tchat_env\n\tgsm8k"),
+    (GRPO, ["env=gsmk8"],
+     "Available options in 'env':\n\tarithmetic\n\tatropos\n\tchat_env\n\tgsm8k"),
     (GRPO, ["train.seed=1", "--config-name", "grpo_gsm8k", "env.task.max_operand=3"],
      "known keys of env.task: num_train, num_test"),
 ])
