@@ -59,7 +59,7 @@ SMALL = ("model.warm_start_steps=20", "env.num_envs=8", "env.repeats=4", "env.ta
          "train.total_dialog_turns=96", "train.eval_frequency=0", "train.checkpoint_frequency=0",
          "optimizer.lr=1e-3")
 SMALL_ITERATIONS, SMALL_ROWS = 3, 32
-#: Of those, what environments of Atropos bring themselves.
+#: Of those, what environments of Atropos bring themselves; their line has ``env.repeats=8``.
 NOT_OF_ATROPOS = ("env.task.num_test", "env.reward", "inference_model.max_tokens",
                   "train.eval_frequency")
 #: The same for a random model of real size. Nearly all its tokens stand for no character, so only
@@ -302,6 +302,7 @@ def smaller(text: str) -> str:
     settings = SMALL if model_of(text) == "embedded" else SMALLER_LARGE
     if "env=atropos" in text:
         given |= {*NOT_OF_ATROPOS}
+        settings = tuple(s.replace("env.num_envs=8", "env.num_envs=4") for s in settings)
     if "model.name=" in text:
         settings = tuple(s for s in settings if not s.startswith("model.warm_start_steps"))
     return " ".join([text, *(s for s in settings if s.partition("=")[0] not in given)])
