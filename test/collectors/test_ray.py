@@ -24,8 +24,9 @@ def kill(pool, number: int) -> None:
     os.kill(pool.about[number]["pid"], signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", [
-    pytest.param({}, id="weights"), pytest.param(LORA, id="adapters", marks=pytest.mark.slow)])
+    pytest.param({}, id="weights"), pytest.param(LORA, id="adapters")])
 def test_deaths_and_a_resumption_leave_the_metrics_of_a_synchronous_run(
         tmp_path, tokenizer, sections):
     """One of two workers is killed and replaced, then both are, which is one too many."""
@@ -89,6 +90,7 @@ def comparable(run_dir) -> list[dict]:
              if not key.startswith(("canary/", "async/"))} for row in timeless(rows_of(run_dir))]
 
 
+@pytest.mark.slow
 def test_workers_and_references_start_while_the_trainer_loads_its_model(
         tmp_path, tokenizer, monkeypatch, capsys):
     folder = save_tiny(tmp_path / "model", tokenizer, seed=0)

@@ -16,9 +16,10 @@ SMALL = ("model.warm_start_steps=20", "env.num_envs=8", "env.repeats=4",
          "kl_controller.target=0.01", "train.max_sampling_rounds=2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [
-    pytest.param(("backend=vllm",), marks=[pytest.mark.vllm, pytest.mark.slow]),
-    pytest.param(("backend=vllm", "engine=process"), marks=[pytest.mark.vllm, pytest.mark.slow]),
+    pytest.param(("backend=vllm",), marks=pytest.mark.vllm),
+    pytest.param(("backend=vllm", "engine=process"), marks=pytest.mark.vllm),
     ("backend=transformers",)], ids=" ".join)
 def test_killed_run_resumes_with_the_metrics_of_an_uninterrupted_one(runner, options):
     chosen = (*SMALL, *(f"inference_model.{option}" for option in options))
@@ -47,6 +48,7 @@ def test_resume_auto_without_a_checkpoint_starts_a_new_run(runner):
     assert "no checkpoint of 'new'" in output
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused_or_passed_over(runner):
     chosen = (*SMALL, "inference_model.backend=transformers", "train.total_dialog_turns=32",
               "train.checkpoint_frequency=1")

@@ -103,6 +103,7 @@ def test_script_command_runs(command, tmp_path, cache, model_folder, gsm8k_rows)
     assert "held-out accuracy" in output
 
 
+@pytest.mark.slow
 def test_other_script_commands_run(tmp_path, cache, model_folder, gsm8k_rows):
     for function, module in MODULES.items():
         source = next(block for block in blocks("python", README) if f"def {function}" in block)

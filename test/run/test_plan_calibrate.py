@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 
@@ -37,6 +38,18 @@ def test_what_is_measured_is_a_run_on_one_device(tmp_path):
                          "inference_model.num_devices=2", "train.kl_to_ref_coeff=0.1")
     config = calibrate._short(planner.config)
     assert not config.has_workers and config.train_model.ranks == 1
+
+
+def test_what_the_run_prints_goes_to_a_file_that_has_a_number(tmp_path, monkeypatch, capsys):
+    """An engine that captures CUDA graphs asks for the number of the standard output."""
+    def assemble(*_):
+        print("a banner", sys.stdout.fileno())
+        raise StopIteration
+
+    monkeypatch.setattr(calibrate, "assemble", assemble)
+    with pytest.raises(StopIteration):
+        calibrate.calibrated(planner_of(tmp_path))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.slow

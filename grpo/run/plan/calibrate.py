@@ -6,7 +6,7 @@ What several devices have to do with one another stays as in :data:`~grpo.run.pl
 from __future__ import annotations
 
 import contextlib
-import io
+import os
 import statistics
 import sys
 import tempfile
@@ -81,7 +81,9 @@ def _short(config: Config) -> Config:
 def _measure(config: Config, seconds: float) -> Measured:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as at_end:
         print("a run on one device is started and measured", file=sys.stderr, flush=True)
-        at_end.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        # A real file: what captures CUDA graphs and starts processes asks for its number.
+        silent = at_end.enter_context(open(os.devnull, "w"))
+        at_end.enter_context(contextlib.redirect_stdout(silent))
         trainer = assemble(config, Path(folder), None, at_end)
         at_end.callback(trainer.reporter.loggers.close)
         trainer.iterate()  # compiles and captures
