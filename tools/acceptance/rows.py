@@ -53,13 +53,14 @@ STAND_INS = {
     "sota-implementations/": "$REPO/sota-implementations/", "examples/": "$REPO/examples/",
 }
 
-#: Makes a command with the embedded model short. What the page sets stays.
-SMALL = ("model.warm_start_steps=20", "env.num_envs=8", "env.repeats=4", "env.task.num_test=8",
-         "env.reward=negative_length", "inference_model.max_tokens=8",
+SMALL_ITERATIONS, SMALL_ROWS, SMALL_REPEATS = 3, 32, 4
+#: Makes a command with the embedded model short. What the page sets stays; there are as many
+#: prompts as make ``SMALL_ROWS`` rows.
+SMALL = ("model.warm_start_steps=20", "env.num_envs={prompts}", f"env.repeats={SMALL_REPEATS}",
+         "env.task.num_test=8", "env.reward=negative_length", "inference_model.max_tokens=8",
          "train.total_dialog_turns=96", "train.eval_frequency=0", "train.checkpoint_frequency=0",
          "optimizer.lr=1e-3")
-SMALL_ITERATIONS, SMALL_ROWS = 3, 32
-#: Of those, what environments of Atropos bring themselves; their line has ``env.repeats=8``.
+#: Of those, what environments of Atropos bring themselves.
 NOT_OF_ATROPOS = ("env.task.num_test", "env.reward", "inference_model.max_tokens",
                   "train.eval_frequency")
 #: The same for a random model of real size. Nearly all its tokens stand for no character, so only
@@ -298,13 +299,13 @@ def smaller(text: str) -> str:
     """The command with what the reader has replaced, and made short by further settings."""
     for said, ours in STAND_INS.items():
         text = text.replace(said, ours)
-    given = {word.partition("=")[0] for word in shlex.split(text)}
-    settings = SMALL if model_of(text) == "embedded" else SMALLER_LARGE
-    if "env=atropos" in text:
-        given |= {*NOT_OF_ATROPOS}
-        settings = tuple(s.replace("env.num_envs=8", "env.num_envs=4") for s in settings)
+    page = dict(word.partition("=")[::2] for word in shlex.split(text))
+    prompts = SMALL_ROWS // int(page.get("env.repeats", SMALL_REPEATS))
+    given = {*page, *(NOT_OF_ATROPOS if "env=atropos" in text else ())}
+    settings = [s.format(prompts=prompts) for s in SMALL] if model_of(text) == "embedded" else (
+        SMALLER_LARGE)
     if "model.name=" in text:
-        settings = tuple(s for s in settings if not s.startswith("model.warm_start_steps"))
+        given.add("model.warm_start_steps")
     return " ".join([text, *(s for s in settings if s.partition("=")[0] not in given)])
 
 
