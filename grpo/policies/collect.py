@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-__all__ = ["Response", "generate", "responses_alone"]
+__all__ = ["Collector", "Response", "collecting", "generate", "responses_alone"]
 
 
 class Response(NamedTuple):
@@ -62,8 +62,7 @@ def generate(
         if not responses_alone(engine, params[0] if isinstance(params, list) else params):
             outputs = engine.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
             return [_response(output) for output in outputs]
-        with (_collected(engine, on_row) as collected,
-              short_decode_steps(engine, collected.running)):
+        with collecting(engine, on_row) as collected:
             outputs = engine.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
         return [collected.response(output) for output in outputs]
 
@@ -109,37 +108,66 @@ def _request_ids(engine: LLM) -> set[str]:
 
 
 @contextmanager
-def _collected(engine: LLM, on_row: RowListener | None) -> Iterator[_Collector]:
-    """Within the context the engine's front end sees requests only when they are finished."""
+def collecting(engine: LLM, on_row: RowListener | None = None) -> Iterator[Collector]:
+    """Within the context the engine's front end sees requests only when they are finished, and its
+    scheduler does for their tokens only what they need.
+
+    Args:
+        engine: without requests, and one for which :func:`responses_alone` holds.
+        on_row: is told of each row as soon as it is finished, where all requests are added before
+            the first step, in their order.
+    """
     front_end = engine.llm_engine.output_processor
-    collector = _Collector(front_end, on_row)
+    collector = Collector(front_end, on_row)
     front_end.process_outputs = collector.process_outputs  # hides the method of its class
     try:
-        yield collector
+        with short_decode_steps(engine, collector.running, when=lambda: not collector.others):
+            yield collector
     finally:
         del front_end.process_outputs
 
 
-class _Collector:
-    """Keep tokens and log-probs of each request until it is finished."""
+class Collector:
+    """Keep tokens and log-probs of each request until it is finished.
+
+    Attributes:
+        others: names, as :attr:`external_req_id`, of requests that are not collected: their
+            outputs go to the front end as they come.
+    """
 
     def __init__(self, front_end: Any, on_row: RowListener | None) -> None:
         self.front_end, self.on_row = front_end, on_row
+        self.others: set[str] = set()
         self.numbers: dict[str, int] = {}  # of the rows, by request
         self.process_finished = front_end.process_outputs
         self.running: dict[str, Row] = {}
         self.finished: dict[str, Row] = {}
 
+    def sampled(self, request_id: str) -> int:
+        """How many tokens a request has so far."""
+        if row := self.running.get(request_id):
+            return len(row[0])
+        return self.front_end.request_states[request_id].detokenizer.num_output_tokens()
+
+    def forget_aborted(self) -> None:
+        """Drop what was sampled for requests that are gone."""
+        for request_id in self.running.keys() - self.front_end.request_states.keys():
+            del self.running[request_id]
+
     def process_outputs(self, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of the front end's method, to which it gives whole responses."""
         running, finished = self.running, []
-        if not self.numbers:  # all requests are there before the first step, in their order
+        if self.on_row is not None and not self.numbers:
             self.numbers = {id: row for row, id in enumerate(self.front_end.request_states)}
         for output in outputs:
             row = running.get(output.request_id)
             if row is None:
-                if output.request_id not in self.front_end.request_states:
+                state = self.front_end.request_states.get(output.request_id)
+                if state is None:
                     continue  # aborted in the meantime
+                if state.external_req_id in self.others:
+                    finished.append(output)
+                    continue
                 row = running[output.request_id] = [], []
             tokens, log_probs = row
             new, reported = output.new_token_ids, output.new_logprobs
@@ -164,9 +192,9 @@ class _Collector:
             self.on_row(self.numbers[output.request_id], tokens)
 
     def response(self, output: Any) -> Response:
-        """The response of a finished request."""
+        """The response of a finished request, which is forgotten."""
         (answer,) = output.outputs
-        tokens, log_probs = self.finished[output.request_id]
+        tokens, log_probs = self.finished.pop(output.request_id)
         if list(answer.token_ids) != tokens:
             raise RuntimeError(UNSUPPORTED.format(f"{len(answer.token_ids)} tokens in the end",
                                                    len(tokens)))

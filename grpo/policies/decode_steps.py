@@ -31,7 +31,9 @@ _MORE = ("pooler_output", "kv_connector_output", "ec_connector_output", "num_nan
 
 
 @contextmanager
-def short_decode_steps(engine: LLM, running: Mapping[str, Row]) -> Iterator[None]:
+def short_decode_steps(
+    engine: LLM, running: Mapping[str, Row], *, when: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
     """Within the context the engine's scheduler does for a token only what the token needs.
 
     Its decisions stay the same. Without effect where the scheduler is in another process, and on
@@ -39,9 +41,11 @@ def short_decode_steps(engine: LLM, running: Mapping[str, Row]) -> Iterator[None
     window or states.
 
     Args:
-        engine: with nothing but requests of one token a step, for tokens and their log-probs alone.
+        engine: with nothing but requests of one token a step.
         running: by the scheduler's id of a request its row, which gets the tokens that the
             scheduler makes no output of. Tokens of rows that are not there come as outputs.
+        when: asked at each step; False while requests want more than tokens and their log-probs,
+            and all of a step is to come as outputs.
 
     Examples:
         >>> with short_decode_steps(engine, {}):                             # doctest: +SKIP
@@ -55,7 +59,7 @@ def short_decode_steps(engine: LLM, running: Mapping[str, Row]) -> Iterator[None
     manager.allocate_slots = _allocating_at_borders(manager)
     if _is_plain(scheduler):
         scheduler.schedule = _one_token_more(scheduler)
-    scheduler.update_from_output = _appending(scheduler, running)
+    scheduler.update_from_output = _appending(scheduler, running, when)
     try:
         yield
     finally:  # these hid those of the classes
@@ -179,7 +183,9 @@ def _places(scheduler: Any) -> int:
     return 1 if isinstance(scheduler, AsyncScheduler) else 0
 
 
-def _appending(scheduler: Any, running: Mapping[str, Row]) -> Callable[..., Any]:
+def _appending(
+    scheduler: Any, running: Mapping[str, Row], when: Callable[[], bool]
+) -> Callable[..., Any]:
     """The scheduler's ``update_from_output``, which is left the rows at a border or an end."""
     from vllm.v1.request import RequestStatus
 
@@ -207,7 +213,7 @@ def _appending(scheduler: Any, running: Mapping[str, Row]) -> Callable[..., Any]
         return True
 
     def update_from_output(step: Any, output: Any) -> Any:
-        log_probs = simple_log_probs(output)
+        log_probs = simple_log_probs(output) if when() else None
         if (known and log_probs is not None and not step.scheduled_spec_decode_tokens
                 and all(getattr(output, name, None) in (None, []) for name in _MORE)):
             others = {}

@@ -19,12 +19,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from grpo.policies.base import Completions, Sampling, own_random_numbers
+from grpo.policies.collect import Collector, collecting, responses_alone
 from grpo.policies.handle import EngineError
 from grpo.policies.spans import Spans, spans_of
 from grpo.policies.transformers import TransformersPolicy
@@ -267,55 +269,99 @@ class VLLMSampler:
         self._rows: dict[str, _Row] = {}
         self._answers: dict[Job, list[tuple | None]] = {}
         self._ids = itertools.count()
+        # While there are rows, where the engine is one that they can be collected from at less cost
+        self._collector: Collector | None = None
+        self._collecting = ExitStack()
 
     @property
     def idle(self) -> bool:
         return not self._rows
 
     def add(self, job: Job) -> None:
+        if not self._rows:
+            self._begin(job.sampling)
         self._answers[job] = [None] * len(job.prompts)
-        for number, prompt in enumerate(job.prompts):
-            seed = job.sampling.row_seed(job.call, job.first + number) if self.seeded else None
-            params = job.params or self.policy.sampling_params(job.sampling, seed=seed,
-                                                               final_only=True)
-            id = f"row-{next(self._ids)}"
-            self.engine.add_request(id, {"prompt_token_ids": prompt}, params,
-                                    lora_request=self.policy.lora_request)
-            self._rows[id] = _Row(job, number)
+        try:
+            for number, prompt in enumerate(job.prompts):
+                self._add_row(job, number, prompt)
+        except Exception:  # the engine refuses a row; those before it go, too
+            self.drop(job)
+            raise
+
+    def _add_row(self, job: Job, number: int, prompt: list[int]) -> None:
+        seed = job.sampling.row_seed(job.call, job.first + number) if self.seeded else None
+        params = job.params or self.policy.sampling_params(job.sampling, seed=seed, final_only=True)
+        id = f"row-{next(self._ids)}"
+        self.engine.add_request(id, {"prompt_token_ids": prompt}, params,
+                                lora_request=self.policy.lora_request)
+        self._rows[id] = _Row(job, number)
+        if job.params and self._collector:
+            self._collector.others.add(id)
 
     def drop(self, job: Job) -> None:
         ids = [id for id, row in self._rows.items() if row.job is job]
         self.engine.abort_request(ids)
         for id in ids:
-            del self._rows[id]
+            self._take(id)
+        if self._collector:
+            self._collector.forget_aborted()
         self._answers.pop(job, None)
+        self._end_if_idle()
 
     def step(self) -> list[tuple[Job, Completions]]:
         done = []
         for output in self.engine.step():
             if not output.finished or output.request_id not in self._rows:
                 continue
-            row = self._rows.pop(output.request_id)
+            row = self._take(output.request_id)
             answers = self._answers[row.job]
-            answers[row.number] = self._answer(row, output.outputs[0])
+            answers[row.number] = self._answer(row, output)
             if all(answer is not None for answer in answers):
                 del self._answers[row.job]
                 tokens, log_probs, truncated, versions = map(list, zip(*answers, strict=True))
                 done.append((row.job, Completions(tokens, log_probs, truncated, versions)))
+        self._end_if_idle()
         return done
 
-    def _answer(self, row: _Row, part: Any) -> tuple[list[int], list[float], bool, Spans]:
-        tokens = list(part.token_ids)
+    def _begin(self, sampling: Sampling) -> None:
+        params = self.policy.sampling_params(sampling, seed=None, final_only=True)
+        if responses_alone(self.policy.engine, params):
+            self.policy.settle()
+            self._collector = self._collecting.enter_context(collecting(self.policy.engine))
+
+    def _end_if_idle(self) -> None:
+        if not self._rows:
+            self._collecting.close()
+            self._collector = None
+
+    def _take(self, id: str) -> _Row:
+        if self._collector:
+            self._collector.others.discard(id)
+        return self._rows.pop(id)
+
+    def _answer(self, row: _Row, output: Any) -> tuple[list[int], list[float], bool, Spans]:
+        (part,) = output.outputs
+        if row.job.params:
+            tokens, log_probs = list(part.token_ids), part.logprobs
+        elif self._collector:
+            tokens, log_probs, _ = self._collector.response(output)
+        else:
+            tokens, log_probs = list(part.token_ids), list(part.logprobs.logprobs)
         self.tokens += len(tokens)
-        return (tokens, part.logprobs if row.job.params else list(part.logprobs.logprobs),
-                part.finish_reason == "length", spans_of(row.cuts, self.version, end=len(tokens)))
+        return (tokens, log_probs, part.finish_reason == "length",
+                spans_of(row.cuts, self.version, end=len(tokens)))
 
     def set_version(self, version: int) -> None:
         for state in self.engine.output_processor.request_states.values():
             row = self._rows.get(getattr(state, "external_req_id", state.request_id))
             if row is not None:
-                row.cuts.append((self.version, state.detokenizer.num_output_tokens()))
+                row.cuts.append((self.version, self._sampled(state)))
         self.version = version
+
+    def _sampled(self, state: Any) -> int:
+        if self._collector:
+            return self._collector.sampled(state.request_id)
+        return state.detokenizer.num_output_tokens()
 
     def close(self) -> None:
         self.policy.close()

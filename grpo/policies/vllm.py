@@ -57,12 +57,7 @@ class VLLMPolicy(Policy):
         stop_engine(self.engine)
 
     def _generate(self, prompts: list[list[int]], on_row: RowListener | None = None) -> Completions:
-        if not self._settled:
-            # All models are loaded by now. Python's collector would look through them again and
-            # again while the engine's scheduler, in the same interpreter, makes its small objects.
-            gc.collect()
-            gc.freeze()
-            self._settled = True
+        self.settle()
         params = self.sampling_params(self.sampling)
         if self.seeded:
             params = [self.sampling_params(
@@ -71,6 +66,17 @@ class VLLMPolicy(Policy):
         rows = generate(self.engine, prompts, params, lora_request=self.lora_request, on_row=on_row)
         return Completions([row.tokens for row in rows], [row.log_probs for row in rows],
                            [row.finish_reason == "length" for row in rows])
+
+    def settle(self) -> None:
+        """Called before anything is generated, when all models are loaded.
+
+        Python's collector would look through them again and again while the engine's scheduler, in
+        the same interpreter, makes its small objects.
+        """
+        if not self._settled:
+            gc.collect()
+            gc.freeze()
+            self._settled = True
 
     def sampling_params(
         self, sampling: Sampling, *, seed: int | None = None, final_only: bool = False

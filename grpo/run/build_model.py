@@ -51,8 +51,7 @@ def prepare_model(model: nn.Module, config: Config, *, adapter: Path | None = No
     options = config.train_model
     set_seed(config.train.seed)
     if "OMP_NUM_THREADS" not in os.environ:
-        width = getattr(model.config.get_text_config(), "hidden_size", math.inf)
-        set_num_threads(1 if width <= _NARROW else _ALL_THREADS)
+        set_num_threads(_threads(model, config))
     model.train()
     model.requires_grad_(True)
     switch_dropout_off(model)
@@ -71,6 +70,15 @@ def prepare_model(model: nn.Module, config: Config, *, adapter: Path | None = No
                               "decoder layers to compile; set it to false")
         for layer in layers:  # dynamic at once: a static graph first would be compiled in vain
             layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def _threads(model: nn.Module, config: Config) -> int:
+    """Threads of a CPU that suit what it computes."""
+    if config.device != "cpu" and torch.cuda.is_available():
+        # Small tensors, for which threads would only be woken, and waited for.
+        return _ALL_THREADS if config.optimizer.name == "adamw_cpu" else 1
+    width = getattr(model.config.get_text_config(), "hidden_size", math.inf)
+    return 1 if width <= _NARROW else _ALL_THREADS
 
 
 def _train_only_layers(model: nn.Module, indices: list[int]) -> None:

@@ -48,8 +48,9 @@ class Trainer:
         learner: advantages to weights.
         weights: weights to the engine.
         canary: the proof after each update.
-        overlap_canary: let the engines answer the canary while the next rollout is trained on, and
-            compare before the next optimizer step; for engines beside the trainer.
+        overlap_canary: let the engines answer the canary and hash their weights while the next
+            rollout is trained on, and compare before the next optimizer step; for engines beside
+            the trainer.
         evaluator: held-out accuracy; None: nothing is held out here, as where environments
             evaluate themselves.
         reporter: screen, files and loggers.
@@ -256,16 +257,18 @@ class Trainer:
         with self._timed("canary"):
             if now:
                 self._report = self.canary.check()
+                self.proof.check(whole=whole)
             else:
                 self.canary.start()
+                self.proof.start(whole=whole)
                 self._unproven = True
-            self.proof.check(whole=whole)
 
     def _finish_proof(self) -> None:
         if self._unproven:
             self._unproven = False
             with self._timed("canary"):
                 self._report = self.canary.finish()
+                self.proof.finish()
 
     def save(self) -> Checkpoint:
         """Write a checkpoint of the whole run.

@@ -71,14 +71,23 @@ class FleetSync(WeightSync):
 
         A worker that dies meanwhile is replaced, and the comparison is made again.
         """
-        while True:
+        return self.begin_differing(part)()
+
+    def begin_differing(self, part: Part = ALL) -> Callable[[], list[str]]:
+        """See :meth:`WeightSync.begin_differing`."""
+        self.heal()
+        lives, finish = list(self.pool.lives), self._begin_differing(part)
+
+        def differing() -> list[str]:
             try:
-                return self._differing(part)
+                return finish()
             except EngineError:
                 self.pool.look()
-                if not self.pool.dead:
+                if not self.pool.dead and self.pool.lives == lives:
                     raise
-            self.heal()
+            return self.differing(part)
+
+        return differing
 
     def _until_sent(self, send: Callable[[], None]) -> None:
         """Try again with those that are there while any die; the pool limits how often."""
@@ -105,8 +114,8 @@ class FleetSync(WeightSync):
         """Send the trainer's weights as a new version."""
 
     @abstractmethod
-    def _differing(self, part: Part) -> list[str]:
-        """See :meth:`differing`; fails if a worker does not answer."""
+    def _begin_differing(self, part: Part) -> Callable[[], list[str]]:
+        """See :meth:`begin_differing`; what it returns fails if a worker does not answer."""
 
     @abstractmethod
     def _refresh(self) -> None:
@@ -152,7 +161,7 @@ class ObjectStoreSync(FleetSync):
         self.tell("gather", "trained")
         return TrainerRanks(self.model).whole(trained_parameters(self.model))
 
-    def _differing(self, part: Part) -> list[str]:
+    def _begin_differing(self, part: Part) -> Callable[[], list[str]]:
         """Of all parameters, also of frozen ones."""
         self.tell("gather", "all", part)
         named = part.choose(self.model.named_parameters())
@@ -160,9 +169,13 @@ class ObjectStoreSync(FleetSync):
         calls = [self.pool.send(number, "fingerprints", names, self.timeout)
                  for number in self.pool.usable]
         ours = fingerprints(whole for _, whole in TrainerRanks(self.model).whole(named))
-        theirs = self._results(calls)
-        return [name for name, mine in zip(names, ours, strict=True)
-                if any(of_worker[name] != mine for of_worker in theirs)]
+
+        def differing() -> list[str]:
+            theirs = self._results(calls)
+            return [name for name, mine in zip(names, ours, strict=True)
+                    if any(of_worker[name] != mine for of_worker in theirs)]
+
+        return differing
 
 
 class FleetLoRA(ObjectStoreSync):
@@ -194,14 +207,18 @@ class FleetLoRA(ObjectStoreSync):
         return engine_factors(self.model).items()
 
     @torch.no_grad()
-    def _differing(self, part: Part) -> list[str]:
+    def _begin_differing(self, part: Part) -> Callable[[], list[str]]:
         """Of the factors, as ``module.lora_A`` or ``module.lora_B``."""
         ours = dict(part.choose(self._trained()))
         values = self.pool.put(Packed.of(ours))
         calls = [self.pool.send(number, "differing_adapter", values, self.timeout)
                  for number in self.pool.usable]
-        found = {name for names in self._results(calls) for name in names}
-        return [name for name in ours if name in found]
+
+        def differing() -> list[str]:
+            found = {name for names in self._results(calls) for name in names}
+            return [name for name in ours if name in found]
+
+        return differing
 
 
 class FleetTransfer(FleetSync):
@@ -243,6 +260,6 @@ class FleetTransfer(FleetSync):
         self.transfer.version = self.version - 1
         self.transfer.publish()
 
-    def _differing(self, part: Part) -> list[str]:
+    def _begin_differing(self, part: Part) -> Callable[[], list[str]]:
         self._meet()
-        return self.transfer.differing(part)
+        return self.transfer.begin_differing(part)

@@ -115,6 +115,7 @@ class WeightProof:
                              "switched off")
         self.weights, self.interval = weights, interval
         self._checks = 0
+        self._begun: Callable[[], list[str]] | None = None
 
     def check(self, *, whole: bool = False) -> None:
         """Compare a part of the tensors, or the whole; call it after each update.
@@ -125,12 +126,22 @@ class WeightProof:
         Raises:
             StaleWeightsError: naming the tensors that differ.
         """
+        self.start(whole=whole)
+        self.finish()
+
+    def start(self, *, whole: bool = False) -> None:
+        """Begin a :meth:`check`, which :meth:`finish` ends before the weights change again."""
         if self.weights.pending:
             return
         whole = whole or self._checks < FIRST_UPDATES or self.weights.starts_engines
         part = ALL if whole else Part(self._checks % self.interval, self.interval)
         self._checks += 1
-        if names := self.weights.differing(part):
+        self._begun = self.weights.begin_differing(part)
+
+    def finish(self) -> None:
+        """Compare; without effect where nothing was begun."""
+        begun, self._begun = self._begun, None
+        if names := begun and begun():
             raise StaleWeightsError(self._complaint(
                 names, "after an update the engine does not have the trainer's weights",
                 "the newest checkpoint was compared as a whole before it was saved, so resume=auto "

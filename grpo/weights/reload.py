@@ -25,8 +25,8 @@ from grpo.weights.gather import TrainerRanks
 from grpo.weights.shared import WeightSync
 from grpo.weights.transfer import (
     agreed_plan,
+    begin_comparison,
     check_option,
-    compare,
     describe_workers,
     go_on,
     make_plan,
@@ -83,7 +83,7 @@ class CheckpointSync(WeightSync):
         plan = part.choose(make_plan(params, workers))
         rounded = (whole.to(getattr(torch, item["dtype"]))
                    for item, whole in zip(plan, wholes, strict=True))
-        return compare(rounded, self.engine, plan, workers, timeout=self.timeout)
+        return begin_comparison(rounded, self.engine, plan, workers, timeout=self.timeout)()
 
     @abstractmethod
     def _serve(self, path: Path, version: int, deadline: Deadline) -> None:

@@ -59,6 +59,12 @@ class WeightSync(ABC):
     def differing(self, part: Part = ALL) -> list[str]:
         """Names of the trainer's parameters, or a part of them, whose bits differ in the engine."""
 
+    def begin_differing(self, part: Part = ALL) -> Callable[[], list[str]]:
+        """Begin :meth:`differing`; the function that is returned ends it, and is called before the
+        trainer's weights change. An engine elsewhere does its share in between."""
+        names = self.differing(part)
+        return lambda: names
+
     def unshared(self) -> list[str]:
         """Names of parameters that have left the memory they shared with the engine, so that
         in-place updates no longer reach it; none where :meth:`publish` copies."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.policies.handle import PauseMode
+from grpo.system.threads import in_background
 from grpo.weights.channel import Deadline, TransferError
 from grpo.weights.fingerprint import ALL, Part, fingerprints
 from grpo.weights.gather import Tell, TrainerRanks, tell_nobody
@@ -119,16 +120,21 @@ class WeightTransfer(WeightSync):
         return self.version
 
     def differing(self, part: Part = ALL) -> list[str]:
-        """See :meth:`WeightSync.differing`; by fingerprint, on rank 0.
+        """See :meth:`WeightSync.differing`; by fingerprint, on rank 0."""
+        return self.begin_differing(part)()
+
+    def begin_differing(self, part: Part = ALL) -> Callable[[], list[str]]:
+        """See :meth:`WeightSync.begin_differing`.
 
         What the trainer has is hashed as it lies in its own memory, not as it was sent.
         """
         self.tell("differing", part)
         if not self.trainer.leads:
-            return list(self._gathered(part=part))  # empty; takes part in the gathering
+            none = list(self._gathered(part=part))  # takes part in the gathering
+            return lambda: none
         plan = part.choose(self.plan)
-        return compare(self._gathered(plan, part), self.engine, plan, self.workers,
-                       timeout=self.timeout)
+        return begin_comparison(self._gathered(plan, part), self.engine, plan, self.workers,
+                                timeout=self.timeout)
 
     def close(self) -> None:
         """Leave the connection; the next :meth:`publish` makes a new one."""
@@ -200,12 +206,15 @@ def go_on(engine: EngineHandle, version: int, deadline: Deadline) -> None:
     engine.resume(timeout=deadline.left("the engine to resume"))
 
 
-def compare(wholes: Iterator[Tensor], engine: EngineHandle, plan: list[dict[str, Any]],
-            workers: list[dict[str, Any]], *, timeout: float) -> list[str]:
-    """Names of the parameters of which a worker holds other bytes than the trainer.
+def begin_comparison(
+    wholes: Iterator[Tensor], engine: EngineHandle, plan: list[dict[str, Any]],
+    workers: list[dict[str, Any]], *, timeout: float,
+) -> Callable[[], list[str]]:
+    """Names of the parameters of which a worker holds other bytes than the trainer, from the
+    function that is returned. Trainer and engine compute their hashes at the same time.
 
     Args:
-        wholes: the trainer's parameters in the order and types of ``plan``.
+        wholes: the trainer's parameters in the order and types of ``plan``; taken at once.
         engine: asked for its fingerprints.
         plan: from :func:`make_plan`.
         workers: from :func:`describe_workers`.
@@ -216,17 +225,20 @@ def compare(wholes: Iterator[Tensor], engine: EngineHandle, plan: list[dict[str,
     # Workers that hold the same piece are compared with one hash of it.
     distinct = [list(dict.fromkeys(piece for pieces in of_workers for piece in pieces))
                 for of_workers in held]
-    # All of them before the engine is asked: other ranks wait in the gathering.
+    theirs = in_background(engine.collective_rpc, "transfer_fingerprints", plan,
+                           timeout=timeout) if plan else None
     hashes = iter(fingerprints(part_of(whole, piece)
                                for whole, pieces in zip(wholes, distinct, strict=True)
                                for piece in pieces))
     ours = [{piece: next(hashes) for piece in pieces} for pieces in distinct]
-    if not plan:
-        return []
-    theirs = engine.collective_rpc("transfer_fingerprints", plan, timeout=timeout)
-    return [item["name"] for number, item in enumerate(plan)
-            if any([ours[number][piece] for piece in pieces] != found[number]
-                   for pieces, found in zip(held[number], theirs, strict=True))]
+
+    def differing() -> list[str]:
+        of_workers = theirs.result() if theirs else []
+        return [item["name"] for number, item in enumerate(plan)
+                if any([ours[number][piece] for piece in pieces] != found[number]
+                       for pieces, found in zip(held[number], of_workers, strict=True))]
+
+    return differing
 
 
 def agreed_plan(

@@ -126,6 +126,13 @@ class TestDriver:
             refused.result(timeout=5)
         assert driver.submit(job()).result(timeout=5)
 
+    def test_of_a_job_with_a_refused_row_nothing_stays(self, driver):
+        refused = driver.submit(Job([[7], []], Sampling(max_tokens=2)))
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            refused.result(timeout=5)
+        assert driver.submit(job(rows=2, tokens=4)).result(timeout=5)
+        assert driver.sampler.tokens == 2 * 4
+
     def test_calls_run_in_the_engines_thread_and_errors_come_back(self, driver):
         names = {driver.call(lambda: threading.current_thread().name, timeout=5) for _ in range(3)}
         assert names == {"engine-driver"}

@@ -95,16 +95,29 @@ def test_workers_of_ray_share_the_cores_of_their_machine(clean):
 
 
 @pytest.mark.parametrize(("width", "given", "expected"), [
-    (128, None, [1]), (136, None, [torch.get_num_threads()]), (128, "2", [])])
+    (128, None, [1]), (136, None, [7]), (128, "2", [])])
 def test_a_narrow_model_gets_one_thread_unless_the_user_says_how_many(clean, width, given,
                                                                       expected):
     chosen: list[int] = []
     clean.setattr(build_model, "set_num_threads", chosen.append)
-    clean.setattr(build_model, "_ALL_THREADS", torch.get_num_threads())
+    clean.setattr(build_model, "_ALL_THREADS", 7)
     if given is not None:
         clean.setenv("OMP_NUM_THREADS", given)
     model = small_qwen2(EmbeddedSpec(hidden_size=width, num_layers=1), 16)
     build_model.prepare_model(model, load_config({}))
+    assert chosen == expected
+
+
+@pytest.mark.parametrize(("optimizer", "expected"), [("adamw", [1]), ("adamw_cpu", [7])])
+def test_beside_a_gpu_threads_are_for_an_optimizer_that_computes_on_the_cpu(clean, optimizer,
+                                                                            expected):
+    chosen: list[int] = []
+    clean.setattr(build_model, "set_num_threads", chosen.append)
+    clean.setattr(build_model, "_ALL_THREADS", 7)
+    clean.setattr(torch.cuda, "is_available", lambda: True)
+    clean.delenv("OMP_NUM_THREADS", raising=False)
+    model = small_qwen2(EmbeddedSpec(hidden_size=136, num_layers=1), 16)
+    build_model.prepare_model(model, load_config({"optimizer": {"name": optimizer}}))
     assert chosen == expected
 
 

@@ -177,6 +177,44 @@ def test_transformers_workers_get_what_is_trained_under_its_own_names(model, poo
 # -- the proof -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("noticed", ["at the end", "before it"])
+def test_a_comparison_that_a_death_interrupts_is_made_again_with_who_took_its_place(
+        model, pool, noticed):
+    weights = FleetLoRA(model, pool)
+    weights.publish()
+    killed = threading.Event()
+    pool.actors[0].differing_adapter = lambda packed, timeout: killed.wait(10)
+    end = weights.begin_differing()
+    pool.kill(0)
+    killed.set()
+    if noticed == "before it":
+        pool.look()
+        assert all_there(weights)
+    assert end() == []
+    assert all_there(weights) and pool.restarts == 1
+
+
+def test_workers_compare_while_the_trainer_does_something_else(model, pool):
+    weights = FleetLoRA(model, pool)
+    weights.publish()
+    proof, asked = WeightProof(weights), []
+    for worker in pool.actors:
+        worker.differing_adapter = lambda packed, timeout: asked.append(1) or ["a.lora_A"]
+    proof.start()
+    wait_until(lambda: len(asked) == 2)
+    names = set(scaled(model))
+    for worker in pool.actors:
+        del worker.differing_adapter
+    proof.finish()  # a name that no factor has
+    nudged = sorted(names)[0]
+    pool.actors[1].values = {name: value.clone() for name, value in pool.actors[1].values.items()}
+    pool.actors[1].values[nudged] += 1
+    proof.start()
+    with pytest.raises(StaleWeightsError, match="policy version 1: after an update"):
+        proof.finish()
+    proof.finish()  # nothing was begun since
+
+
 class VLLMWorker:
     """The weights' side of a rollout worker, around an engine made of threads."""
 
