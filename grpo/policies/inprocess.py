@@ -22,8 +22,13 @@ from grpo.system.cores import share_cores
 if TYPE_CHECKING:
     from vllm import LLM
 
-__all__ = ["engine_lora_rank", "engine_module", "kv_cache_bytes", "start_engine", "stop_engine",
-           "vllm_available"]
+__all__ = ["WHOLE_PROMPTS", "engine_lora_rank", "engine_module", "kv_cache_bytes", "start_engine",
+           "stop_engine", "vllm_available"]
+
+#: Options of an engine on a CPU. Where vLLM has read a row in part, it turns the random numbers of
+#: the row's seed back, which those of a CPU cannot do.
+WHOLE_PROMPTS = {"enable_chunked_prefill": False}
+
 
 # vLLM hands out the KV cache in blocks of this many tokens.
 _BLOCK = {"cuda": 16, "cpu": 128}
@@ -126,6 +131,7 @@ def start_engine(
         model_path, device_type=device.type, adapters=max_lora_rank is not None)}
     if device.type == "cpu":
         keep_weights_unpacked()
+        options |= WHOLE_PROMPTS
     if separate_process:
         options["distributed_executor_backend"] = "mp"
     else:

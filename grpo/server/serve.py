@@ -121,6 +121,9 @@ def engine_arguments(args: argparse.Namespace, *, device_type: str) -> dict[str,
                              "effect on a CPU; give --kv-cache-memory-bytes")
         # Unasked, vLLM would take most of the memory.
         fields.setdefault("kv_cache_memory_bytes", _CPU_KV_CACHE_BYTES)
+        from grpo.policies.inprocess import WHOLE_PROMPTS
+
+        fields |= WHOLE_PROMPTS
     elif args.kv_cache_memory_bytes is not None:
         # Not read for the size of the cache then, but vLLM refuses to start unless this share of
         # the GPU is free, 0.9 by default.
@@ -135,7 +138,7 @@ def engine_arguments(args: argparse.Namespace, *, device_type: str) -> dict[str,
         # which ends the engine.
         fields |= {"enable_lora": True, "max_lora_rank": args.max_lora_rank,
                    "max_loras": args.max_loras, "max_cpu_loras": max(_CPU_LORAS, args.max_loras)}
-    defaults = {"enforce_eager", "max_cpu_loras"}
+    defaults = {"enforce_eager", "max_cpu_loras", "enable_chunked_prefill"}
     twice = sorted(fields.keys() & args.engine_options.keys() - defaults)
     if twice:
         raise ValueError(f"--engine-options sets {', '.join(twice)}, which this server sets "

@@ -62,6 +62,7 @@ def test_engine_arguments():
     cpu = engine_arguments(parse(), device_type="cpu")
     assert "hf_overrides" not in cpu
     assert cpu["enforce_eager"] and cpu["kv_cache_memory_bytes"] > 0
+    assert not cpu["enable_chunked_prefill"] and "enable_chunked_prefill" not in gpu
 
 
 @pytest.mark.parametrize(("options", "kept"), [
