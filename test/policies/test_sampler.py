@@ -17,7 +17,8 @@ PROMPTS = [[5 + (7 * row + at) % 200 for at in range(1 + 5 * row % 37)] for row 
 @pytest.fixture
 def policy(engine) -> VLLMPolicy:
     """With end tokens enough that some rows are over soon, and others see two updates."""
-    return VLLMPolicy(engine, Sampling(24, seed=3), pad_token_id=0, eos_token_ids=tuple(range(2, 10)))
+    return VLLMPolicy(engine, Sampling(24, seed=3), pad_token_id=0,
+                      eos_token_ids=tuple(range(2, 10)))
 
 
 @pytest.fixture
