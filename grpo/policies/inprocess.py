@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,6 +121,7 @@ def start_engine(
         enforce_eager = device.type == "cpu"
     _prepare_environment(device, enforce_eager=enforce_eager)
     import_vllm()
+    look_at_model_here(model_path)
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -163,6 +165,23 @@ def start_engine(
         )
     remember(engine)
     return engine
+
+
+def look_at_model_here(model_path: str) -> None:
+    """Let vLLM look in this process at what kind of model its own class makes.
+
+    At the first start on a host it would begin a process for that, lest CUDA be used in this one,
+    and all of vLLM is imported there once more: 20 s and more. The engine's model is here anyway.
+    """
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    for name in getattr(AutoConfig.from_pretrained(model_path), "architectures", None) or ():
+        registered = ModelRegistry.models.get(name)
+        if not hasattr(registered, "module_name"):  # unknown, or imported already
+            continue
+        with suppress(ImportError):  # vLLM then says what is missing, or takes another class
+            ModelRegistry.register_model(name, registered.load_model_cls())
 
 
 def _own_graph_pool() -> None:

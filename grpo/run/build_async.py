@@ -24,7 +24,7 @@ from grpo.report.starting import Starting
 from grpo.run.build import Prompts, uses_cuda
 from grpo.run.build_engine import Setup, load_trained, quantised_model
 from grpo.run.build_model import prepare_model
-from grpo.run.build_objective import build_learner, build_loss
+from grpo.run.build_objective import build_learner, build_loss, rows_like_a_group
 from grpo.run.build_team import TrainingActor, start_others
 from grpo.run.build_worker import build_reference, build_worker
 from grpo.run.placement import Kind, Places, plan_devices
@@ -173,6 +173,9 @@ def build_actor(
     if leader is not None:
         learner, tell = LedLearner(learner, leader), leader.tell
         scorer = learner.scorer
+    if config.train_model.compile and not together:
+        with starting.part("compiled layers of the trainer"):
+            learner.warm_up(*rows_like_a_group(config, setup.max_model_len))
     pool.meet()
     weights = make_fleet_sync(config, model, pool, backend=backend, device=setup.device,
                               host=_own_address(config), together=together, tell=tell)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from tensordict.nn import TensorDictModuleBase
-from torch import nn
+from torch import Tensor, nn
 
 from grpo.config.schema import Config, ConfigError
 from grpo.objectives import GroupAdvantage, GRPOLoss
@@ -84,6 +85,22 @@ def build_learner(config: Config, loss: GRPOLoss, ranks: Ranks | None = None) ->
         loss, optimizer, rows_per_step=config.rows_per_optimizer_step, epochs=train.epochs,
         num_micro_batches=pieces, max_tokens_per_micro_batch=budget, seed=train.seed,
         width_multiple=GPU_WIDTH_MULTIPLE if on_gpu else 1, proximal=proximal)
+
+
+def rows_like_a_group(config: Config, width: int) -> tuple[Tensor, Tensor]:
+    """Tokens and mask of completions of one prompt, half of each row, that fit into a micro-batch:
+    something to compile for.
+
+    Examples:
+        >>> tokens, mask = rows_like_a_group(Config(env={"repeats": 4}), 6)
+        >>> tokens[1].tolist(), mask[1].tolist()
+        ([1, 1, 1, 2, 2, 2], [False, False, False, True, True, True])
+    """
+    rows = max(1, min(config.env.repeats, scoring_budget(config) // width))
+    tokens_BT = torch.ones(rows, width, dtype=torch.int64)
+    tokens_BT[:, width // 2:] += torch.arange(rows)[:, None]  # or rows would share more
+    mask_BT = (torch.arange(width) >= width // 2).expand(rows, -1)
+    return tokens_BT, mask_BT.clone()
 
 
 def build_reference(

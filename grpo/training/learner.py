@@ -118,6 +118,21 @@ class Learner:
         return {key: _over_steps(key, [step[key] for step in steps if key in step])
                 for key in dict.fromkeys(key for step in steps for key in step)}
 
+    def warm_up(self, tokens_BT: Tensor, mask_BT: Tensor) -> None:
+        """Have the model's layers compiled, forward and backward, on rows that teach nothing.
+
+        It takes as long as the first batch would take longer, for which others may have to wait.
+
+        Args:
+            tokens_BT: int64, rows like those of a group.
+            mask_BT: bool, which of them stand for sampled ones.
+        """
+        self.loss.train()
+        tokens_BT, mask_BT = tokens_BT.to(self.device), mask_BT.to(self.device)
+        states = self.loss.scorer.predict(tokens_BT, torch.ones_like(mask_BT), mask_BT).states
+        states.backward(torch.zeros_like(states))
+        self.optimizer.forget()
+
     def before_saving(self) -> None:
         """Called before the model is saved, for what other processes have to do then."""
 

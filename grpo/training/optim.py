@@ -113,7 +113,7 @@ class MasterAdamW:
         grads = [master.grad for master in self.masters if master.grad is not None]
         norm = self._total_norm(grads)
         if not math.isfinite(value := norm.item()):
-            self.adamw.zero_grad(set_to_none=True)  # or they would be added to the next ones
+            self.forget()  # or they would be added to the next ones
             raise FloatingPointError(
                 f"the gradient norm is {value}; the weights are unchanged. Look at the ratio "
                 "quantiles and rewards of this step, and lower optimizer.lr")
@@ -133,8 +133,12 @@ class MasterAdamW:
     def skip(self) -> float:
         """Forget the gradients and count the step, without moving anything; returns 0.0."""
         self.steps += 1
-        self.adamw.zero_grad(set_to_none=True)
+        self.forget()
         return 0.0
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.adamw.zero_grad(set_to_none=True)
 
     def _total_norm(self, grads: list[Tensor]) -> Tensor:
         return nn.utils.get_total_norm(grads)

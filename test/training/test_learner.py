@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from grpo import data
+from grpo.config.schema import Config
 from grpo.objectives import GRPOLoss
 from grpo.objectives.aggregate import row_weights
 from grpo.objectives.inputs import loss_mask
 from grpo.objectives.maxent import MaxEntWeights
 from grpo.policies.scoring import ProximalScorer
+from grpo.run.build_objective import rows_like_a_group
 from grpo.training.learner import CheckpointingProbe, Learner
 from grpo.training.optim import MasterAdamW
 
@@ -98,6 +100,21 @@ def test_a_packed_update_is_the_padded_one(model):
     padded, _ = weights_after(model, rollout)
     packed, _ = weights_after(model, rollout, loss={"packing": True}, num_micro_batches=2)
     torch.testing.assert_close(packed, padded, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_to_warm_up_with_run_the_layers_and_leave_no_trace(model, packing):
+    rollout = make_rollout()
+    expected, _ = weights_after(model, rollout, loss={"packing": packing})
+    backward = []
+    learner = make_learner(model, loss={"packing": packing})
+    layer = model.model.layers[0]
+    layer.register_full_backward_hook(lambda *_: backward.append(1))
+    learner.warm_up(*rows_like_a_group(Config(env={"repeats": 4}), 10))
+    assert backward and all(master.grad is None for master in learner.optimizer.masters)
+    assert all(param.grad is None for param in model.parameters())
+    learner.update(rollout, iteration=0)
+    assert torch.equal(flat(model), expected)
 
 
 def test_the_order_of_rows_does_not_matter_within_an_optimizer_step(model):
