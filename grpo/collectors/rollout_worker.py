@@ -261,6 +261,15 @@ class RolloutWorker:
     def set_version(self, version: int) -> None:
         self._between_steps(lambda: self.driver.sampler.set_version(version), 60.0)
 
+    def go_on(self, version: int, timeout: float) -> bool:
+        """Generate with new weights; False, and still paused, where the engine keeps what it has
+        computed with the old ones."""
+        if not self.reset_prefix_cache(timeout):
+            return False
+        self.set_version(version)
+        self.resume(timeout)
+        return True
+
     # -- weights that come through Ray's object store ------------------------------------------
 
     def load_adapter(self, packed: Packed, version: int, mode: PauseMode, timeout: float) -> None:
@@ -280,11 +289,9 @@ class RolloutWorker:
         values = self._adapter_values(packed)
         self.pause(mode, timeout)
         self._between_steps(lambda: self._adapter_slot(values, timeout).write(values), timeout)
-        if not self.reset_prefix_cache(timeout):
+        if not self.go_on(version, timeout):
             raise EngineError(f"the adapter of version {version} is there, but the engine refused "
                               "to forget the keys and values of the one before")
-        self.set_version(version)
-        self.resume(timeout)
 
     def differing_adapter(self, packed: Packed, timeout: float) -> list[str]:
         """Names of the values that differ in the adapter's slot."""

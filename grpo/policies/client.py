@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from grpo.policies.handle import EngineError, PauseMode
+from grpo.policies.handle import EngineError, EngineHandle, PauseMode
 from grpo.system.json_client import CallError, JsonClient
 
 
@@ -34,7 +34,7 @@ class Generated:
     versions: list[list[list[int]]]  # ``[[policy version, tokens], ...]`` in order
 
 
-class EngineClient(JsonClient):
+class EngineClient(JsonClient, EngineHandle):
     """Calls to :mod:`grpo.server.serve`; an ``EngineHandle`` for the weights.
 
     Args:

@@ -42,11 +42,20 @@ class EngineHandle(Protocol):
     def set_version(self, version: int) -> None:
         """Tell the engine the number of weight updates it has seen."""
 
+    def go_on(self, version: int, *, timeout: float) -> bool:
+        """Generate with new weights; False, and still paused, while requests use cached keys and
+        values of the old ones."""
+        if not self.reset_prefix_cache(timeout=timeout):
+            return False
+        self.set_version(version)
+        self.resume(timeout=timeout)
+        return True
+
     def alive(self) -> bool:
         """Whether the engine can answer."""
 
 
-class InProcessEngine:
+class InProcessEngine(EngineHandle):
     """Handle of an ``LLM`` that this process drives; its worker may run in a process of its own.
 
     Nothing generates outside the caller's own ``generate``, so pausing only deals with requests

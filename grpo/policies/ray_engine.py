@@ -325,6 +325,9 @@ class RayEngine:
     def set_version(self, version: int) -> None:
         self._ask("set_version", version, timeout=60.0)
 
+    def go_on(self, version: int, *, timeout: float) -> bool:
+        return self._ask("go_on", version, timeout, timeout=timeout)
+
     def alive(self) -> bool:
         return self.number not in self.pool.dead
 
@@ -377,6 +380,9 @@ class EngineFleet:
 
     def set_version(self, version: int) -> None:
         _together([(engine.set_version, version) for engine in self.engines])
+
+    def go_on(self, version: int, *, timeout: float) -> bool:
+        return all(self._all("go_on", version, timeout=timeout))
 
     def alive(self) -> bool:
         return all(engine.alive() for engine in self.engines)

@@ -197,13 +197,10 @@ class WeightTransfer(WeightSync):
 
 def go_on(engine: EngineHandle, version: int, deadline: Deadline) -> None:
     """Let a paused engine generate with the weights that it has been given."""
-    if not engine.reset_prefix_cache(
-            timeout=deadline.left("the engine to reset its prefix cache")):
+    if not engine.go_on(version, timeout=deadline.left("the engine to go on")):
         raise TransferError(
             f"{deadline.doing}: the weights are there, but the engine refused to reset its "
             "prefix cache because requests still run; use pause_mode='wait' or 'abort'")
-    engine.set_version(version)
-    engine.resume(timeout=deadline.left("the engine to resume"))
 
 
 def begin_comparison(

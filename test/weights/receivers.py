@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo.policies.handle import EngineHandle
 from grpo.weights.handover import export_tensors
 from grpo.weights.worker.receiver import TransferMethods
 
@@ -29,7 +30,7 @@ class Worker(TransferMethods):
                               owner="engine").to_dict()
 
 
-class ThreadedEngine:
+class ThreadedEngine(EngineHandle):
     """Handle of several workers; everything passes through JSON, as over HTTP.
 
     Attributes:

@@ -242,6 +242,9 @@ class VLLMWorker:
     def set_version(self, version) -> None:
         self.engine.set_version(version)
 
+    def go_on(self, version, timeout) -> bool:
+        return self.engine.go_on(version, timeout=timeout)
+
 
 @pytest.fixture
 def engines(make_model):
