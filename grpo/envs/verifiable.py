@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
@@ -211,7 +212,9 @@ class VerifiableEnv(EnvBase):
         if self.dialog is not None:
             problems = [self.dialog.concluded(problem, row.talk)
                         for problem, row in zip(problems, rows, strict=True)]
-        texts = self.tokenizer.batch_decode([row.tokens for row in rows], skip_special_tokens=True)
+        # Arrays, because of lists Transformers looks at every number.
+        texts = self.tokenizer.batch_decode([np.array(row.tokens, dtype=np.int64) for row in rows],
+                                            skip_special_tokens=True)
         return _Begun(rows, self.score.start(texts, problems))
 
     def _read(self, response_BR: torch.Tensor) -> tuple[list[list[int]], torch.Tensor]:

@@ -87,7 +87,8 @@ def test_a_loss_that_no_canary_sees_ends_the_run_within_the_interval(
     for worker in trainer.collector.pool.actors[fault == FAULTS[2]:]:
         worker.load_state = lossy(worker.load_state)
     with pytest.raises(StaleWeightsError, match="differ to the bit"):
-        for _ in range(3 if fault == FAULTS[1] else 1):
+        # Where workers run ahead, a comparison ends before the next step of the optimizer.
+        for _ in range((3 if fault == FAULTS[1] else 1) + (staleness > 0)):
             trainer.iterate()
 
 
