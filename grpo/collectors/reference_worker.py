@@ -71,6 +71,7 @@ class SharedScoring:
         self.reports: dict[int, Scored] = {}
         self._waiting: dict[int, TensorDictBase] = {}  # by lease
         self._sent: dict[Call, tuple[int, TensorDictBase]] = {}  # with the lease
+        self._before: dict[int, Scored] = {}  # what :meth:`idle` has looked at
 
     @property
     def calls(self) -> list[Call]:
@@ -86,6 +87,19 @@ class SharedScoring:
     def in_hand(self) -> Counter[int]:
         """How many groups each worker has been sent, by number."""
         return Counter(call.number for call in self._sent)
+
+    def idle(self) -> list[float]:
+        """Idle shares of the workers since the last call, as far as they are known."""
+        reports, in_hand, shares = dict(self.reports), self.in_hand, []
+        for number in range(self.pool.count):
+            before, report = self._before.get(number), reports.get(number)
+            if report is not before:
+                busy, seconds = since(before, report)
+                shares.append(max(0.0, 1.0 - busy / seconds))
+            elif not in_hand[number]:  # else its next report will tell
+                shares.append(1.0)
+        self._before = reports
+        return shares
 
     def add(self, lease: int, group: TensorDictBase) -> None:
         """Have a group scored; :meth:`send` gives it to a worker."""
@@ -123,3 +137,11 @@ class SharedScoring:
             if self.pool.lost(call):
                 lease, self._waiting[lease] = self._sent.pop(call)
         return scored
+
+
+def since(before: Any, report: Any, *counts: str) -> list[float]:
+    """Seconds at work, seconds in all and other counts of a worker, since an earlier report."""
+    names = ("busy", "seconds", *counts)
+    if before is None or report.started != before.started:  # replaced in between
+        return [getattr(report, name) for name in names]
+    return [getattr(report, name) - getattr(before, name) for name in names]

@@ -20,6 +20,7 @@ from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError
 from grpo.policies.fleet import FleetPolicy
 from grpo.policies.ray_engine import WorkerPool, require_ray
+from grpo.policies.scoring import ReferenceScorer
 from grpo.report.starting import Starting
 from grpo.run.build import Prompts, uses_cuda
 from grpo.run.build_engine import Setup, load_trained, quantised_model
@@ -218,15 +219,21 @@ def build_reference_pool(
     None if it has none."""
     if not places.plan.reference:
         return None
-    import ray
-
-    actor_class = ray.remote(ReferenceWorker)
     path = _absolute(path)
     build = partial(build_reference, _sent(config), path, places.plan.kind,
                     str(dtype).removeprefix("torch."))
-    return WorkerPool(
-        lambda number: actor_class.options(**places.reference(number)).remote(build, path),
-        count=len(places.plan.reference), kind="reference worker", **_restart_options(config))
+    return WorkerPool(_make_reference(build, path, places), count=len(places.plan.reference),
+                      kind="reference worker", **_restart_options(config))
+
+
+def _make_reference(
+    build: Callable[[], ReferenceScorer], path: str, places: Places
+) -> Callable[[int], Any]:
+    """Starts the reference worker of a number."""
+    import ray
+
+    actor_class = ray.remote(ReferenceWorker)
+    return lambda number: actor_class.options(**places.reference(number)).remote(build, path)
 
 
 def build_collector(

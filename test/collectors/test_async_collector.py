@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,10 +11,10 @@ import torch
 from tensordict import TensorDict
 
 from grpo import data
-from grpo.collectors.ray import RolloutsFailed, _since
-from grpo.collectors.reference_worker import ReferenceWorker, Scored, SharedScoring
+from grpo.collectors.ray import RolloutsFailed
+from grpo.collectors.reference_worker import ReferenceWorker, Scored, SharedScoring, since
 from grpo.policies.handle import EngineError
-from grpo.policies.ray_engine import WorkersLost
+from grpo.policies.ray_engine import Call, WorkersLost
 from grpo.run.build_worker import build_reference
 from grpo.run.cli.endings import fit_with_workers
 from grpo.training.checkpoint import list_checkpoints
@@ -349,13 +348,13 @@ def test_workers_that_do_not_answer_in_time_are_named_with_the_key():
         pool.start()
 
 
-def test_references_that_have_nothing_to_do_are_idle_and_one_at_work_is_judged_later(start):
-    collector, report = start().collector, Scored(None, busy=1.0, seconds=4.0, started=0.0)
-    collector.reference = SimpleNamespace(pool=SimpleNamespace(count=3), reports={0: report},
-                                          in_hand=Counter({1: 1}))
-    assert collector._idle_references() == [0.75, 1.0]
-    collector.reference.reports = {0: report, 1: report}
-    assert collector._idle_references() == [1.0, 0.75, 1.0]
+def test_references_that_have_nothing_to_do_are_idle_and_one_at_work_is_judged_later():
+    scoring, report = SharedScoring(SimpleNamespace(count=3)), Scored(None, 1.0, 4.0, 0.0)
+    scoring.reports = {0: report}
+    scoring._sent = {Call(1, 1, "score", None): (0, TensorDict())}
+    assert scoring.idle() == [0.75, 1.0]
+    scoring.reports = {0: report, 1: report}
+    assert scoring.idle() == [1.0, 0.75, 1.0]
 
 
 def test_the_groups_of_a_worker_that_nobody_asked_meanwhile_are_taken_back(start):
@@ -395,6 +394,6 @@ def test_a_synchronous_runs_checkpoint_is_refused_with_what_to_do(start):
 
 def test_a_replaced_worker_is_measured_from_its_own_start():
     before = Scored(None, busy=5.0, seconds=6.0, started=1.0)
-    assert _since(before, Scored(None, busy=6.0, seconds=9.0, started=1.0)) == [1.0, 3.0]
+    assert since(before, Scored(None, busy=6.0, seconds=9.0, started=1.0)) == [1.0, 3.0]
     # It lives longer than the other had when that was asked last.
-    assert _since(before, Scored(None, busy=2.0, seconds=8.0, started=2.0)) == [2.0, 8.0]
+    assert since(before, Scored(None, busy=2.0, seconds=8.0, started=2.0)) == [2.0, 8.0]
