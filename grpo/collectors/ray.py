@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from grpo import data
-from grpo.collectors.reference_worker import SharedScoring, since
+from grpo.collectors.reference_worker import scoring_of, since
 from grpo.collectors.schedule import Finished, RolloutSchedule
 from grpo.envs.rewards.batch import first_failures
 from grpo.objectives.shaping import informative_groups
@@ -67,7 +67,7 @@ class RayCollector:
             raise ValueError(f"groups_each={groups_each} must be at least 1")
         self.pool, self.schedule, self.policy = pool, schedule, policy
         self.heal, self.groups_each, self.timeout = heal, groups_each, timeout
-        self.reference = None if reference is None else SharedScoring(reference)
+        self.reference = None if reference is None else scoring_of(reference)
         self.layout = layout
         self.seconds = {"wait": 0.0}
         self.metrics: dict[str, float] = {}

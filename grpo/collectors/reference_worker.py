@@ -1,4 +1,5 @@
-"""The reference model on devices of its own: a worker on each, and how they share groups."""
+"""The reference model on devices of its own: a worker on each, and how they share groups, or the
+rows of each."""
 
 from __future__ import annotations
 
@@ -15,14 +16,13 @@ from torch import Tensor
 from grpo import data
 from grpo.policies.handle import EngineError
 from grpo.policies.ray_engine import Call, WorkerPool
-from grpo.policies.scoring import ReferenceScorer
 
 
 @dataclass(frozen=True)
 class Scored:
     """A scored group."""
 
-    log_probs: Tensor  # float32 [B, T], on the CPU
+    log_probs: Tensor | None  # float32 [B, T], on the CPU; None: another one has said it
     busy: float  # seconds that the worker has scored since it started
     seconds: float  # since then
     started: float  # Unix time of that start, which tells a worker from the one that it replaces
@@ -32,12 +32,16 @@ class ReferenceWorker:
     """Score groups with the frozen reference, while others generate and train.
 
     Args:
-        build: loads the reference, in the process of the worker.
+        build: loads the reference, or its part of one, in the process of the worker.
         path: folder or hub id of the reference.
+        answers: of those that have a part each, one alone returns log-probs.
     """
 
-    def __init__(self, build: Callable[[], ReferenceScorer], path: str) -> None:
-        self.scorer, self.path = build(), path
+    def __init__(
+        self, build: Callable[[], Callable[[TensorDictBase], TensorDictBase]], path: str, *,
+        answers: bool = True,
+    ) -> None:
+        self.scorer, self.path, self.answers = build(), path, answers
         self._busy, self._started, self._started_at = 0.0, time.monotonic(), time.time()
 
     def describe(self) -> dict[str, Any]:
@@ -50,7 +54,8 @@ class ReferenceWorker:
         log_probs_BT = self.scorer(group.clone())[data.REF_LOG_PROBS].cpu()
         now = time.monotonic()
         self._busy += now - start
-        return Scored(log_probs_BT, self._busy, now - self._started, self._started_at)
+        return Scored(log_probs_BT if self.answers else None, self._busy, now - self._started,
+                      self._started_at)
 
 
 class SharedScoring:
@@ -137,6 +142,52 @@ class SharedScoring:
             if self.pool.lost(call):
                 lease, self._waiting[lease] = self._sent.pop(call)
         return scored
+
+
+class ShardedScoring(SharedScoring):
+    """Groups that workers score together, each of which has a part of one reference.
+
+    All get each group, in one order, and each forwards a share of its rows. A worker that dies
+    leaves the others nothing to go on with: the pool replaces all, and what they had is scored
+    again.
+    """
+
+    def send(self) -> None:
+        """Give waiting groups to all workers, as soon as all are there."""
+        if len(self.pool.present) < self.pool.count:
+            return
+        while self._waiting:
+            lease = next(iter(self._waiting))
+            group = self._waiting.pop(lease)
+            kept = self.pool.put(group)
+            for number in range(self.pool.count):
+                self._sent[self.pool.send(number, "score", kept)] = lease, group
+
+    def take(self) -> list[tuple[int, TensorDictBase]]:
+        """Leases and groups that all workers have scored since the last call."""
+        scored = []
+        for call in self.pool.wait(self.calls, timeout=0) if self._sent else ():
+            try:
+                report = self.pool.result(call, timeout=60.0)
+            except EngineError as error:
+                self.pool.bury(call, str(error))
+                continue
+            lease, group = self._sent.pop(call)
+            self.reports[call.number] = report
+            if report.log_probs is not None:
+                group[data.REF_LOG_PROBS] = report.log_probs
+            if lease not in self.leases:
+                scored.append((lease, group))
+        if any(map(self.pool.lost, self.calls)):
+            again = dict(self._sent.values())
+            self._sent.clear()
+            self._waiting = again | self._waiting
+        return scored
+
+
+def scoring_of(pool: WorkerPool) -> SharedScoring:
+    """How the workers of a pool share the scoring."""
+    return ShardedScoring(pool) if pool.together else SharedScoring(pool)
 
 
 def since(before: Any, report: Any, *counts: str) -> list[float]:

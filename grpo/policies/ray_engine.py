@@ -97,6 +97,7 @@ class WorkerPool:
         make: starts the actor of a number.
         count: how many there are.
         kind: what they are called in messages.
+        together: they share one model, so that all are replaced where one is; as one restart.
         max_restarts: how often, in all, a dead one is replaced.
         start_timeout: seconds until one must answer, if there is no other.
 
@@ -108,6 +109,7 @@ class WorkerPool:
     _: KW_ONLY
     count: int
     kind: str = "rollout worker"
+    together: bool = False
     max_restarts: int = 3
     start_timeout: float = 900.0
     actors: list[Any] = field(default_factory=list, init=False)  # Ray's handles, by number
@@ -241,8 +243,7 @@ class WorkerPool:
 
         It waits for them only while there is no other.
         """
-        for number in sorted(self.dead):
-            self._replace(number)
+        self._replace_dead()
         come = self._come()
         deadline = time.monotonic() + self.start_timeout
         while not self.present:
@@ -253,17 +254,28 @@ class WorkerPool:
                     "cluster has, and the workers' logs in Ray's session folder")
             self.wait(list(self.starting.values()), timeout=1.0)
             come += self._come()
-            for number in sorted(self.dead):  # died as it started
-                self._replace(number)
+            self._replace_dead()  # those that died as they started
         return come
 
-    def _replace(self, number: int) -> None:
+    def _replace_dead(self) -> None:
+        if self.together and self.dead:
+            self._count_restart(next(iter(self.dead.values())))
+            for number in range(self.count):
+                self.dead.setdefault(number, "another that shares its model died")
+                self._replace(number)
+        for number in sorted(self.dead):
+            self._count_restart(self.dead[number])
+            self._replace(number)
+
+    def _count_restart(self, reason: str) -> None:
         if self.restarts >= self.max_restarts:
             raise WorkersLost(
-                f"{self.dead[number]}; {self.restarts} workers were replaced before, which is "
+                f"{reason}; {self.restarts} workers were replaced before, which is "
                 f"all that ray.max_restarts={self.max_restarts} allows. See the log of the "
                 "worker in Ray's session folder; a killed worker is often one out of memory")
         self.restarts += 1
+
+    def _replace(self, number: int) -> None:
         self._end(self.actors[number])  # what may be left of it
         self.actors[number] = self.make(number)
         self.lives[number] = max(self.lives) + 1

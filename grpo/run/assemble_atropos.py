@@ -28,7 +28,7 @@ from grpo.run.build_async import AsyncActor
 from grpo.run.device_memory import available
 from grpo.run.memory_atropos import check_memory, trainer_ledger
 from grpo.run.placement import Places, unused_reference
-from grpo.run.start import loader_of, open_loggers, trainer_of, with_fast_defaults
+from grpo.run.start import loader_of, open_loggers, trainer_of, with_fast_defaults, with_sharding
 from grpo.run.start_atropos import set_up
 from grpo.training.checkpoint import Checkpoint
 from grpo.weights.canary import Canary
@@ -71,10 +71,11 @@ def assemble_atropos(
     environment_tokenizer(setup.path, run_dir / TOKENIZER)
 
     # What it will take, before anything is launched
+    start, sharding = with_sharding(start, places) if isinstance(places, Places) else (start, [])
     start, chosen = with_fast_defaults(
         start, trainer_ledger(start, places), available(setup.config, setup.device),
         row_tokens=min(setup.max_model_len, config.atropos.seq_len))
-    for line in (*unused_reference(config), *chosen):
+    for line in (*unused_reference(config), *sharding, *chosen):
         console.info(line)
     check_memory(start, places)
     setup, config = start.setup, start.setup.config
@@ -88,7 +89,7 @@ def assemble_atropos(
     # Trainer and engine, and how the weights travel between them
     reference_path = partial(build.model_folder, config, start.task)
     pool = build_async.build_reference_pool(
-        config, places, config.ref_model.name or reference_path(), setup.dtype
+        config, places, config.ref_model.name or reference_path(), setup.dtype, at_end
     ) if isinstance(places, Places) else None
     actor, server = build_atropos.build_actor(start, places, at_end, reference=pool)
     if server is not None:

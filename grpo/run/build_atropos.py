@@ -22,7 +22,7 @@ from grpo.atropos.reference import ReferenceSource
 from grpo.atropos.schemas import Registration
 from grpo.atropos.stream import BatchStream
 from grpo.atropos.trainer import CheckedCollector
-from grpo.collectors.reference_worker import SharedScoring
+from grpo.collectors.reference_worker import scoring_of
 from grpo.config.atropos import AtroposConfig
 from grpo.config.schema import ConfigError
 from grpo.envs.prompts import render_all
@@ -186,7 +186,7 @@ def build_collector(
             "seq_len": min(atropos.seq_len, setup.max_model_len)}
     source: GroupSource = StreamSource(stream, checks)
     if reference is not None:
-        source = ReferenceSource(source, SharedScoring(reference),
+        source = ReferenceSource(source, scoring_of(reference),
                                  GroupConverter(**rows, distill_topk=0))
         stream.on_fetched = source.begin
     at_end.enter_context(stream)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +14,13 @@ from tensordict import TensorDict
 
 from grpo import data
 from grpo.collectors.ray import RolloutsFailed
-from grpo.collectors.reference_worker import ReferenceWorker, Scored, SharedScoring, since
+from grpo.collectors.reference_worker import (
+    ReferenceWorker,
+    Scored,
+    SharedScoring,
+    scoring_of,
+    since,
+)
 from grpo.policies.handle import EngineError
 from grpo.policies.ray_engine import Call, WorkersLost
 from grpo.run.build_worker import build_reference
@@ -304,6 +312,49 @@ def test_a_group_goes_to_the_reference_with_the_least_to_do_and_those_of_a_dead_
     wait_until(lambda: scoring.heal() or len(pool.present) == 3)
     scoring.send()
     assert scoring.in_hand == {0: 1}
+
+
+class Part(Held):
+    """The same of a worker that has a part of the reference, whose first one answers."""
+
+    def score(self, group: TensorDict) -> Scored:
+        report = super().score(group)
+        return replace(report, log_probs=None) if self.number else report
+
+
+def test_all_score_each_group_together_and_are_replaced_together_where_one_dies():
+    may, made = threading.Event(), Counter()
+
+    def make(number: int) -> Part:
+        made[number] += 1
+        return Part(number, may)
+
+    pool = LocalPool(make, count=3, kind="reference worker", together=True, max_restarts=1)
+    pool.start()
+    scoring, scored = scoring_of(pool), []
+    for lease in range(2):
+        scoring.add(lease, TensorDict({}, [2]))
+    scoring.send()
+    assert scoring.in_hand == {0: 2, 1: 2, 2: 2} and scoring.leases == {0, 1}
+    pool.kill(1)
+    may.set()
+
+    def finished() -> bool:
+        scored.extend(scoring.take())
+        scoring.heal()
+        scoring.send()
+        return len(scored) == 2
+
+    wait_until(finished)
+    assert sorted(lease for lease, _ in scored) == [0, 1]
+    assert all(group[data.REF_LOG_PROBS].eq(0).all() for _, group in scored)
+    assert made == {0: 2, 1: 2, 2: 2} and pool.restarts == 1
+    assert not scoring.calls and len(scoring.idle()) == 3
+    pool.kill(2)
+    scoring.add(2, TensorDict({}, [2]))
+    scoring.send()
+    with pytest.raises(WorkersLost, match="reference worker 2 died during score.*max_restarts=1"):
+        wait_until(lambda: scoring.take() or scoring.heal())
 
 
 class Starts:
