@@ -123,12 +123,11 @@ def test_an_environment_that_is_not_there_is_named(tmp_path):
 
 
 OWN = ("train.kl_to_ref_coeff=0.1", "train.max_steps=6")
-SCRIPTS = pytest.mark.parametrize("script, overrides", [
+
+
+@pytest.mark.parametrize("script, overrides", [
     ("grpo.py", ["ref_model.num_devices=2"]),
     (ASYNC, ["ref_model.num_devices=1", "train.staleness=1"])])
-
-
-@SCRIPTS
 def test_references_with_devices_of_their_own_score_what_environments_send(
         make, tmp_path, small_folder, script, overrides):
     trainer = make(*OWN, *overrides, script=script)
@@ -137,7 +136,9 @@ def test_references_with_devices_of_their_own_score_what_environments_send(
 
 
 @pytest.mark.slow
-@SCRIPTS
+@pytest.mark.parametrize("script, overrides", [
+    ("grpo.py", ["ref_model.num_devices=2", "ref_model.sharded=true"]),
+    (ASYNC, ["ref_model.num_devices=1", "train.staleness=1"])])
 def test_references_on_ray_score_what_environments_send_also_when_one_dies(
         make_on_ray, tmp_path, small_folder, script, overrides):
     pytest.importorskip("ray")
