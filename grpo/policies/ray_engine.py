@@ -238,11 +238,8 @@ class WorkerPool:
         return self.result(self.send(number, method, *args), timeout=timeout)
 
     def revive(self) -> list[int]:
-        """Start new workers in the place of dead ones; the numbers of those that are there since
-        the last call.
-
-        It waits for them only while there is no other.
-        """
+        """Start new workers in the place of dead ones, and wait for them only while there is no
+        other; the numbers of those that are there since the last call."""
         self._replace_dead()
         come = self._come()
         deadline = time.monotonic() + self.start_timeout
@@ -258,30 +255,21 @@ class WorkerPool:
         return come
 
     def _replace_dead(self) -> None:
-        if self.together and self.dead:
-            self._count_restart(next(iter(self.dead.values())))
-            for number in range(self.count):
-                self.dead.setdefault(number, "another that shares its model died")
-                self._replace(number)
-        for number in sorted(self.dead):
-            self._count_restart(self.dead[number])
-            self._replace(number)
-
-    def _count_restart(self, reason: str) -> None:
-        if self.restarts >= self.max_restarts:
-            raise WorkersLost(
-                f"{reason}; {self.restarts} workers were replaced before, which is "
-                f"all that ray.max_restarts={self.max_restarts} allows. See the log of the "
-                "worker in Ray's session folder; a killed worker is often one out of memory")
-        self.restarts += 1
-
-    def _replace(self, number: int) -> None:
-        self._end(self.actors[number])  # what may be left of it
-        self.actors[number] = self.make(number)
-        self.lives[number] = max(self.lives) + 1
-        self.outdated.discard(number)
-        self.starting[number] = self.send(number, "describe")
-        del self.dead[number]
+        while self.dead:
+            first = min(self.dead)
+            if self.restarts >= self.max_restarts:
+                raise WorkersLost(
+                    f"{self.dead[first]}; {self.restarts} workers were replaced before, which is "
+                    f"all that ray.max_restarts={self.max_restarts} allows. See the log of the "
+                    "worker in Ray's session folder; a killed worker is often one out of memory")
+            self.restarts += 1
+            for number in range(self.count) if self.together else (first,):
+                self._end(self.actors[number])  # what may be left of it
+                self.actors[number] = self.make(number)
+                self.lives[number] = max(self.lives) + 1
+                self.outdated.discard(number)
+                self.starting[number] = self.send(number, "describe")
+                self.dead.pop(number, None)
 
     def _come(self) -> list[int]:
         """Numbers of the new workers that have answered, which have no weights of the run yet."""
