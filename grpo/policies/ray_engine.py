@@ -186,8 +186,8 @@ class WorkerPool:
 
     def send(self, number: int, method: str, *args: Any) -> Call:
         """Call a method without waiting."""
-        ref = getattr(self.actors[number], method).remote(*args)
-        return Call(number, self.lives[number], method, ref)
+        life = self.lives[number]  # before the actor, which another thread may replace meanwhile
+        return Call(number, life, method, getattr(self.actors[number], method).remote(*args))
 
     def result(self, call: Call, *, timeout: float) -> Any:
         """Wait for the answer to a call, see :func:`answer`; a death is noted."""
