@@ -104,7 +104,7 @@ class GroupAssembler:
     Args:
         source: where groups come from, asked while a batch is not full. It may have the further
             members of :class:`StreamSource`: ``counts``, ``used``, ``saved`` and the state for
-            checkpoints.
+            checkpoints; and ``metrics``.
         converter: makes the batch.
         rows: greatest number of rows of a batch.
         version: the policy's present version.
@@ -174,7 +174,8 @@ class GroupAssembler:
         if self.records is not None:
             counts = counts + Counter({f"records_{key}": value
                                        for key, value in self.records.counts.items()})
-        return {f"atropos/{name}": float(value) for name, value in counts.items()}
+        own = {f"atropos/{name}": float(value) for name, value in counts.items()}
+        return own | (self._ask_source("metrics") or {})
 
     def _ask_source(self, method: str, *args: Any) -> Any:
         """Call a method that the source need not have; None without it."""

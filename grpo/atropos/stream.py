@@ -52,6 +52,7 @@ class BatchStream:
         lease_seconds: after which the API takes a batch back from a trainer that is silent.
         poll_seconds: between questions while there is no batch.
         hold: acknowledge only by :meth:`acknowledge` and at an end without an error.
+        on_fetched: told by the thread of the groups of each batch, before they can be taken.
 
     Attributes:
         rejected: number of groups left out, by reason.
@@ -77,6 +78,7 @@ class BatchStream:
     lease_seconds: float = 120.0
     poll_seconds: float = 0.1
     hold: bool = False
+    on_fetched: Callable[[Sequence[ScoredGroup]], None] = lambda groups: None
     rejected: Counter[str] = field(default_factory=Counter, init=False)
     messages: dict[str, str] = field(default_factory=dict, init=False)
     repeated: int = field(default=0, init=False)
@@ -248,6 +250,7 @@ class BatchStream:
             if batch is not None:
                 if batch.lease is not None:
                     self._held[batch.lease] = Batch([], batch.lease)
+                self.on_fetched(batch.groups)
                 self._ready.put(batch)
                 slot = False
             elif slot:

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from grpo import data
-from grpo.collectors.reference_worker import Scored, SharedScoring
+from grpo.collectors.reference_worker import scoring_of, since
 from grpo.collectors.schedule import Finished, RolloutSchedule
 from grpo.envs.rewards.batch import first_failures
 from grpo.objectives.shaping import informative_groups
@@ -67,7 +67,7 @@ class RayCollector:
             raise ValueError(f"groups_each={groups_each} must be at least 1")
         self.pool, self.schedule, self.policy = pool, schedule, policy
         self.heal, self.groups_each, self.timeout = heal, groups_each, timeout
-        self.reference = None if reference is None else SharedScoring(reference)
+        self.reference = None if reference is None else scoring_of(reference)
         self.layout = layout
         self.seconds = {"wait": 0.0}
         self.metrics: dict[str, float] = {}
@@ -82,7 +82,6 @@ class RayCollector:
         self._rewards: list[float] = []  # of all that was finished since the last batch
         self._latest: dict[int, Any] = {}  # worker -> its last report
         self._before: dict[int, Any] = {}  # worker -> that of the last batch
-        self._scored_before: dict[int, Scored] = {}  # the same of the reference workers
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints: the schedule, with what is finished and in flight."""
@@ -298,7 +297,7 @@ class RayCollector:
             version = self.schedule.version
             rewards, self._rewards = self._rewards, []
             self.failures, self._failures = self._failures, {}
-            idle = self._idle_references()
+            idle = self.reference.idle() if self.reference else []
         if self.schedule.max_rounds is not None:
             generated, useful = self.schedule.generated, sum(not done.rank for done in batch)
             metrics["sampling/rounds"] = generated / self.schedule.batch_groups
@@ -309,7 +308,7 @@ class RayCollector:
             share = sum(version - done.version == age for done in batch) / len(batch)
             metrics[f"async/age_{age}"] = share
         for number, report in latest.items():
-            busy, seconds, tokens = _since(self._before.get(number), report, "tokens")
+            busy, seconds, tokens = since(self._before.get(number), report, "tokens")
             if seconds > 0:
                 metrics[f"async/worker_{number}_idle"] = max(0.0, 1.0 - busy / seconds)
                 metrics[f"async/worker_{number}_tokens_per_second"] = tokens / seconds
@@ -319,29 +318,6 @@ class RayCollector:
         metrics["async/workers"] = float(len(self.pool.present))
         metrics["async/restarts"] = float(self.pool.restarts)
         self._before, self.metrics = latest, metrics
-
-    def _idle_references(self) -> list[float]:
-        """Idle shares of the reference workers since the last batch, as far as they are known."""
-        if self.reference is None:
-            return []
-        reports, in_hand, shares = dict(self.reference.reports), self.reference.in_hand, []
-        for number in range(self.reference.pool.count):
-            before, report = self._scored_before.get(number), reports.get(number)
-            if report is not before:
-                busy, seconds = _since(before, report)
-                shares.append(max(0.0, 1.0 - busy / seconds))
-            elif not in_hand[number]:  # else its next report will tell
-                shares.append(1.0)
-        self._scored_before = reports
-        return shares
-
-
-def _since(before: Any, report: Any, *counts: str) -> list[float]:
-    """Seconds at work, seconds in all and other counts of a worker, since an earlier report."""
-    names = ("busy", "seconds", *counts)
-    if before is None or report.started != before.started:  # replaced in between
-        return [getattr(report, name) for name in names]
-    return [getattr(report, name) - getattr(before, name) for name in names]
 
 
 def _rank(group: TensorDictBase) -> int:

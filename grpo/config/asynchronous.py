@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grpo.config.schema import Config, load_config
 from grpo.config.section import Section
@@ -57,6 +57,14 @@ class AsyncConfig(Config):
 
     train: AsyncTrainConfig = Field(default_factory=AsyncTrainConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
+
+    @model_validator(mode="after")
+    def _a_sharded_reference_is_on_one_machine(self) -> AsyncConfig:
+        if self.ref_model.sharded and self.ray.address is not None:
+            raise ValueError(f"ref_model.sharded=true joins devices of one machine, but ray.address"
+                             f"={self.ray.address} is a cluster, which may spread them; set it to "
+                             "false for a whole copy on each, or remove ray.address")
+        return self
 
     @property
     def oversampled_groups(self) -> int:

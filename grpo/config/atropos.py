@@ -52,7 +52,8 @@ class AtroposConfig(Config):
         Unread(lambda c: True, "with Atropos environments: those ask the teacher, and their groups "
                "bring its tokens; use distill.topk_coeff, and",
                "distill.teacher distill.reverse_kl_coeff"),
-        Unread(lambda c: True, "with Atropos environments, where one device trains;",
+        Unread(lambda c: True, "by atropos-grpo, whose engine has one device; use env=atropos in "
+               "grpo.py or grpo-async.py, or",
                "train_model.num_devices train_model.devices inference_model.num_devices "
                "inference_model.devices inference_model.tensor_parallel_size "
                "ref_model.num_devices ref_model.devices"),

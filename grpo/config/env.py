@@ -26,7 +26,6 @@ _INSTEAD = {
     "inference_model.max_tokens":
         "the environment's own, and inference_model.max_model_len for the longest row,",
     "inference_model.ignore_eos": "the environment's own options of sampling",
-    "ref_model.num_devices ref_model.devices": "the devices of train_model for the reference",
 }
 #: Of the scripts' runs on Atropos environments.
 WITH_ATROPOS = (

@@ -41,6 +41,10 @@ _SEPARATE = Unread(lambda c: c.train_model.lora.enabled and c.ref_model.name is 
 _REFERENCE = Unread(lambda c: not c.needs_reference, "because train.kl_to_ref_coeff and "
                     "maxent.beta are null; set the coefficient, or")
 
+_SHARDED = Unread(
+    lambda c: not (c.needs_reference and c.has_workers and c.ref_model.count > 1),
+    "because the reference has no two devices of its own; set ref_model.num_devices=2 or more, or")
+
 
 class ModelConfig(Section):
     """What is trained."""
@@ -82,6 +86,11 @@ class RoleDevices(Section):
     num_devices: int | None = Field(None, ge=1)
     devices: list[Device] | None = Field(None, min_length=1)
     """Their numbers; null: the first that are free."""
+
+    @property
+    def count(self) -> int:
+        """How many are asked for; 0: none."""
+        return len(self.devices or ()) or self.num_devices or 0
 
     @model_validator(mode="after")
     def _devices_agree(self) -> RoleDevices:
@@ -267,6 +276,9 @@ class RefModelConfig(RoleDevices):
     name: Annotated[str | None, _REFERENCE] = None
     """null: the model the run starts from; with adapters that is the model without them."""
     num_devices: Annotated[int | None, _SEPARATE] = Field(None, ge=1)
-    """Devices of its own, on a CPU processes, each with a whole copy of the reference, which share
-    the groups to score; null: it is on the trainer's."""
+    """Devices of its own, on a CPU processes, which share the scoring; null: it is on the
+    trainer's."""
     devices: Annotated[list[Device] | None, _SEPARATE] = Field(None, min_length=1)
+    sharded: Annotated[bool | None, _SHARDED] = None
+    """Whether these devices have a part each of one copy, and score each group together (FSDP2), or
+    a whole copy each; null: parts where a whole copy does not fit a device."""

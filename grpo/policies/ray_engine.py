@@ -97,6 +97,7 @@ class WorkerPool:
         make: starts the actor of a number.
         count: how many there are.
         kind: what they are called in messages.
+        together: they share one model, so that all are replaced where one is; as one restart.
         max_restarts: how often, in all, a dead one is replaced.
         start_timeout: seconds until one must answer, if there is no other.
 
@@ -108,6 +109,7 @@ class WorkerPool:
     _: KW_ONLY
     count: int
     kind: str = "rollout worker"
+    together: bool = False
     max_restarts: int = 3
     start_timeout: float = 900.0
     actors: list[Any] = field(default_factory=list, init=False)  # Ray's handles, by number
@@ -184,8 +186,8 @@ class WorkerPool:
 
     def send(self, number: int, method: str, *args: Any) -> Call:
         """Call a method without waiting."""
-        ref = getattr(self.actors[number], method).remote(*args)
-        return Call(number, self.lives[number], method, ref)
+        life = self.lives[number]  # before the actor, which another thread may replace meanwhile
+        return Call(number, life, method, getattr(self.actors[number], method).remote(*args))
 
     def result(self, call: Call, *, timeout: float) -> Any:
         """Wait for the answer to a call, see :func:`answer`; a death is noted."""
@@ -236,13 +238,9 @@ class WorkerPool:
         return self.result(self.send(number, method, *args), timeout=timeout)
 
     def revive(self) -> list[int]:
-        """Start new workers in the place of dead ones; the numbers of those that are there since
-        the last call.
-
-        It waits for them only while there is no other.
-        """
-        for number in sorted(self.dead):
-            self._replace(number)
+        """Start new workers in the place of dead ones, and wait for them only while there is no
+        other; the numbers of those that are there since the last call."""
+        self._replace_dead()
         come = self._come()
         deadline = time.monotonic() + self.start_timeout
         while not self.present:
@@ -253,23 +251,25 @@ class WorkerPool:
                     "cluster has, and the workers' logs in Ray's session folder")
             self.wait(list(self.starting.values()), timeout=1.0)
             come += self._come()
-            for number in sorted(self.dead):  # died as it started
-                self._replace(number)
+            self._replace_dead()  # those that died as they started
         return come
 
-    def _replace(self, number: int) -> None:
-        if self.restarts >= self.max_restarts:
-            raise WorkersLost(
-                f"{self.dead[number]}; {self.restarts} workers were replaced before, which is "
-                f"all that ray.max_restarts={self.max_restarts} allows. See the log of the "
-                "worker in Ray's session folder; a killed worker is often one out of memory")
-        self.restarts += 1
-        self._end(self.actors[number])  # what may be left of it
-        self.actors[number] = self.make(number)
-        self.lives[number] = max(self.lives) + 1
-        self.outdated.discard(number)
-        self.starting[number] = self.send(number, "describe")
-        del self.dead[number]
+    def _replace_dead(self) -> None:
+        while self.dead:
+            first = min(self.dead)
+            if self.restarts >= self.max_restarts:
+                raise WorkersLost(
+                    f"{self.dead[first]}; {self.restarts} workers were replaced before, which is "
+                    f"all that ray.max_restarts={self.max_restarts} allows. See the log of the "
+                    "worker in Ray's session folder; a killed worker is often one out of memory")
+            self.restarts += 1
+            for number in range(self.count) if self.together else (first,):
+                self._end(self.actors[number])  # what may be left of it
+                self.actors[number] = self.make(number)
+                self.lives[number] = max(self.lives) + 1
+                self.outdated.discard(number)
+                self.starting[number] = self.send(number, "describe")
+                self.dead.pop(number, None)
 
     def _come(self) -> list[int]:
         """Numbers of the new workers that have answered, which have no weights of the run yet."""

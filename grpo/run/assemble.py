@@ -27,9 +27,16 @@ from grpo.run.build_team import TrainingActor
 from grpo.run.device_memory import available, capacity, check_roles_fit, role_ledgers, run_ledger
 from grpo.run.ledger import Ledger, Saving, check_fits
 from grpo.run.memory_advice import leaner_training, less_held, more_devices, savings, smaller_cache
-from grpo.run.placement import DevicePlan, unused_reference
+from grpo.run.placement import Places, unused_reference
 from grpo.run.script_atropos import assemble_on_atropos
-from grpo.run.start import Start, loader_of, open_loggers, trainer_of, with_fast_defaults
+from grpo.run.start import (
+    Start,
+    loader_of,
+    open_loggers,
+    trainer_of,
+    with_fast_defaults,
+    with_sharding,
+)
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.evaluation import Evaluator
 from grpo.training.trainer import Trainer
@@ -106,13 +113,14 @@ def assemble_async(
             start = _set_up(config, run_dir, checkpoint)
         if asked is not None:
             start = start._replace(asked=asked.model_dump(mode="json"))
-        start = _planned(start, places.plan)
+        start = _planned(start, places)
         loggers = open_loggers(start, run_dir)
 
         # Workers, trainer, and how the weights travel between them
         setup, config = start.setup, start.setup.config
         reference_path = config.ref_model.name or build.model_folder(config, start.task)
-        pool = build_async.build_reference_pool(config, places, reference_path, setup.dtype)
+        pool = build_async.build_reference_pool(config, places, reference_path, setup.dtype,
+                                                at_end)
         actor = build_async.build_actor(setup, start.prompts, places, backend=start.backend,
                                         at_end=at_end, starting=starting, reference=pool,
                                         checkpoint=checkpoint)
@@ -125,10 +133,11 @@ def assemble_async(
                     described=build_async.describe(config, places, backend=start.backend))
 
 
-def _planned(start: Start, plan: DevicePlan) -> Start:
+def _planned(start: Start, places: Places) -> Start:
     """What it will take, said before anything is launched, and with fast defaults."""
+    plan, (start, sharding) = places.plan, with_sharding(start, places)
     setup, room, say = start.setup, capacity(start.setup.device), start.console.info
-    say("\n".join([*plan.table(), *unused_reference(setup.config)]))
+    say("\n".join([*plan.table(), *unused_reference(setup.config), *sharding]))
     ledgers_of = partial(role_ledgers, places=plan, model_path=setup.path,
                          device=setup.device, dtype=setup.dtype, backend=start.backend,
                          max_model_len=setup.max_model_len)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from grpo.atropos.advantages import GivenAdvantage
@@ -26,7 +27,8 @@ from grpo.run import build, build_async, build_atropos, build_objective, build_t
 from grpo.run.build_async import AsyncActor
 from grpo.run.device_memory import available
 from grpo.run.memory_atropos import check_memory, trainer_ledger
-from grpo.run.start import loader_of, open_loggers, trainer_of, with_fast_defaults
+from grpo.run.placement import Places, unused_reference
+from grpo.run.start import loader_of, open_loggers, trainer_of, with_fast_defaults, with_sharding
 from grpo.run.start_atropos import set_up
 from grpo.training.checkpoint import Checkpoint
 from grpo.weights.canary import Canary
@@ -69,10 +71,11 @@ def assemble_atropos(
     environment_tokenizer(setup.path, run_dir / TOKENIZER)
 
     # What it will take, before anything is launched
+    start, sharding = with_sharding(start, places) if isinstance(places, Places) else (start, [])
     start, chosen = with_fast_defaults(
         start, trainer_ledger(start, places), available(setup.config, setup.device),
         row_tokens=min(setup.max_model_len, config.atropos.seq_len))
-    for line in chosen:
+    for line in (*unused_reference(config), *sharding, *chosen):
         console.info(line)
     check_memory(start, places)
     setup, config = start.setup, start.setup.config
@@ -84,7 +87,11 @@ def assemble_atropos(
     build_atropos.forward_ports(config, at_end, console)
 
     # Trainer and engine, and how the weights travel between them
-    actor, server = build_atropos.build_actor(start, places, at_end)
+    reference_path = partial(build.model_folder, config, start.task)
+    pool = build_async.build_reference_pool(
+        config, places, config.ref_model.name or reference_path(), setup.dtype, at_end
+    ) if isinstance(places, Places) else None
+    actor, server = build_atropos.build_actor(start, places, at_end, reference=pool)
     if server is not None:
         checks.append(server.check)
     if config.atropos.debug_loading:
@@ -113,11 +120,10 @@ def assemble_atropos(
     on_serving()
     collector = build_atropos.build_collector(
         start, actor, run_dir, at_end, checks, driver=None if ahead else driver, explain=explain,
-        records=bridge and bridge.records, version=lambda: weights.version)
+        records=bridge and bridge.records, version=lambda: weights.version, reference=pool)
 
-    reference = build_objective.build_reference(
-        config, actor.model, lambda: build.model_folder(config, start.task), loader_of(setup),
-        actor.learner)
+    reference = None if pool else build_objective.build_reference(
+        config, actor.model, reference_path, loader_of(setup), actor.learner)
     advantage = build_objective.build_advantage(config)
     console.banner(build_atropos.describe(start, actor, run_dir, places))
     return trainer_of(

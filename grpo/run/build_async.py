@@ -3,6 +3,8 @@ workers on their devices, and the way of the weights to them."""
 
 from __future__ import annotations
 
+import tempfile
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError
 from grpo.policies.fleet import FleetPolicy
 from grpo.policies.ray_engine import WorkerPool, require_ray
+from grpo.policies.scoring import ReferenceScorer
 from grpo.report.starting import Starting
 from grpo.run.build import Prompts, uses_cuda
 from grpo.run.build_engine import Setup, load_trained, quantised_model
@@ -31,6 +34,7 @@ from grpo.run.placement import Kind, Places, plan_devices
 from grpo.system.child_process import package_environment
 from grpo.system.cores import share_cores
 from grpo.training.checkpoint import Checkpoint
+from grpo.training.parallel import ShardedReference
 from grpo.training.stopping import handlers_kept
 from grpo.training.team import Leader, LedLearner
 from grpo.weights.factory import make_fleet_sync, network_of
@@ -215,21 +219,53 @@ def describe(config: AsyncConfig, places: Places, *, backend: str) -> dict[str, 
 
 
 def build_reference_pool(
-    config: AsyncConfig, places: Places, path: str, dtype: torch.dtype
+    config: AsyncConfig, places: Places, path: str, dtype: torch.dtype, at_end: ExitStack
 ) -> WorkerPool | None:
-    """A copy of the reference model on each device of its own, for :func:`build_actor` to start;
-    None if it has none."""
-    if not places.plan.reference:
+    """A copy of the reference model on each device of its own, or a part of one, for
+    :func:`build_actor` to start; None if it has none. ``at_end`` gets what is left to tidy."""
+    count, sharded = len(places.plan.reference), bool(config.ref_model.sharded)
+    if not count:
         return None
-    import ray
-
-    actor_class = ray.remote(ReferenceWorker)
     path = _absolute(path)
     build = partial(build_reference, _sent(config), path, places.plan.kind,
                     str(dtype).removeprefix("torch."))
-    return WorkerPool(
-        lambda number: actor_class.options(**places.reference(number)).remote(build, path),
-        count=len(places.plan.reference), kind="reference worker", **_restart_options(config))
+    if sharded:
+        folder = at_end.enter_context(tempfile.TemporaryDirectory(prefix="grpo-reference-"))
+        make = _make_part(build, path, places, Path(folder), timeout=config.ray.start_timeout)
+    else:
+        make = _make_reference(build, path, places)
+    return WorkerPool(make, count=count, kind="reference worker", together=sharded,
+                      **_restart_options(config))
+
+
+def _make_reference(
+    build: Callable[[], ReferenceScorer], path: str, places: Places
+) -> Callable[[int], Any]:
+    """Starts the reference worker of a number."""
+    import ray
+
+    actor_class = ray.remote(ReferenceWorker)
+    return lambda number: actor_class.options(**places.reference(number)).remote(build, path)
+
+
+def _make_part(
+    build: Callable[..., ShardedReference], path: str, places: Places, folder: Path, *,
+    timeout: float,
+) -> Callable[[int], Any]:
+    """The same where each has a part. They meet in a ``folder``, anew each time that all are
+    started."""
+    import ray
+
+    actor_class, count, starts = ray.remote(ReferenceWorker), len(places.plan.reference), Counter()
+
+    def start(number: int) -> Any:
+        starts[number] += 1
+        join = {"rank": number, "count": count, "timeout": timeout,
+                "address": f"file://{folder}/meet_{starts[number]}"}
+        return actor_class.options(**places.reference(number)).remote(
+            partial(build, join=join), path, answers=number == 0)
+
+    return start
 
 
 def build_collector(

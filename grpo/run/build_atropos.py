@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from grpo.atropos.assemble import GroupAssembler, StreamSource
+from grpo.atropos.assemble import GroupAssembler, GroupSource, StreamSource
 from grpo.atropos.bridge import Bridge
 from grpo.atropos.bridge_driver import BridgeDriver
 from grpo.atropos.bridge_server import BridgeServer
@@ -18,9 +18,11 @@ from grpo.atropos.convert import GroupConverter
 from grpo.atropos.forward import PortForwarder
 from grpo.atropos.recompute import RecomputeLogProbs
 from grpo.atropos.records import Records
+from grpo.atropos.reference import ReferenceSource
 from grpo.atropos.schemas import Registration
 from grpo.atropos.stream import BatchStream
 from grpo.atropos.trainer import CheckedCollector
+from grpo.collectors.reference_worker import scoring_of
 from grpo.config.atropos import AtroposConfig
 from grpo.config.schema import ConfigError
 from grpo.envs.prompts import render_all
@@ -29,6 +31,7 @@ from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
 from grpo.policies.driver import TransformersSampler, VLLMSampler
 from grpo.policies.fleet import FleetSampler
+from grpo.policies.ray_engine import WorkerPool
 from grpo.report.console import Console
 from grpo.report.loggers import METRICS_FILE, read_jsonl
 from grpo.report.starting import Starting
@@ -57,12 +60,13 @@ _UNENDING = 1_000_000_000
 
 
 def build_actor(
-    start: Start, places: Places | tuple[int, ...], at_end: ExitStack
+    start: Start, places: Places | tuple[int, ...], at_end: ExitStack, *,
+    reference: WorkerPool | None = None,
 ) -> tuple[AnyActor, engine.RunServer | None]:
     """Model, learner, policy and weights; and the engine server, if it is the run's own.
 
     ``places`` are those of workers on Ray, or else the GPUs that train; ``at_end`` gets what ends
-    all that is started here.
+    all that is started here, as are the workers of the ``reference``.
     """
     setup, config, atropos = start.setup, start.setup.config, start.setup.config.atropos
     server = None
@@ -78,7 +82,8 @@ def build_actor(
     options = {"backend": start.backend, "at_end": at_end, "checkpoint": start.checkpoint}
     if isinstance(places, Places):
         with Starting(start.console.info) as starting:
-            actor = build_async.build_actor(setup, None, places, starting=starting, **options)
+            actor = build_async.build_actor(setup, None, places, starting=starting,
+                                            reference=reference, **options)
         at_end.callback(actor.policy.close)
     else:
         actor = build_training_actor(setup, places, server=server, **options)
@@ -155,12 +160,14 @@ def build_collector(
     start: Start, actor: AnyActor, run_dir: Path, at_end: ExitStack,
     checks: Sequence[Callable[[], None]], *, driver: BridgeDriver | None,
     records: Records | None, version: Callable[[], int], explain: Callable[[], str],
+    reference: WorkerPool | None = None,
 ) -> CheckedCollector:
     """Batches of the groups that environments send to the API.
 
     ``driver`` answers the bridge's calls while groups are waited for, if nobody else does;
     ``records`` are the bridge's, if there is one; for ``checks`` see
-    :class:`~grpo.atropos.assemble.StreamSource`.
+    :class:`~grpo.atropos.assemble.StreamSource`. Workers of the ``reference`` score groups as they
+    come.
     """
     setup, config, atropos = start.setup, start.setup.config, start.setup.config.atropos
     registration = Registration(
@@ -172,19 +179,24 @@ def build_collector(
         save_checkpoint_interval=config.train.checkpoint_frequency,
         starting_step=start.checkpoint.step if start.checkpoint else 0)
     # Groups are the hub's until a checkpoint has what they taught: a killed run loses none.
-    stream = at_end.enter_context(BatchStream(
-        api_client(config), registration, poll_seconds=0.05,
-        hold=config.train.checkpoint_frequency > 0))
+    stream = BatchStream(api_client(config), registration, poll_seconds=0.05,
+                         hold=config.train.checkpoint_frequency > 0)
+    rows = {"pad_token_id": setup.tokenizer.pad_token_id,
+            "vocab_size": actor.model.get_input_embeddings().num_embeddings,
+            "seq_len": min(atropos.seq_len, setup.max_model_len)}
+    source: GroupSource = StreamSource(stream, checks)
+    if reference is not None:
+        source = ReferenceSource(source, scoring_of(reference),
+                                 GroupConverter(**rows, distill_topk=0))
+        stream.on_fetched = source.begin
+    at_end.enter_context(stream)
     distill = config.distill
     converter = GroupConverter(
-        pad_token_id=setup.tokenizer.pad_token_id,
-        vocab_size=actor.model.get_input_embeddings().num_embeddings,
-        seq_len=min(atropos.seq_len, setup.max_model_len),
-        temperature=config.inference_model.temperature, max_staleness=atropos.max_staleness,
+        **rows, temperature=config.inference_model.temperature, max_staleness=atropos.max_staleness,
         # A teacher of the run's own scores whole batches.
         distill_topk=0 if distill.topk_coeff is None or distill.teacher else distill.topk or 20)
     return CheckedCollector(
-        GroupAssembler(StreamSource(stream, checks), converter, rows=config.turns_per_batch,
+        GroupAssembler(source, converter, rows=config.turns_per_batch,
                        version=version, records=records),
         driver=driver, policy=actor.policy, timeout=atropos.timeout, explain=explain,
         recompute=RecomputeLogProbs(actor.scorer, max_tokens=scoring_budget(config)),

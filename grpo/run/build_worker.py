@@ -24,6 +24,8 @@ from grpo.run.build import build_dialog, load_tokenizer, quiet_libraries, reward
 from grpo.run.build_engine import Setup, start_engine_of
 from grpo.run.build_model import load_model
 from grpo.run.build_objective import scoring_budget
+from grpo.training.parallel import ShardedReference
+from grpo.training.ranks import Ranks
 from grpo.weights.adapters import make_lora
 from grpo.weights.lora_slot import lora_request
 
@@ -64,15 +66,20 @@ def build_worker(setup: WorkerSetup, number: int, prompts: list[Prompt]) -> Work
 
 
 def build_reference(
-    config: dict[str, Any], path: str, device: str, dtype: str
-) -> ReferenceScorer:
-    """The frozen reference of an :class:`~grpo.config.asynchronous.AsyncConfig` in plain values."""
+    config: dict[str, Any], path: str, device: str, dtype: str, join: dict[str, Any] | None = None
+) -> ReferenceScorer | ShardedReference:
+    """The frozen reference of an :class:`~grpo.config.asynchronous.AsyncConfig` in plain values; or
+    a part of it, in a process that others ``join`` (:meth:`grpo.training.ranks.Ranks.join`)."""
     quiet_libraries()
     checked = load_sent(config)
-    model = load_model(path, checked, device=torch.device(device), dtype=getattr(torch, dtype))
-    return ReferenceScorer(model, temperature=checked.inference_model.temperature,
-                           max_tokens=scoring_budget(checked),
-                           fp32_head=checked.train_model.fp32_head)
+    options = {"temperature": checked.inference_model.temperature,
+               "max_tokens": scoring_budget(checked), "fp32_head": checked.train_model.fp32_head}
+    # On its way to being sharded a model needs none of the GPU's own memory.
+    home = torch.device(device if join is None else "cpu")
+    model = load_model(path, checked, device=home, dtype=getattr(torch, dtype))
+    if join is None:
+        return ReferenceScorer(model, **options)
+    return ShardedReference(model, Ranks.join(device, **join, device_index=0), **options)
 
 
 def _start_engine(

@@ -75,6 +75,14 @@ def role_ledgers(
 ) -> dict[str, Ledger]:
     """The ledgers of one device of each role: ``train``, ``engine`` and, where it has a device of
     its own, ``reference``. All devices are taken to be alike; see :func:`run_ledger`."""
+    of_run = (config, places, model_path, device, dtype, backend, max_model_len)
+    return _role_ledgers(*of_run, memory=memory, sharded=shards_reference(*of_run, memory=memory))
+
+
+def _role_ledgers(
+    config: AsyncConfig, places: DevicePlan, model_path: str, device: torch.device,
+    dtype: torch.dtype, backend: str, max_model_len: int, *, memory: int | None, sharded: bool,
+) -> dict[str, Ledger]:
     shared = (config, model_path, device, dtype, backend, max_model_len)
     trainer = _memory_plan(*shared, sharing="apart", memory=memory)
     engine = _memory_plan(*shared, sharing="two_copies", apart=True,
@@ -82,11 +90,33 @@ def role_ledgers(
     ledgers = {}
     if places.reference:
         frozen = dict(trainer.frozen)
-        ledgers["reference"] = reference_ledger(trainer, frozen.pop("reference"))
+        del frozen["reference"]
+        ledgers["reference"] = reference_ledger(
+            trainer, ModelShape.of(config.ref_model.name or model_path),
+            devices=len(places.reference) if sharded else 1)
         trainer = replace(trainer, frozen=tuple(frozen.items()))
     return {"train": memory_ledger(trainer),
             "engine": engine_ledger(engine, devices=config.inference_model.tensor_parallel_size),
             **ledgers}
+
+
+def shards_reference(
+    config: AsyncConfig, places: DevicePlan, model_path: str, device: torch.device,
+    dtype: torch.dtype, backend: str, max_model_len: int, *, memory: int | None = None,
+) -> bool:
+    """``ref_model.sharded``, resolved: whether the devices of the reference have a part of it each,
+    because a whole copy does not fit; see :func:`role_ledgers`."""
+    chosen = config.ref_model.sharded
+    # A cluster may spread them over machines.
+    if chosen is not None or len(places.reference) < 2 or config.ray.address is not None:
+        return bool(chosen)
+    whole = _role_ledgers(config, places, model_path, device, dtype, backend, max_model_len,
+                          memory=memory, sharded=False)
+    needed = [sum(whole[role].total for role in roles)
+              for roles in places.roles().values() if "reference" in roles]
+    if places.kind == "cpu":
+        needed = [_together_on_a_cpu(whole, places).total]
+    return max(needed) > (memory or capacity(device))
 
 
 def check_roles_fit(
@@ -109,10 +139,14 @@ def check_roles_fit(
             else:
                 _check_together(ledgers, roles, places, capacity, advised)
         return
+    check_fits(_together_on_a_cpu(ledgers, places), capacity)
+
+
+def _together_on_a_cpu(ledgers: dict[str, Ledger], places: DevicePlan) -> Ledger:
     counts = {"train": 1, "engine": len(places.engines), "reference": len(places.reference)}
-    rows = [Row(f"{role}s" if counts[role] > 1 else role, counts[role] * ledger.total,
-                f"{counts[role]} x {human(ledger.total)}") for role, ledger in ledgers.items()]
-    check_fits(Ledger(tuple(rows)), capacity)
+    return Ledger(tuple(
+        Row(f"{role}s" if counts[role] > 1 else role, counts[role] * ledger.total,
+            f"{counts[role]} x {human(ledger.total)}") for role, ledger in ledgers.items()))
 
 
 def _check_together(

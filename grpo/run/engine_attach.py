@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from grpo.policies.client import EngineCallError, EngineClient, EngineUnreachabl
 from grpo.policies.inprocess import engine_lora_rank
 from grpo.run.placement import gpu_names, visible
 from grpo.system.lifeline import TOKEN_VARIABLE, bind
-from grpo.weights.handover_file import Handover, HandoverError
+from grpo.weights.handover_file import FILE_NAME, Handover, HandoverError, without_handles
 
 if TYPE_CHECKING:
     from grpo.run.build_engine import Setup
@@ -63,11 +64,16 @@ def check_port(config: AtroposConfig) -> None:
                           "does not") from error
 
 
-def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str | None:
+def find_engine(
+    config: AtroposConfig, *, timeout: float = START_TIMEOUT,
+    say: Callable[[str], None] = lambda line: None,
+) -> str | None:
     """Address of the engine server that runs already; None if the run must start its own.
 
-    Without ``atropos.bridge_config`` that is whatever engine answers at the port. With it, the run
-    waits ``timeout`` seconds for the engine whose file this is.
+    With ``atropos.bridge_config`` the run waits ``timeout`` seconds for the engine whose file this
+    is. Without it the file is looked for in ``atropos.log_dir`` and in the current folder, and the
+    engine is whatever answers at the port: ``say`` is told which of the files is its own, and why
+    others are not used.
 
     Raises:
         ConfigError: if something else listens at the port.
@@ -78,10 +84,12 @@ def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str
     client = EngineClient(url, token=os.environ.get(TOKEN_VARIABLE) or None, timeout=10.0)
     named = config.atropos.bridge_config
     if named is None:
-        if client.alive():
-            return url
-        check_port(config)
-        return None
+        there = client.alive()
+        if not there:
+            check_port(config)
+        for line in _files_found(config, client if there else None, url):
+            say(line)
+        return url if there else None
     file = Path(named)
     # One that is not written yet may be waited for, but only where it can be.
     if not file.exists() and not (file.suffix == ".json" and file.parent.is_dir()):
@@ -95,15 +103,50 @@ def find_engine(config: AtroposConfig, *, timeout: float = START_TIMEOUT) -> str
                                f"{named} is of; start it with --shared-weights --port "
                                f"{config.atropos.vllm_port}")
         time.sleep(_PULSE)
-    handover = Handover.read(named)
-    theirs = client.call("GET", "/bridge/state_dict_info")["handover"]
-    if theirs is None or (theirs["pid"], theirs["process_start"]) != (
-            handover.pid, handover.process_start):
-        raise HandoverError(f"{named} is not of the engine server at {url}, which "
-                            + ("shares no weights" if theirs is None else
-                               f"is process {theirs['pid']}, not {handover.pid}")
-                            + "; give the file that it wrote, or its port")
+    check_file(file, client)
     return url
+
+
+def check_file(file: Path, client: EngineClient) -> None:
+    """Refuse a ``vllm_bridge_config.json`` that is not what the engine server says of itself.
+
+    Raises:
+        HandoverError: if it is missing, malformed, of an engine that is gone, or of another one.
+    """
+    handover = Handover.read(file)
+    theirs = client.call("GET", "/bridge/state_dict_info")["handover"]
+    if theirs is None:
+        found = "shares no weights"
+    elif (theirs["pid"], theirs["process_start"]) != (handover.pid, handover.process_start):
+        found = f"is process {theirs['pid']}, not {handover.pid}"
+    elif without_handles(theirs) != without_handles(handover.to_dict()):
+        found = "shares other tensors than it lists"
+    else:
+        return
+    raise HandoverError(f"{file} is not of the engine server at {client.url}, which {found}; give "
+                        "the file that it wrote, or its port")
+
+
+def _files_found(config: AtroposConfig, client: EngineClient | None, url: str) -> Iterator[str]:
+    """What there is to say of the files that lie about, in the order in which they are looked for,
+    up to that of the engine; ``client`` is None where nothing answers."""
+    if config.weight_sync != "single_copy":
+        return  # whose engines have no file
+    for file in dict.fromkeys(
+            folder.absolute() / FILE_NAME for folder in (Path(config.atropos.log_dir), Path())):
+        if not file.is_file():
+            continue
+        try:
+            if client is not None:
+                check_file(file, client)
+                yield f"{file} is of the engine at {url}"
+                return
+            pid = Handover.read(file).pid
+        except HandoverError as error:
+            yield f"not used: {error}"
+        else:
+            yield (f"not used: {file} is of process {pid}, but nothing answers at {url}; give its "
+                   "engine's port (--vllm-port) to use that")
 
 
 def check_device(info: dict[str, Any], device: torch.device, *, url: str | None) -> None:

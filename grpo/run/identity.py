@@ -20,7 +20,7 @@ _NEUTRAL = (
     *(f"train_model.{key}:" for key in (
         "num_devices", "devices", "gradient_checkpointing", "compile", "attn_implementation",
         "head", "head_chunk_size")),
-    *(f"ref_model.{key}:" for key in ("num_devices", "devices")),
+    *(f"ref_model.{key}:" for key in ("num_devices", "devices", "sharded")),
     *(f"inference_model.{key}:" for key in (
         "num_devices", "devices", "tensor_parallel_size", "engine", "url", "weight_sync",
         "max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager")),

@@ -87,13 +87,16 @@ def engine_ledger(plan: MemoryPlan, *, devices: int = 1) -> Ledger:
                    _reserve(plan, working=0, graphs=True)))
 
 
-def reference_ledger(plan: MemoryPlan, parameters: int) -> Ledger:
-    """Of a device on which a model of so many ``parameters`` scores and nothing else runs."""
-    size = parameters * plan.dtype.itemsize
-    note = f"{_millions(parameters)} x {plan.dtype.itemsize} bytes"
+def reference_ledger(plan: MemoryPlan, shape: ModelShape, *, devices: int = 1) -> Ledger:
+    """Of one of the ``devices`` that have a part each of a reference of this shape, and do nothing
+    but score."""
+    b, share = plan.dtype.itemsize, "" if devices == 1 else f"1/{devices} of "
+    rows = [Row("reference", shape.parameters * b // devices,
+                f"{share}{_millions(shape.parameters)} x {b} bytes")]
+    if devices > 1:
+        rows.append(_gathered(shape, b))
     [head] = [row for row in _training_rows(plan) if row.name == "head"]
-    return Ledger((Row("reference", size, note), head,
-                   _reserve(plan, working=head.bytes, graphs=False)))
+    return Ledger((*rows, head, _reserve(plan, working=head.bytes, graphs=False)))
 
 
 def engine_bytes(plan: MemoryPlan) -> int:
@@ -157,10 +160,15 @@ def _shards(plan: MemoryPlan) -> Iterator[Row]:
     yield Row("weights", shape.parameters * size // plan.ranks, f"1/{plan.ranks} of "
               f"{_millions(shape.parameters)} x {size} bytes: slices"
               + ("" if plan.lora else ", which are the masters"))
+    yield _gathered(shape, b)
+
+
+def _gathered(shape: ModelShape, b: int) -> Row:
+    """What a rank of a sharded model has of it at a time, at ``b`` bytes a parameter."""
     layers = sum(ins * outs for *_, ins, outs in shape.linears)
     whole = shape.parameters - layers + 2 * layers // shape.layers
-    yield Row("gathered", whole * b, f"{_millions(whole)} x {b} bytes: embeddings, a layer and the "
-              "next", ("head", "backward"))
+    return Row("gathered", whole * b, f"{_millions(whole)} x {b} bytes: embeddings, a layer and "
+               "the next", ("head", "backward"))
 
 
 def _optimizer_rows(plan: MemoryPlan) -> Iterator[Row]:

@@ -19,7 +19,9 @@ from grpo.report.reporter import Reporter
 from grpo.run import build, fast_defaults
 from grpo.run.build_engine import Setup
 from grpo.run.build_model import load_model
+from grpo.run.device_memory import shards_reference
 from grpo.run.ledger import Ledger
+from grpo.run.placement import Places
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.trainer import Trainer
 
@@ -50,6 +52,19 @@ def with_fast_defaults(
         dtype=setup.dtype, backend=start.backend, row_tokens=row_tokens or setup.max_model_len,
         room=room)
     return start._replace(setup=replace(setup, config=config)), chosen
+
+
+def with_sharding(start: Start, places: Places) -> tuple[Start, list[str]]:
+    """With ``ref_model.sharded`` chosen for some devices, and what was chosen, in words."""
+    setup, plan = start.setup, places.plan
+    if not shards_reference(setup.config, plan, setup.path, setup.device, setup.dtype,
+                            start.backend, setup.max_model_len):
+        return start, []
+    count, asked = len(plan.reference), setup.config.ref_model.sharded
+    why = ", because a whole copy does not fit" * (asked is None)
+    config = setup.config.changed(ref_model={"sharded": True})
+    return start._replace(setup=replace(setup, config=config)), [
+        f"ref_model.sharded=true: each of its {count} devices has 1/{count} of the reference{why}"]
 
 
 def open_loggers(start: Start, run_dir: Path, *own: MetricLogger) -> LoggerGroup:

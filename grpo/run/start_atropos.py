@@ -60,7 +60,7 @@ def set_up(config: AtroposConfig, run_dir: Path, checkpoint: Checkpoint | None) 
 def _attached(config: AtroposConfig, console: Console) -> AtroposConfig:
     """With the address of the engine that runs already, if one does."""
     refuse_unread(config, ENGINE_AT_URL)
-    url = config.inference_model.url or find_engine(config)
+    url = config.inference_model.url or find_engine(config, say=console.info)
     if url is None:
         return config
     if (gpu := config.atropos.vllm_gpu) is not None:

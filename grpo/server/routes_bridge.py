@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -12,6 +11,7 @@ from grpo.server.api import DeadlineRequest, PauseRequest, RpcRequest, SleepRequ
 from grpo.server.routes_generate import before
 from grpo.server.versioned import VersionedEngine
 from grpo.system.json_api import ApiError, json_response, read_body
+from grpo.weights.handover_file import without_handles
 
 ALIASES = ("VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_BRIDGE_CONFIG_PATH", "LOGDIR")
 router = APIRouter()
@@ -45,15 +45,7 @@ async def state_dict_info(request: Request) -> Response:
     """The hand-over description, without the handles; null where weights are not shared."""
     state = request.app.state
     return json_response({**state.info, "shared_weights_enabled": state.handover is not None,
-                          "handover": state.handover and _without_handles(state.handover)})
-
-
-def _without_handles(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_handles(item) for key, item in value.items() if "handle" not in key}
-    if isinstance(value, list):
-        return [_without_handles(item) for item in value]
-    return value
+                          "handover": state.handover and without_handles(state.handover)})
 
 
 @router.get("/bridge/debug")

@@ -297,3 +297,31 @@ def score_divided(
         score_rollout(scorer, without_loss(rollout), max_tokens=max_tokens)
     log_probs_BT, entropy_BT = ranks.sum(scores_2BT).to(rows.device)
     return log_probs_BT, entropy_BT
+
+
+class ShardedReference:
+    """The :class:`~grpo.policies.scoring.ReferenceScorer` of ranks that have a part each of the
+    reference.
+
+    All are given the same rollouts, in the same order; each forwards a share of the rows, and has
+    the log-probs of all then.
+
+    Args:
+        model: the whole reference, of which this leaves each rank its part; it may be on the CPU.
+        ranks: that share it.
+        temperature, max_tokens, fp32_head: see :class:`~grpo.policies.scoring.ReferenceScorer`.
+    """
+
+    def __init__(
+        self, model: nn.Module, ranks: Ranks, *, temperature: float, max_tokens: int,
+        fp32_head: bool = False,
+    ) -> None:
+        self.scorer = TokenScorer(model.eval().requires_grad_(False), temperature=temperature,
+                                  fp32_head=fp32_head)
+        shard_model(self.scorer, ranks)
+        self.ranks, self.max_tokens = ranks, max_tokens
+
+    def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
+        rollout[data.REF_LOG_PROBS], _ = score_divided(self.scorer, rollout, self.ranks,
+                                                       max_tokens=self.max_tokens)
+        return rollout

@@ -182,6 +182,20 @@ class Handover:
             f"in another container); restart it, and {_REWRITE}")
 
 
+def without_handles(value: Any) -> Any:
+    """A document that says what the tensors are, but gives no access to them.
+
+    Examples:
+        >>> without_handles({"storages": [{"device": "cpu", "handle": {"fd": 7}}]})
+        {'storages': [{'device': 'cpu'}]}
+    """
+    if isinstance(value, dict):
+        return {key: without_handles(item) for key, item in value.items() if "handle" not in key}
+    if isinstance(value, list):
+        return [without_handles(item) for item in value]
+    return value
+
+
 def _file_at(path: str | Path) -> Path:
     path = Path(path)
     return path / FILE_NAME if path.is_dir() else path

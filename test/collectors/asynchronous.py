@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import ExitStack
 from pathlib import Path
 
+from grpo.collectors.reference_worker import ReferenceWorker
 from grpo.collectors.rollout_worker import RolloutWorker
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, load_config
@@ -113,9 +114,14 @@ class LocalRay:
         monkeypatch.setattr(build_async, "WorkerPool", LocalPool)
         monkeypatch.setattr(build_async, "_start_ray", lambda **options: lambda: None)
         monkeypatch.setattr(build_async, "_make_worker", self._make_worker)
+        monkeypatch.setattr(build_async, "_make_reference", self._make_reference)
 
     @staticmethod
     def _make_worker(setup, prompts, places, backend):
         worker = build_async.worker_setup(setup, prompts, places, backend)
         return lambda number: RolloutWorker(build_worker, worker, number,
                                             prompts.train if prompts else [])
+
+    @staticmethod
+    def _make_reference(build, path, places):
+        return lambda number: ReferenceWorker(build, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,10 +13,16 @@ import torch
 from tensordict import TensorDict
 
 from grpo import data
-from grpo.collectors.ray import RolloutsFailed, _since
-from grpo.collectors.reference_worker import ReferenceWorker, Scored, SharedScoring
+from grpo.collectors.ray import RolloutsFailed
+from grpo.collectors.reference_worker import (
+    ReferenceWorker,
+    Scored,
+    SharedScoring,
+    scoring_of,
+    since,
+)
 from grpo.policies.handle import EngineError
-from grpo.policies.ray_engine import WorkersLost
+from grpo.policies.ray_engine import Call, WorkersLost
 from grpo.run.build_worker import build_reference
 from grpo.run.cli.endings import fit_with_workers
 from grpo.training.checkpoint import list_checkpoints
@@ -308,6 +315,49 @@ def test_a_group_goes_to_the_reference_with_the_least_to_do_and_those_of_a_dead_
     assert scoring.in_hand == {0: 1}
 
 
+class Part(Held):
+    """The same of a worker that has a part of the reference, whose first one answers."""
+
+    def score(self, group: TensorDict) -> Scored:
+        report = super().score(group)
+        return replace(report, log_probs=None) if self.number else report
+
+
+def test_all_score_each_group_together_and_are_replaced_together_where_one_dies():
+    may, made = threading.Event(), Counter()
+
+    def make(number: int) -> Part:
+        made[number] += 1
+        return Part(number, may)
+
+    pool = LocalPool(make, count=3, kind="reference worker", together=True, max_restarts=1)
+    pool.start()
+    scoring, scored = scoring_of(pool), []
+    for lease in range(2):
+        scoring.add(lease, TensorDict({}, [2]))
+    scoring.send()
+    assert scoring.in_hand == {0: 2, 1: 2, 2: 2} and scoring.leases == {0, 1}
+    pool.kill(1)
+    may.set()
+
+    def finished() -> bool:
+        scored.extend(scoring.take())
+        scoring.heal()
+        scoring.send()
+        return len(scored) == 2
+
+    wait_until(finished)
+    assert sorted(lease for lease, _ in scored) == [0, 1]
+    assert all(group[data.REF_LOG_PROBS].eq(0).all() for _, group in scored)
+    assert made == {0: 2, 1: 2, 2: 2} and pool.restarts == 1
+    assert not scoring.calls and len(scoring.idle()) == 3
+    pool.kill(2)
+    scoring.add(2, TensorDict({}, [2]))
+    scoring.send()
+    with pytest.raises(WorkersLost, match="reference worker 2 died during score.*max_restarts=1"):
+        wait_until(lambda: scoring.take() or scoring.heal())
+
+
 class Starts:
     """A worker that answers when it may, or fails."""
 
@@ -350,13 +400,13 @@ def test_workers_that_do_not_answer_in_time_are_named_with_the_key():
         pool.start()
 
 
-def test_references_that_have_nothing_to_do_are_idle_and_one_at_work_is_judged_later(start):
-    collector, report = start().collector, Scored(None, busy=1.0, seconds=4.0, started=0.0)
-    collector.reference = SimpleNamespace(pool=SimpleNamespace(count=3), reports={0: report},
-                                          in_hand=Counter({1: 1}))
-    assert collector._idle_references() == [0.75, 1.0]
-    collector.reference.reports = {0: report, 1: report}
-    assert collector._idle_references() == [1.0, 0.75, 1.0]
+def test_references_that_have_nothing_to_do_are_idle_and_one_at_work_is_judged_later():
+    scoring, report = SharedScoring(SimpleNamespace(count=3)), Scored(None, 1.0, 4.0, 0.0)
+    scoring.reports = {0: report}
+    scoring._sent = {Call(1, 1, "score", None): (0, TensorDict())}
+    assert scoring.idle() == [0.75, 1.0]
+    scoring.reports = {0: report, 1: report}
+    assert scoring.idle() == [1.0, 0.75, 1.0]
 
 
 def test_the_groups_of_a_worker_that_nobody_asked_meanwhile_are_taken_back(start):
@@ -396,6 +446,6 @@ def test_a_synchronous_runs_checkpoint_is_refused_with_what_to_do(start):
 
 def test_a_replaced_worker_is_measured_from_its_own_start():
     before = Scored(None, busy=5.0, seconds=6.0, started=1.0)
-    assert _since(before, Scored(None, busy=6.0, seconds=9.0, started=1.0)) == [1.0, 3.0]
+    assert since(before, Scored(None, busy=6.0, seconds=9.0, started=1.0)) == [1.0, 3.0]
     # It lives longer than the other had when that was asked last.
-    assert _since(before, Scored(None, busy=2.0, seconds=8.0, started=2.0)) == [2.0, 8.0]
+    assert since(before, Scored(None, busy=2.0, seconds=8.0, started=2.0)) == [2.0, 8.0]

@@ -52,13 +52,16 @@ def test_two_ranks_make_the_updates_of_one_process_and_their_checkpoint_fits_one
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["grpo.py", "grpo-async.py"])
-def test_two_devices_for_each_role_make_the_updates_of_one_process(tmp_path, tokenizer, script):
-    """Also when one of the two that have the reference dies on the way."""
+@pytest.mark.parametrize("script, sharded", [
+    ("grpo.py", False), ("grpo.py", True), ("grpo-async.py", True)])
+def test_two_devices_for_each_role_make_the_updates_of_one_process(
+        tmp_path, tokenizer, script, sharded):
+    """Also when one of the two that have the reference, or a part of it, dies on the way."""
     folder, train = save_tiny(tmp_path / "model", tokenizer, seed=0), {"kl_to_ref_coeff": 0.1}
     make_trainer(sync_config(folder, train=train), tmp_path / "sync").fit()
     expected, two = comparable(tmp_path / "sync"), {"num_devices": 2}
-    roles = {"train_model": two, "ref_model": two, "inference_model": two}
+    roles = {"train_model": two, "ref_model": {**two, "sharded": sharded},
+             "inference_model": two}
     with ExitStack() as at_end:
         if script == "grpo.py":
             config = sync_config(folder, train=train, **roles)

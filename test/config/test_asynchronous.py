@@ -48,6 +48,18 @@ def test_the_defaults_of_yaml_and_schema_are_the_same():
             assert getattr(getattr(defaults, name), key) == value, f"{name}.{key}"
 
 
+@pytest.mark.parametrize(("sections", "message"), [
+    ({"ref_model": {"sharded": True}, "train": {"kl_to_ref_coeff": 0.1}},
+     "ref_model.sharded=true is not read because the reference has no two devices of its own; set "
+     "ref_model.num_devices=2 or more, or remove it"),
+    ({"ref_model": {"sharded": False, "num_devices": 2}}, "ref_model.sharded=false is not read"),
+    ({"ref_model": {"sharded": True, "num_devices": 2}, "train": {"kl_to_ref_coeff": 0.1},
+      "ray": {"address": "auto"}}, "sharded=true joins devices of one machine, but ray.address")])
+def test_parts_of_a_reference_need_two_devices_of_one_machine(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(sections, AsyncConfig)
+
+
 class Stop(BaseException):
     """What was to be seen has been seen."""
 

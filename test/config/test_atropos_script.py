@@ -73,6 +73,8 @@ def test_the_keys_of_the_scripts_are_those_of_the_commands(tmp_path):
     ("grpo.py", ["train_model.num_devices=2"], "process", True, False, None),
     ("grpo.py", ["inference_model.engine=server"], "server", False, False, None),
     ("grpo.py", ["inference_model.num_devices=2"], "in_process", True, True, None),
+    ("grpo.py", ["ref_model.num_devices=1", "train.kl_to_ref_coeff=0.1"], "in_process", True, True,
+     None),
     ("grpo-async.py", ["train.staleness=2"], "in_process", True, True, 2),
     ("grpo-async.py", ["train.staleness=0"], "in_process", True, True, 0)])
 def test_who_answers_and_how_old_groups_may_be(

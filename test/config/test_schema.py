@@ -311,7 +311,8 @@ def test_optimizers_that_step_whole_tensors_are_for_one_training_device(name):
 def test_atropos_environments_refuse_several_training_devices():
     from grpo.config.atropos import AtroposConfig
 
-    with pytest.raises(ConfigError, match="train_model.num_devices=2 is not read with Atropos"):
+    with pytest.raises(ConfigError, match="train_model.num_devices=2 is not read by atropos-grpo, "
+                       "whose engine has one device; use env=atropos in grpo.py"):
         load_config({"train_model": {"num_devices": 2}, "inference_model": {"engine": "server"}},
                     AtroposConfig)
 

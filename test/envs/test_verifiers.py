@@ -17,6 +17,7 @@ from grpo.envs.prompts import render, render_all
 from grpo.envs.rewards import RewardScorer, get_reward
 from grpo.envs.tasks import make_task
 from grpo.envs.verifiable import VerifiableEnv
+from grpo.objectives import GroupAdvantage, GRPOLoss, total_loss
 from grpo.policies.base import Completions, Policy, Sampling
 from grpo.policies.converse import respond
 from grpo.run.build import build_task
@@ -195,47 +196,90 @@ def test_without_a_step_a_conversation_is_its_first_turn():
 # -- tools: a rollout written out by hand ----------------------------------------------------------
 
 
-def test_masks_and_gradients_with_a_tool_are_those_of_the_rollout_by_hand(chat, byte_model):
-    task = make(lookup)
-    call, wrong = (f"Hm.{CALL % city}" for city in "AZ")
-    batch, _ = rollout(chat, task.train[:1], {"A?": [call, wrong, "12", "?"]})
-    prompt = "[population(city)]<user>A?<eos><assistant>"
-    rows = [[(call, True), ("<tool>12<eos><assistant>", False), ("12<eos>", True)],
-            [(wrong, True), ("<tool>'Z'<eos><assistant>", False), ("?<eos>", True)]]
-    expected = []
-    for row in rows:
-        # What the model has sampled ends with its end token, the template's is not added to it.
-        parts = [(prompt, False), (row[0][0] + "<eos>", True), *row[1:]]
-        tokens = [(token, sampled) for text, sampled in parts
-                  for token in chat(text, add_special_tokens=False)["input_ids"]]
-        expected.append(tokens)
-    for i, tokens in enumerate(expected):
+#: Two conversations, turn by turn: what is said, and whether the model has sampled it. That ends
+#: with the model's end token, which the template does not add once more.
+SHOWN = "[population(city)]<user>A?<eos><assistant>"
+CALLS = [f"Hm.{CALL % city}" for city in "AZ"]
+SPOKEN = [
+    [(SHOWN, False), (f"{CALLS[0]}<eos>", True), ("<tool>12<eos><assistant>", False),
+     ("12<eos>", True)],
+    [(SHOWN, False), (f"{CALLS[1]}<eos>", True), ("<tool>'Z'<eos><assistant>", False),
+     ("?<eos>", True)]]
+
+
+@pytest.fixture
+def with_tool(chat):
+    """The batch of these conversations, and its environment."""
+    return rollout(chat, make(lookup).train[:1], {"A?": [*CALLS, "12", "?"]})[0]
+
+
+def tokens_of(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_masks_with_a_tool_are_those_of_the_rollout_by_hand(chat, with_tool):
+    for i, turns in enumerate(SPOKEN):
+        tokens = [(token, sampled) for text, sampled in turns for token in tokens_of(chat, text)]
         count = len(tokens)
-        assert batch[data.TOKENS][i, :count].tolist() == [token for token, _ in tokens]
-        assert batch[data.ASSISTANT_MASK][i, :count].tolist() == [kept for _, kept in tokens]
-        assert not batch[data.ASSISTANT_MASK][i, count:].any()
+        assert with_tool[data.TOKENS][i, :count].tolist() == [token for token, _ in tokens]
+        assert with_tool[data.ASSISTANT_MASK][i, :count].tolist() == [kept for _, kept in tokens]
+        assert not with_tool[data.ASSISTANT_MASK][i, count:].any()
     # A call of a tool that fails is answered with its error, and counts as a call.
     row = dict(vf.load_environment(lookup.__name__).get_dataset()[0])
-    ends = [("12", "A"), ("?", "Z")]
-    assert batch["next", "reward"][:, 0].tolist() == pytest.approx([
+    assert with_tool["next", "reward"][:, 0].tolist() == pytest.approx([
         own_reward(lookup, row, [said("Hm.", ("population", "{}")), said(end)])
-        for end, _ in ends]) == [1.25, 0.25]
+        for end in ("12", "?")]) == [1.25, 0.25]
 
-    def gradient(tokens, mask):
-        byte_model.zero_grad()
-        logits = byte_model(input_ids=tokens[None]).logits[0, :-1]
-        (logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0] * mask[1:]).sum().backward()
-        return torch.cat([p.grad.flatten() for p in byte_model.parameters()])
 
-    byte_model.requires_grad_(True)
-    for i, tokens in enumerate(expected):
-        by_hand = gradient(torch.tensor([token for token, _ in tokens]),
-                           torch.tensor([kept for _, kept in tokens]))
-        count = int(batch[data.ATTENTION_MASK][i].sum())
-        ours = gradient(batch[data.TOKENS][i, :count], batch[data.ASSISTANT_MASK][i, :count])
-        torch.testing.assert_close(ours, by_hand, rtol=0, atol=0)
-        unmasked = gradient(batch[data.TOKENS][i, :count], torch.ones(count))
-        assert not torch.allclose(ours, unmasked)
+def turn_log_probs(model, tokenizer, turns: list[tuple[str, bool]]) -> torch.Tensor:
+    """Of what was sampled, turn by turn, each after all that was said before it."""
+    said_before, out = [], []
+    for text, sampled in turns:
+        tokens = tokens_of(tokenizer, text)
+        if sampled:
+            logits = model(input_ids=torch.tensor([said_before + tokens])).logits[0]
+            log_probs = logits[len(said_before) - 1 : -1].log_softmax(-1)
+            out.append(log_probs.gather(-1, torch.tensor(tokens)[:, None])[:, 0])
+        said_before = said_before + tokens
+    return torch.cat(out)
+
+
+def test_the_losss_gradient_with_a_tool_is_that_of_the_turns_walked_by_hand(
+        chat, with_tool, byte_model):
+    model = byte_model.double().requires_grad_(True)
+    advantage, clip = [1.25 - 0.75, 0.25 - 0.75], 0.2
+
+    def gradient(value: torch.Tensor) -> torch.Tensor:
+        return torch.cat([g.flatten() for g in torch.autograd.grad(value, [*model.parameters()])])
+
+    scores = [turn_log_probs(model, chat, turns) for turns in SPOKEN]
+    # A policy that has moved on since: some ratios are clipped, some not.
+    counts = [*map(len, scores)]
+    moved = torch.linspace(-0.4, 0.4, sum(counts))[
+        torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))]
+    sampled = (torch.cat(scores).detach() + moved).float()
+    terms = []
+    for row, old, weight in zip(scores, sampled.split(counts), advantage, strict=True):
+        ratio = (row - old.double()).exp()
+        terms.append(torch.minimum(ratio * weight, ratio.clamp(1 - clip, 1 + clip) * weight))
+    by_hand = gradient(-torch.cat(terms).mean())
+
+    def ours(batch) -> torch.Tensor:
+        GroupAdvantage(estimator="group_mean")(batch)
+        loss = GRPOLoss(model, clip_epsilon=clip, pad_token_id=PAD)
+        return gradient(total_loss(loss(batch)))
+
+    log_probs = torch.zeros_like(with_tool[data.LOG_PROBS])
+    log_probs[with_tool[data.ASSISTANT_MASK]] = sampled
+    with_tool[data.LOG_PROBS] = log_probs
+    found = ours(with_tool.clone())
+    assert by_hand.norm() > 1e-3
+    assert (found - by_hand).norm() < 1e-6 * by_hand.norm()
+    # The tool's answers are in it, if their tokens count as sampled.
+    answers = with_tool.clone()
+    begun = answers[data.ASSISTANT_MASK].cumsum(-1) > 0
+    answers[data.ASSISTANT_MASK] = begun & answers[data.ATTENTION_MASK]
+    assert (ours(answers) - by_hand).norm() > 1e-2 * by_hand.norm()
 
 
 # -- failures -------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class Runner:
             patch(factory, "FleetLoRA", _fleet(seen))
             patch(build_worker, "_start_engine", _worker_engine(seen, build_worker._start_engine))
         if mode.on_atropos:
-            patch(start_atropos, "find_engine", lambda config: seen.note(
+            patch(start_atropos, "find_engine", lambda config, **_: seen.note(
                 "looked for", (config.atropos.vllm_port, config.atropos.bridge_config)))
             for module, name in ((assemble_atropos, "loading_table"),
                                  (build_atropos, "show_times")):

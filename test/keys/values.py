@@ -63,6 +63,7 @@ VALUES = {key: [value] for key, value in {
     "inference_model.num_devices": 3, "inference_model.devices": [0],
     "inference_model.tensor_parallel_size": 2,
     "ref_model.name": "{reference}", "ref_model.devices": [0],
+    "ref_model.sharded": True,
     "policy.kl_coef": 0.05,
     "optimizer.name": "adafactor", "optimizer.lr": 0.02, "optimizer.betas": [0.5, 0.6],
     "optimizer.eps": 0.5, "optimizer.weight_decay": 0.5, "optimizer.clip_grad_norm": 0.01,

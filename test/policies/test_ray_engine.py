@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from grpo.policies.handle import EngineError
@@ -67,3 +69,22 @@ def test_all_answers_that_are_there_are_taken_at_once(monkeypatch):
     calls = [Call(0, 0, "score", ref) for ref in "abc"]
     pool = WorkerPool(lambda number: None, count=1)
     assert pool.wait(calls, timeout=1.0) == [calls[0], calls[2]]
+
+
+def test_a_call_of_a_worker_that_is_replaced_as_it_is_sent_does_not_bury_the_new_one():
+    class Old:
+        def remote(self) -> str:  # while the arguments are packed, another thread heals
+            pool.dead[0] = "gone"
+            pool.revive()
+            return "of the old one"
+
+    new = SimpleNamespace(describe=SimpleNamespace(remote=lambda: "of the new one"))
+    pool = WorkerPool(lambda number: new, count=1)
+    pool.actors, pool.about = [SimpleNamespace(score=Old())], [{}]
+    pool._end = lambda actor: None
+    pool.wait = lambda calls, *, timeout: calls
+    pool.result = lambda call, *, timeout: {}
+    call = pool.send(0, "score")
+    assert pool.lives == [1] and pool.lost(call)
+    pool.bury(call, "it died")
+    assert not pool.dead

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -17,7 +19,7 @@ from grpo.run.engine_attach import engine_environment, find_engine
 from grpo.system.lifeline import TOKEN_VARIABLE
 from grpo.training.checkpoint import Checkpoint
 from grpo.weights.handover import export_shared_memory
-from grpo.weights.handover_file import HandoverError
+from grpo.weights.handover_file import FILE_NAME, HandoverError
 from grpo.weights.in_flight import PeriodicUpdates
 
 from .atropos_trainer import atropos_trainer
@@ -73,7 +75,7 @@ def test_what_environments_and_hub_are_told(config_of, started, monkeypatch):
 
 
 def test_an_engine_that_runs_is_used_and_left_alone(config_of, started, monkeypatch):
-    monkeypatch.setattr(start_atropos, "find_engine", lambda config: "http://127.0.0.1:9001")
+    monkeypatch.setattr(start_atropos, "find_engine", lambda config, **_: "http://127.0.0.1:9001")
     with atropos_trainer(config_of("--weight-bridge-mode", "none")) as trainer:
         assert started.server is None
         inference = started.setup.config.inference_model
@@ -101,7 +103,7 @@ def test_longer_problems_are_not_evaluated_with(config_of, started):
 
 
 def test_an_engine_that_runs_does_not_take_options_of_starting_one(config_of, started, monkeypatch):
-    monkeypatch.setattr(start_atropos, "find_engine", lambda config: "http://127.0.0.1:9001")
+    monkeypatch.setattr(start_atropos, "find_engine", lambda config, **_: "http://127.0.0.1:9001")
     with pytest.raises(ValueError, match="kv_cache_memory_bytes=77 is not read because the server"):
         with atropos_trainer(config_of("--kv-cache-memory-bytes", "77")):
             pass
@@ -116,7 +118,7 @@ def test_an_engine_that_runs_does_not_take_options_of_starting_one(config_of, st
 ])
 def test_an_engine_that_runs_refuses_what_only_an_own_one_would_read(
         argv, message, config_of, started, monkeypatch):
-    monkeypatch.setattr(start_atropos, "find_engine", lambda config: "http://127.0.0.1:9001")
+    monkeypatch.setattr(start_atropos, "find_engine", lambda config, **_: "http://127.0.0.1:9001")
     with pytest.raises(ConfigError, match=message), atropos_trainer(config_of(*argv)):
         pass
 
@@ -147,7 +149,7 @@ class Server:
     """An engine server as :func:`find_engine` sees it."""
 
     def __init__(self, handover, *, after: int = 0) -> None:
-        self.handover, self.after = handover, after
+        self.handover, self.after, self.url = handover, after, "http://127.0.0.1:9001"
 
     def alive(self) -> bool:
         self.after -= 1
@@ -193,6 +195,62 @@ def test_a_named_engine_is_waited_for_and_checked(config_of, serve, handover, tm
     serve(other)
     with pytest.raises(HandoverError, match="is not of the engine server"):
         find_engine(config)
+    serve(replace(handover, model="another"))
+    with pytest.raises(HandoverError, match="shares other tensors than it lists"):
+        find_engine(config)
+
+
+@pytest.fixture
+def lying_about(handover, tmp_path, monkeypatch):
+    """Folders for files, and what is said of them; the current folder is ``here``."""
+    for name in ("logs", "here", "named"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    gone = replace(handover, pid=2**22 + 1)  # above the greatest process number
+    return {"gone": gone, "another": replace(handover, model="another")}
+
+
+@pytest.mark.parametrize("logs, here, said", [
+    ("own", "own", ["logs/F is of the engine at U"]),
+    (None, "own", ["here/F is of the engine at U"]),
+    ("gone", "own", ["not used: .*logs/F: process 4194305, .* has ended", "here/F is of the eng"]),
+    ("another", "gone", ["not used: .*logs/F is not of the engine server at U", "used: .*here/F"]),
+    (None, None, [])])
+def test_the_file_is_looked_for_in_the_log_folder_and_here_and_a_stale_one_is_not_taken(
+        config_of, serve, handover, lying_about, tmp_path, logs, here, said):
+    for folder, which in (("logs", logs), ("here", here)):
+        if which is not None:
+            lying_about.get(which, handover).write(tmp_path / folder)
+    lines, url = [], "http://127.0.0.1:9001"
+    serve(handover)
+    config = config_of("--log-dir", str(tmp_path / "logs"))
+    assert find_engine(config, say=lines.append) == url
+    for line, pattern in zip(lines, said, strict=True):
+        assert re.search(pattern.replace("F", FILE_NAME).replace("U", url), line), line
+
+
+def test_a_file_that_is_named_is_the_only_one_that_is_looked_at(
+        config_of, serve, handover, lying_about, tmp_path):
+    handover.write(tmp_path / "logs")
+    named = lying_about["gone"].write(tmp_path / "named")
+    serve(handover)
+    config = config_of("--log-dir", str(tmp_path / "logs"), "--vllm-config-path", str(named))
+    with pytest.raises(HandoverError, match="has ended"):
+        find_engine(config)
+
+
+def test_where_nothing_answers_a_file_starts_no_waiting_and_is_told_of(
+        config_of, serve, handover, lying_about, tmp_path):
+    handover.write(tmp_path / "logs")
+    lying_about["gone"].write(tmp_path / "here")
+    serve(handover, after=99)
+    lines = []
+    config = config_of("--log-dir", str(tmp_path / "logs"))
+    assert find_engine(config, say=lines.append) is None
+    assert "but nothing answers at http://127.0.0.1:9001; give its engine's port" in lines[0]
+    assert "has ended" in lines[1]
+    other = config_of("--log-dir", str(tmp_path / "logs"), "--weight-bridge-mode", "none")
+    assert find_engine(other, say=lines.append) is None and len(lines) == 2
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/nowhere/vllm_bridge_config.json"])

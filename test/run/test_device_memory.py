@@ -272,6 +272,40 @@ def test_each_copy_of_the_reference_is_counted(folder):
         check_roles_fit(ledgers, two, alone + ledgers["reference"].total - 1)
 
 
+KL = {"train": {"kl_to_ref_coeff": 0.1}, "ref_model": {"num_devices": 2}}
+
+
+def test_a_reference_is_sharded_where_a_whole_copy_fits_no_device(folder, larger_folder,
+                                                                  monkeypatch):
+    monkeypatch.setattr(device_memory, "kv_cache_bytes", lambda *args, **options: 0)
+    plan = DevicePlan("cuda", (0,), (1, 2), ((3,),))
+
+    def ledgers(memory: int, **reference) -> dict:
+        config = placed(**KL | {"ref_model": {**KL["ref_model"], **reference}})
+        return roles_of(config, plan, folder, device=CUDA, memory=memory)
+
+    whole = ledgers(1 << 40)["reference"]
+    assert [r.name for r in whole.rows] == ["reference", "head", "reserve"]
+    assert ledgers(whole.total)["reference"] == whole
+    part = ledgers(whole.total - 1)["reference"]
+    assert [r.name for r in part.rows] == ["reference", "gathered", "head", "reserve"]
+    assert row(part, "reference").bytes == row(whole, "reference").bytes // 2
+    assert row(part, "reference").note.startswith("1/2 of ")
+    shape = ModelShape.of(folder)
+    layers = sum(ins * outs for *_, ins, outs in shape.linears)
+    assert row(part, "gathered").bytes == 4 * (shape.parameters - layers + layers)  # of two layers
+    assert ledgers(1 << 40, sharded=True)["reference"] == part
+    assert ledgers(whole.total - 1, sharded=False)["reference"] == whole
+
+
+def test_on_a_cpu_it_is_sharded_where_copies_do_not_fit_together(folder):
+    plan, config = DevicePlan("cpu", (0,), (1, 2), ((3,),)), placed(**KL)
+    whole = roles_of(config, plan, folder)
+    together = sum(ledger.total for ledger in whole.values()) + whole["reference"].total
+    assert roles_of(config, plan, folder, memory=together) == whole
+    assert row(roles_of(config, plan, folder, memory=together - 1)["reference"], "gathered").bytes
+
+
 def test_on_gpus_the_ledger_is_that_of_one_of_several_training_devices(folder, monkeypatch):
     monkeypatch.setattr(device_memory, "kv_cache_bytes", lambda *args, **options: 0)
     config = settings(train_model={"num_devices": 2}, inference_model={"engine": "process"})

@@ -114,6 +114,18 @@ def test_what_does_not_fit_is_left_out_and_counted(capsys):
     assert "recommended" not in text and lines_to_type(text) == []
 
 
+def test_a_reference_that_no_device_holds_is_planned_in_parts_on_one_machine(tmp_path):
+    def reference(memory: float, hosts: int = 1) -> list[str]:
+        planner = planner_of(tmp_path, {"num_gpus": 4, "gpu_memory_gib": memory,
+                                        "gpus_per_host": 4 // hosts}, "train.kl_to_ref_coeff=0.1")
+        layout = Layout(train=1, engines=1, reference=2, staleness=1)
+        return [row.name for row in planner.plan(layout).ledgers["reference"].rows]
+
+    assert reference(139.8) == ["reference", "head", "reserve"]  # 2.9 GiB of weights
+    assert reference(3.5) == ["reference", "gathered", "head", "reserve"]
+    assert reference(3.5, hosts=2) == ["reference", "head", "reserve"]
+
+
 def test_layouts_are_those_that_the_scripts_accept(tmp_path):
     layouts = list(planner_of(tmp_path, {"num_gpus": 4}, "train.kl_to_ref_coeff=0.1").layouts())
     names = {(str(layout), layout.staleness, bool(layout.lora)) for layout in layouts}

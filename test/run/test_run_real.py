@@ -3,6 +3,7 @@ environment of atroposlib in its own interpreter (``make atropos-env``), and the
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 from grpo.report.loggers import read_jsonl
 from grpo.server.engine_process import EngineProcess, server_command
+from grpo.weights.handover_file import FILE_NAME
 
 from ..support import REPO, environment, free_ports, runs, wait_until
 
@@ -101,3 +103,23 @@ def test_an_engine_that_is_named_is_used_and_left_running(call, tmp_path, cache)
              str(logs), "--env-flag", "openai.model_name=tiny", steps=3)
         assert server.client().alive()
         assert server.client().version == 3
+
+
+def test_the_file_of_an_engine_is_found_and_a_stale_one_is_told_of(call, tmp_path, cache):
+    from grpo.envs.embedded import EmbeddedSpec, embedded_model
+    from grpo.envs.tasks import make_task
+
+    model = str(embedded_model(make_task("arithmetic"), EmbeddedSpec(),
+                               cache_dir=cache / "torchrl-grpo"))
+    command = server_command(model, served_model_name="tiny", dtype="float32", max_model_len=64,
+                             shared_weights=True, log_dir=str(tmp_path))
+    (stale := tmp_path / "logs" / FILE_NAME).parent.mkdir()
+    with EngineProcess(command, log_path=tmp_path / "engine.log") as server:
+        found = json.loads((tmp_path / FILE_NAME).read_text())
+        stale.write_text(json.dumps({**found, "pid": 2**22 + 1}))  # above any process
+        told = call("--model-name", model, "--vllm-port", str(server.port), "--env-flag",
+                    "openai.model_name=tiny", steps=2)
+        assert server.client().version == 2
+    told = " ".join(told.split())
+    assert f"not used: {stale}: process 4194305, the engine that owns" in told
+    assert f"{tmp_path / FILE_NAME} is of the engine at http://127.0.0.1:{server.port}" in told

@@ -3,14 +3,18 @@ that runs already, and workers that are objects of this process."""
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import ExitStack
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+from grpo import data
 from grpo.atropos.hub_server import HubServer
 from grpo.collectors.rollout_worker import RolloutWorker
 from grpo.config.keys import ConfigError
+from grpo.policies.scoring import ReferenceScorer
 from grpo.report.loggers import read_jsonl
 from grpo.run.assemble import assemble, assemble_async
 from grpo.run.script_atropos import assemble_on_atropos, environment_flags
@@ -24,9 +28,15 @@ ASYNC = "grpo-async.py"
 
 
 @pytest.fixture
-def make(tmp_path, small_folder, monkeypatch):
-    """A trainer of a script, beside environments and a hub that run already."""
+def make(make_on_ray, monkeypatch):
+    """The same, with workers that are objects of this process."""
     LocalRay(monkeypatch)
+    return make_on_ray
+
+
+@pytest.fixture
+def make_on_ray(tmp_path, small_folder, monkeypatch):
+    """A trainer of a script, beside environments and a hub that run already."""
     monkeypatch.setattr("grpo.report.reporter.write_report", lambda run_dir, **_: run_dir)
     with ExitStack() as at_end:
         def make(*overrides: str, script: str = "grpo.py"):
@@ -110,3 +120,53 @@ def test_an_environment_that_is_not_there_is_named(tmp_path):
     config = composed_like(["env=atropos", "env.environment=none.py"])
     with pytest.raises(ConfigError, match="env.environment=none.py: there is no such file"):
         assemble_on_atropos(config, tmp_path, None, ExitStack())
+
+
+OWN = ("train.kl_to_ref_coeff=0.1", "train.max_steps=6")
+
+
+@pytest.mark.parametrize("script, overrides", [
+    ("grpo.py", ["ref_model.num_devices=2"]),
+    (ASYNC, ["ref_model.num_devices=1", "train.staleness=1"])])
+def test_references_with_devices_of_their_own_score_what_environments_send(
+        make, tmp_path, small_folder, script, overrides):
+    trainer = make(*OWN, *overrides, script=script)
+    assert trainer.frozen["reference"] is None
+    check_references(trainer, small_folder, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, overrides", [
+    ("grpo.py", ["ref_model.num_devices=2", "ref_model.sharded=true"]),
+    (ASYNC, ["ref_model.num_devices=1", "train.staleness=1"])])
+def test_references_on_ray_score_what_environments_send_also_when_one_dies(
+        make_on_ray, tmp_path, small_folder, script, overrides):
+    pytest.importorskip("ray")
+    trainer = make_on_ray(*OWN, *overrides, script=script)
+    pool = trainer.collector.assembler.source.scoring.pool
+    check_references(trainer, small_folder, tmp_path / "run",
+                     at_step_2=lambda: os.kill(pool.about[0]["pid"], signal.SIGKILL))
+    assert pool.restarts == 1
+
+
+def check_references(trainer, start, run_dir, at_step_2=lambda: None) -> None:
+    """Row by row what a whole copy on the trainer's device computes."""
+    whole, compared = ReferenceScorer(AutoModelForCausalLM.from_pretrained(start), temperature=1.0,
+                                      max_tokens=2048), []
+    collect = trainer.collector.collect
+
+    def checked():
+        if trainer.step == 2:
+            at_step_2()
+        batch = collect()
+        expected = whole(batch.clone())[data.REF_LOG_PROBS]
+        compared.append((batch[data.REF_LOG_PROBS] - expected).abs().max().item())
+        return batch
+
+    trainer.collector.collect = checked
+    trainer.fit()
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    assert len(compared) == 6 and max(compared) < 1e-5
+    assert rows[0]["policy/kl_to_ref"] == pytest.approx(0, abs=1e-6)
+    assert all(row["policy/kl_to_ref"] > 1e-4 for row in rows[2:])
+    assert all(0 <= row["async/reference_idle"] <= 1 for row in rows)

@@ -34,7 +34,11 @@ from grpo.config.schema import Config  # noqa: E402
 from grpo.objectives import GRPOLoss  # noqa: E402
 from grpo.objectives.maxent import MaxEntWeights  # noqa: E402
 from grpo.objectives.scorer import TokenScorer  # noqa: E402
-from grpo.policies.scoring import ProximalScorer, score_rollout  # noqa: E402
+from grpo.policies.scoring import (  # noqa: E402
+    ProximalScorer,
+    ReferenceScorer,
+    score_rollout,
+)
 from grpo.run.build_objective import rows_like_a_group  # noqa: E402
 from grpo.training.checkpoint import list_checkpoints, save_checkpoint  # noqa: E402
 from grpo.training.learner import Learner  # noqa: E402
@@ -42,6 +46,7 @@ from grpo.training.optim import MasterAdamW  # noqa: E402
 from grpo.training.parallel import (  # noqa: E402
     ParallelLearner,
     ShardedAdamW,
+    ShardedReference,
     score_divided,
     shard_model,
 )
@@ -350,7 +355,17 @@ def run_scoring(ranks: Ranks) -> dict:
     shard_model(scorer, ranks)
     together = score_divided(scorer, rollout, ranks, max_tokens=12)
     return {"alone": torch.stack(alone).cpu(), "together": torch.stack(together).cpu(),
-            "all_slices": all(isinstance(param, DTensor) for param in model.parameters())}
+            "all_slices": all(isinstance(param, DTensor) for param in model.parameters()),
+            "reference": _reference_scores(ranks, rollout)}
+
+
+def _reference_scores(ranks: Ranks, rollout: TensorDict) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of a reference that is sharded, and of a whole one: of all rows and of fewer than ranks."""
+    options = {"temperature": 0.7, "max_tokens": 12}
+    whole = ReferenceScorer(make_model(ranks.device), **options)
+    part = ShardedReference(make_model(torch.device("cpu")), ranks, **options)
+    return [tuple(score(rows.clone())[data.REF_LOG_PROBS].cpu() for score in (part, whole))
+            for rows in (rollout, rollout[:1], rollout[5:8])]
 
 
 def run_adapters(ranks: Ranks) -> dict:

@@ -180,6 +180,9 @@ def test_scores_of_divided_rows_are_those_of_one_process(results):
         assert scoring["together"].count_nonzero() > 20
         # Whoever asks for the parameters afterwards must not get the gathered ones.
         assert scoring["all_slices"]
+        for part, whole in scoring["reference"]:
+            torch.testing.assert_close(part, whole, atol=1e-6, rtol=1e-6)
+            assert part.min() < -1
 
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=20), parts=st.integers(1, 5),

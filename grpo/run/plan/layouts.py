@@ -204,6 +204,8 @@ class Planner:
         for section, keys in chosen.items():
             values[section] |= keys
         values["train_model"]["lora"]["enabled"] = layout.lora is not None
+        if layout.devices > self.options.gpus_per_host:
+            values["ray"]["address"] = "auto"
         if layout.staleness == 0:
             del values["train"]["staleness"]
             config = with_workers(synchronous(values))
