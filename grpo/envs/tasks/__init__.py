@@ -11,8 +11,10 @@ from grpo.envs.tasks.base import (
 )
 from grpo.envs.tasks.chat_env import ChatEnvTask
 from grpo.envs.tasks.gsm8k import Gsm8kTask
+from grpo.envs.tasks.ifeval import IFEvalTask
 from grpo.envs.tasks.reasoning_gym import ReasoningGymTask
 from grpo.envs.tasks.verifiers import VerifiersTask
 
-__all__ = ["ArithmeticTask", "ChatEnvTask", "Gsm8kTask", "Problem", "ReasoningGymTask", "Task",
-           "VerifiersTask", "make_task", "register_task", "task_class", "task_names"]
+__all__ = ["ArithmeticTask", "ChatEnvTask", "Gsm8kTask", "IFEvalTask", "Problem",
+           "ReasoningGymTask", "Task", "VerifiersTask", "make_task", "register_task", "task_class",
+           "task_names"]
