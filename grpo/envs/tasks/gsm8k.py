@@ -177,4 +177,4 @@ def _problem(row: object, where: str, system: tuple[dict[str, str], ...], *, id:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     question = {"role": "user", "content": row["question"]}
-    return Problem(prompt=(*system, question), answer=gold, id=id)
+    return Problem(prompt=(*system, question), answer=gold, id=id, row=row)

@@ -202,4 +202,4 @@ def _problem(row: Any, where: str, system: tuple[dict[str, str], ...]) -> Proble
         raise ValueError(f"{where}: {error}") from error
     request = {"role": "user", "content": row["prompt"]}
     return Problem(prompt=(*system, request), answer=", ".join(row["instruction_id_list"]),
-                   id=f"ifeval/{row['key']}", verifier=partial(reward, row))
+                   id=f"ifeval/{row['key']}", verifier=partial(reward, row), row=row)

@@ -122,3 +122,5 @@ def _parsed(text: bytes, where: str) -> Any:
 
 _READERS: dict[str, Callable[[Path], Iterator[PlacedRow]]] = {
     ".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+#: How names of files end that :func:`file_rows` reads.
+SUFFIXES = tuple(_READERS)
