@@ -30,7 +30,7 @@ THINKING_PROMPT = ("Think step by step before you answer, and write your thought
 # ends with its end token, as when it samples it.
 _PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] | capitalize }}: {{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n\n{% endfor %}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}")
 
 
@@ -95,11 +95,15 @@ def give_template(tokenizer: Any, chosen: str | None, problems: Sequence[Problem
     It stays with the tokenizer, and is saved with it.
 
     Raises:
-        ValueError: see :func:`template_text`.
+        ValueError: if a template is chosen and there are no chats; see :func:`template_text`.
     """
+    chats = not all(isinstance(problem.prompt, str) for problem in problems)
     if chosen is not None:
+        if not chats:
+            raise ValueError(f"env.chat_template={chosen:.60} is not read because all prompts are "
+                             "text; set env.system_prompt, which makes chats of them, or remove it")
         tokenizer.chat_template = template_text(chosen)
-    if tokenizer.chat_template is not None or all(isinstance(p.prompt, str) for p in problems):
+    if tokenizer.chat_template is not None or not chats:
         return False
     begins = tokens_before(tokenizer) == [tokenizer.bos_token_id]
     tokenizer.chat_template = begins * "{{ bos_token }}" + _PLAIN_TEMPLATE
