@@ -117,7 +117,7 @@ def test_a_chat_without_a_template_says_what_to_use():
     class Bare:
         chat_template = None
 
-    with pytest.raises(ValueError, match="'p' is a chat .* no chat template; set env.chat_template"):
+    with pytest.raises(ValueError, match="'p' is a chat .* no chat template; set env.chat"):
         render(problem("p", CHAT), Bare())
 
 
