@@ -31,7 +31,7 @@ EXTRAS = {
     "ray": RAY,
     "quantization": QUANTIZATION,
     "optim": ["torchao>=0.12", "bitsandbytes>=0.45"],  # either for optimizer.name=adamw_8bit
-    "datasets": ["datasets>=3"],
+    "datasets": ["datasets>=3", "pyarrow>=15"],  # it brings that, which parquet files need
     "ifeval": IFEVAL,
     "reasoning-gym": REASONING_GYM,
     "verifiers": VERIFIERS,

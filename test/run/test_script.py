@@ -103,7 +103,7 @@ def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
     (GRPO, ["env=reasoning_gym", "env.task.options.max_terms=2"],
      "write 'env.task.options={max_terms: 2}'"),
     (GRPO, ["env=gsmk8"],
-     "Available options in 'env':\n\tarithmetic\n\tatropos\n\tchat_env\n\tgsm8k"),
+     "Available options in 'env':\n\tarithmetic\n\tatropos\n\tchat_env\n\tcountdown"),
     (GRPO, ["train.seed=1", "--config-name", "grpo_gsm8k", "env.task.max_operand=3"],
      "known keys of env.task: num_train, num_test"),
 ])
