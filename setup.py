@@ -19,6 +19,7 @@ SERVER = ["fastapi>=0.110", "starlette>=0.37", "uvicorn>=0.30"]
 LORA = ["peft>=0.17"]
 QUANTIZATION = ["torchao>=0.18"]  # the first with both kinds in one place
 RAY = ["ray[default]>=2.40"]
+IFEVAL = ["langdetect>=1.0.9", "nltk>=3.9"]
 REASONING_GYM = ["reasoning-gym>=0.1.25"]
 # Later ones have no load_environment at their top, or ask for another version of MCP than vLLM.
 VERIFIERS = ["verifiers>=0.1.14,<0.2"]
@@ -30,13 +31,14 @@ EXTRAS = {
     "ray": RAY,
     "quantization": QUANTIZATION,
     "optim": ["torchao>=0.12", "bitsandbytes>=0.45"],  # either for optimizer.name=adamw_8bit
-    "datasets": ["datasets>=3"],
+    "datasets": ["datasets>=3", "pyarrow>=15"],  # it brings that, which parquet files need
+    "ifeval": IFEVAL,
     "reasoning-gym": REASONING_GYM,
     "verifiers": VERIFIERS,
     "logging": LOGGING,
     "dev": ["hypothesis>=6.100", "import-linter>=2.6", "pytest>=8", "pytest-timeout>=2.3",
             "pytest-xdist>=3.6", "ruff>=0.6", *LOGGING, *LORA, *QUANTIZATION, *RAY,
-            *REASONING_GYM],
+            *IFEVAL, *REASONING_GYM],
 }
 
 

@@ -141,6 +141,15 @@ def gsm8k_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def ifeval_file() -> Path:
+    """The real rows of IFEval, from the same folder."""
+    root = Path(os.environ.get("GRPO_TEST_DATA", REPO.parent / "shared" / "data"))
+    if not (path := root / "ifeval" / "input_data.jsonl").exists():
+        pytest.skip("IFEval's rows are not here; set GRPO_TEST_DATA to a folder with ifeval/")
+    return path
+
+
+@pytest.fixture(scope="session")
 def gsm8k_rows(tmp_path_factory):
     """Two splits in GSM8K's format, of our own making, as long as the configuration asks for."""
     folder = tmp_path_factory.mktemp("gsm8k")

@@ -21,6 +21,9 @@ ALIASES = {
     "maxent_q_temperature": ("maxent", "q_temperature"),
     "maxent_q_epsilon": ("maxent", "q_epsilon"),
     "maxent_length_normalize_ref": ("maxent", "length_normalize_ref"),
+    "dataset_mixture": ("env", "dataset_mixture"),
+    "system_prompt": ("env", "system_prompt"),
+    "chat_template": ("env", "chat_template"),
 }
 # The only earlier name in a section of its own.
 _KL_COEF = ("policy", "kl_coef")

@@ -14,8 +14,10 @@ _ATROPOS = Unread(lambda c: not c.env.is_atropos, "by env.dataset={env.dataset};
                   "or")
 #: What such environments do themselves, and what is used instead.
 _INSTEAD = {
-    "env.name env.id env.data_path env.step env.reward env.reward_weights env.reward_timeout "
-    "env.reward_workers env.max_reward_errors env.max_prompt_tokens":
+    "env.name env.id env.data_path env.path env.dataset_mixture env.prompt_column "
+    "env.answer_column env.system_prompt env.thinking_prompt env.chat_template env.step "
+    "env.reward env.reward_weights env.reward_timeout env.reward_workers "
+    "env.max_reward_errors env.max_prompt_tokens":
         "options of the environment in env.task.flags, such as {env: {max_num_workers: 8}},",
     "train.data_epochs": "train.max_steps, because environments choose their problems,",
     "train.max_sampling_rounds": "the environment's ensure_scores_are_not_same",
@@ -57,9 +59,26 @@ class EnvConfig(Section):
     """Further ports that lead there, for Atropos environments that ask at an address of their
     own."""
     data_path: str | None = None
+    path: str | None = None
+    """Of a data set, for ``env=dataset``: id on the hub, a local file, or a folder."""
+    dataset_mixture: dict[str, Any] | None = None
+    """Several data sets in its place, see :class:`grpo.envs.tasks.dataset.DatasetTask`."""
+    prompt_column: str | None = None
+    """Of the data set, with a text or a list of chat messages."""
+    answer_column: str | None = None
+    """Of the data set, with a text or a number."""
     task: dict[str, Any] = Field(default_factory=dict)
     """Options of the task, see :mod:`grpo.envs.tasks`; with Atropos ``flags``, of the ``serve``
     command of ``environment``."""
+    system_prompt: str | None = None
+    """First message of every prompt; null: the task's own, if it has one; "": none. A prompt that
+    is a text is the user's message then."""
+    thinking_prompt: bool | str | None = None
+    """Added to the first message: a text that asks to think before the answer; true: one that
+    does so between ``<think>`` and ``</think>``."""
+    chat_template: str | None = None
+    """Text or file of a chat template in the place of the tokenizer's; null: that one, and where it
+    has none a plain one. It is saved with the tokenizer."""
     reward: str | list[str] | dict[str, float] | None = None
     """Name or import path of the reward, or several; null: the task's own."""
     reward_weights: list[float] | None = None

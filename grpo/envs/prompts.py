@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from grpo.envs.tasks.base import Problem
-from grpo.envs.text_tokens import text_tokens
+from grpo.envs.text_tokens import text_tokens, tokens_before
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,93 @@ class Prompt:
 
     problem: Problem
     tokens: list[int] = field(repr=False)
+
+
+#: What ``env.thinking_prompt=true`` adds to the first message.
+THINKING_PROMPT = ("Think step by step before you answer, and write your thoughts between <think> "
+                   "and </think>.")
+# Of models without one: plain text, which a base model has seen much of. What the model has said
+# ends with its end token, as when it samples it.
+_PLAIN_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] | capitalize }}: {{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}")
+
+
+def framed(
+    problem: Problem, *, system_prompt: str | None, thinking_prompt: bool | str | None
+) -> Problem:
+    """A problem with what every prompt is to begin with; a text becomes the user's message.
+
+    Args:
+        problem: of any task.
+        system_prompt: takes the place of a first message of the system; "" only takes it away,
+            None leaves it.
+        thinking_prompt: is added to that message, which is made if there is none; True:
+            :data:`THINKING_PROMPT`.
+
+    Examples:
+        >>> framed(Problem("1+1=", "2", "p0"), system_prompt="Be brief.", thinking_prompt=None)
+        ... # doctest: +NORMALIZE_WHITESPACE
+        Problem(prompt=({'role': 'system', 'content': 'Be brief.'},
+                        {'role': 'user', 'content': '1+1='}), answer='2', id='p0')
+    """
+    thinking = THINKING_PROMPT if thinking_prompt is True else thinking_prompt or ""
+    if system_prompt is None and not thinking:
+        return problem
+    messages = list(problem.prompt)
+    if isinstance(problem.prompt, str):
+        messages = [{"role": "user", "content": problem.prompt}]
+    first = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
+    first = first if system_prompt is None else system_prompt
+    if first := f"{first}\n\n{thinking}".strip():
+        messages.insert(0, {"role": "system", "content": first})
+    return replace(problem, prompt=tuple(messages))
+
+
+def template_text(given: str) -> str:
+    """The chat template of ``env.chat_template``, a text or a file.
+
+    Raises:
+        ValueError: if it is neither, or no template.
+    """
+    import jinja2
+
+    path, text = Path(given).expanduser(), given
+    if "{" not in given:
+        if not path.is_file():
+            raise ValueError(f"env.chat_template={given}: there is no such file, and it is no "
+                             "template; give a file, or a text such as \"{% for message in "
+                             "messages %}...\"")
+        text = path.read_text(encoding="utf-8")
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        if "generation" not in str(error):  # a tag that Transformers has of its own
+            raise ValueError(f"env.chat_template={given:.60}: not a template: {error}") from error
+    return text
+
+
+def give_template(tokenizer: Any, chosen: str | None, problems: Sequence[Problem]) -> bool:
+    """Let a tokenizer render these problems: by the template that is chosen, its own, or where it
+    has none and chats are to be rendered, a plain one. True if it got the last.
+
+    It stays with the tokenizer, and is saved with it.
+
+    Raises:
+        ValueError: if a template is chosen and there are no chats; see :func:`template_text`.
+    """
+    chats = not all(isinstance(problem.prompt, str) for problem in problems)
+    if chosen is not None:
+        if not chats:
+            raise ValueError(f"env.chat_template={chosen:.60} is not read because all prompts are "
+                             "text; set env.system_prompt, which makes chats of them, or remove it")
+        tokenizer.chat_template = template_text(chosen)
+    if tokenizer.chat_template is not None or not chats:
+        return False
+    begins = tokens_before(tokenizer) == [tokenizer.bos_token_id]
+    tokenizer.chat_template = begins * "{{ bos_token }}" + _PLAIN_TEMPLATE
+    return True
 
 
 def render(problem: Problem, tokenizer: Any) -> list[int]:
@@ -33,7 +121,7 @@ def render(problem: Problem, tokenizer: Any) -> list[int]:
         return text_tokens(problem.prompt, tokenizer)
     if tokenizer.chat_template is None:
         raise ValueError(f"problem {problem.id!r} is a chat but the tokenizer of model.name has no "
-                         "chat template; use an instruction-tuned model")
+                         "chat template; set env.chat_template, or use an instruction-tuned model")
     text = tokenizer.apply_chat_template(list(problem.prompt), tools=list(problem.tools) or None,
                                          add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -27,11 +27,16 @@ def text_tokens(text: str, tokenizer: Any) -> list[int]:
         [18, 12, 19, 30]
     """
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    before = _tokens_before(tokenizer)
+    before = tokens_before(tokenizer)
     return tokens if tokens[: len(before)] == before else before + tokens
 
 
-def _tokens_before(tokenizer: Any) -> list[int]:
+def tokens_before(tokenizer: Any) -> list[int]:
+    """What a tokenizer puts before every text.
+
+    Raises:
+        ValueError: see :func:`text_tokens`.
+    """
     probe = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     whole = tokenizer(_PROBE)["input_ids"]
     for start in range(len(whole)):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -13,9 +14,9 @@ from grpo.config.schema import Config, ConfigError
 from grpo.config.unread import ON_A_CPU, TRANSFORMERS, refuse_unread
 from grpo.envs.dialog import Dialog, environment, named_step
 from grpo.envs.embedded import EmbeddedSpec, embedded_model
-from grpo.envs.prompts import Prompt, render_all
+from grpo.envs.prompts import Prompt, framed, give_template, render_all
 from grpo.envs.rewards import RewardFn, RewardScorer, get_reward
-from grpo.envs.tasks import Task, make_task
+from grpo.envs.tasks import Task, make_task, options_of
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
 from grpo.policies.client import EngineClient
@@ -26,6 +27,8 @@ from grpo.run.model_source import find_model, first_line
 from grpo.training.checkpoint import Checkpoint
 from grpo.weights.adapters import require_peft
 from grpo.weights.quantised import quantised_layers, require_torchao
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -113,18 +116,27 @@ def check(config: Config, task: Task, *, device: torch.device, backend: str) -> 
                           "every token; set it to false")
 
 
+#: Options of tasks that are keys of section ``env``.
+_TASK_KEYS = ("name", "id", "data_path", "path", "dataset_mixture", "prompt_column",
+              "answer_column")
+
+
 def build_task(config: Config) -> Task:
     """The task of ``env.dataset`` with the options of ``env.task``.
 
     Raises:
         ConfigError: if an option is given twice.
     """
-    options = {key: value for key in ("name", "id", "data_path")
+    options = {key: value for key in _TASK_KEYS
                if (value := getattr(config.env, key)) is not None}
     for key in options.keys() & config.env.task.keys():
         raise ConfigError(f"env.{key}={options[key]!r} and env.task.{key}="
                           f"{config.env.task[key]!r} are the same option; leave one out")
-    return make_task(config.env.dataset, **options, **config.env.task)
+    options |= config.env.task
+    if (first := config.env.system_prompt) is not None and (
+            "system_prompt" in options_of(config.env.dataset)):
+        options["system_prompt"] = first or None
+    return make_task(config.env.dataset, **options)
 
 
 def model_folder(config: Config, task: Task) -> str:
@@ -207,13 +219,30 @@ def build_prompts(config: Config, task: Task, tokenizer: Any, model_path: str) -
                           f"prompt in a context of {limit} tokens")
     room = limit - config.max_tokens
     room = min(room, config.env.max_prompt_tokens or room)
-    train, test = (render_all(task.split(split), tokenizer, max_prompt_tokens=room,
-                              what=f"{task.name} {split}") for split in ("train", "test"))
+    train, test = (rendered(config, task, split, tokenizer, max_prompt_tokens=room)
+                   for split in ("train", "test"))
     if config.env.num_envs > len(train):
         raise ConfigError(f"env.num_envs={config.env.num_envs} different prompts a batch, but "
                           f"{task.name} has only {len(train)} to train on; lower env.num_envs")
     width = max(len(prompt.tokens) for prompt in train + test)
     return Prompts(train, test, width, inference.max_model_len or width + config.max_tokens)
+
+
+def rendered(
+    config: Config, task: Task, split: Literal["train", "test"], tokenizer: Any, *,
+    max_prompt_tokens: int,
+) -> list[Prompt]:
+    """The prompts of a split, with what section ``env`` puts around each of them. The tokenizer
+    gets a chat template if it needs one."""
+    env = config.env
+    problems = [framed(problem, system_prompt=env.system_prompt,
+                       thinking_prompt=env.thinking_prompt) for problem in task.split(split)]
+    if give_template(tokenizer, env.chat_template, problems):
+        logger.warning("the tokenizer of %s has no chat template: prompts are plain text, 'User: "
+                       "...' and 'Assistant:', and its copies that this run saves have that "
+                       "template; set env.chat_template for another one", config.model.name)
+    return render_all(problems, tokenizer, max_prompt_tokens=max_prompt_tokens,
+                      what=f"{task.name} {split}")
 
 
 def build_env(

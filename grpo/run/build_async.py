@@ -20,6 +20,7 @@ from grpo.collectors.rollout_worker import RolloutWorker, WorkerSetup
 from grpo.collectors.schedule import RolloutSchedule
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError
+from grpo.envs.prompts import template_text
 from grpo.policies.fleet import FleetPolicy
 from grpo.policies.ray_engine import WorkerPool, require_ray
 from grpo.policies.scoring import ReferenceScorer
@@ -325,6 +326,8 @@ def _sent(config: AsyncConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
     if (folder := values["env"]["data_path"]) is not None:
         values["env"]["data_path"] = _absolute(folder)
+    if (template := values["env"]["chat_template"]) is not None:
+        values["env"]["chat_template"] = template_text(template)  # whose file may be here alone
     return values
 
 

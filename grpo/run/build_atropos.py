@@ -25,7 +25,6 @@ from grpo.atropos.trainer import CheckedCollector
 from grpo.collectors.reference_worker import scoring_of
 from grpo.config.atropos import AtroposConfig
 from grpo.config.schema import ConfigError
-from grpo.envs.prompts import render_all
 from grpo.envs.text_tokens import text_tokens
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
@@ -210,9 +209,8 @@ def build_evaluator(start: Start, policy: Policy) -> Evaluator | None:
         return None
     tokens = config.atropos.eval_max_tokens or 128
     room = setup.max_model_len - tokens
-    prompts = render_all(task.split("test"), setup.tokenizer,
-                         max_prompt_tokens=min(room, config.env.max_prompt_tokens or room),
-                         what=f"{task.name} test")
+    prompts = build.rendered(config, task, "test", setup.tokenizer,
+                             max_prompt_tokens=min(room, config.env.max_prompt_tokens or room))
     policy, score = policy.with_sampling(max_tokens=tokens), build.reward_function(config, task)
     env = VerifiableEnv(
         prompts, score, setup.tokenizer, num_prompts=min(len(prompts), ENGINE_ROWS), group_size=1,

@@ -11,7 +11,7 @@ import torch
 from grpo.collectors.rollout_worker import WorkerParts, WorkerSetup
 from grpo.config.schema import ConfigError
 from grpo.config.sent import load_sent
-from grpo.envs.prompts import Prompt
+from grpo.envs.prompts import Prompt, give_template
 from grpo.envs.tasks import task_class
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
@@ -51,6 +51,7 @@ def build_worker(setup: WorkerSetup, number: int, prompts: list[Prompt]) -> Work
         return WorkerParts(policy, engine, sampler, [], groups_a_call=1, group_rows=1)
     # The problems have come with the prompts. The engine's thread draws random numbers, too, so
     # nobody can tell who has drawn.
+    give_template(shared.tokenizer, config.env.chat_template, [p.problem for p in prompts])
     score = reward_function(config, task_class(config.env.dataset), try_first=False)
     workers = config.env.reward_workers  # a group waits in its thread while its calls run there
     threads = 1 if workers == 1 else _SCORING_THREADS + workers // config.env.repeats

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 #: What a checkpoint cannot go on without: with another model, task or seed it is refused.
-KEPT = ("model.", "ref_model.name:", "env.dataset:", "env.name", "env.id:", "env.task.",
+KEPT = ("model.", "ref_model.name:", "env.dataset:", "env.name", "env.id:", "env.path:",
+        "env.dataset_mixture", "env.prompt_column:", "env.answer_column:", "env.task.",
         "train.seed:", "train_model.torch_dtype:", "train_model.quantization:",
         "train_model.lora.")
 

@@ -20,7 +20,9 @@ MAXENT = {"train": {"objective": "maxent_listwise", "aggregation": "prompt"}}
 VALUES = {"iterations": 7, "num_train_epochs": 1.5,
           "init_kl_coeff": 0.1, "kl_target": 0.2, "kl_horizon": 50.0, "kl_ctl_step_size": 0.3,
           "maxent_tau": 0.5, "maxent_q_temperature": 2.0, "maxent_q_epsilon": 0.1,
-          "maxent_length_normalize_ref": False}
+          "maxent_length_normalize_ref": False,
+          "dataset_mixture": {"datasets": [{"id": "org/sums"}]}, "system_prompt": "Add.",
+          "chat_template": "{{ messages }}"}
 CONTROLLED = {"init_kl_coeff": 0.1, "kl_target": 0.2, "kl_horizon": 50.0}
 
 

@@ -35,7 +35,7 @@ def test_every_run_composes_is_valid_and_survives_being_sent(name):
 
 
 def test_there_are_runs_to_compose():
-    assert {"grpo_async", "grpo_async_gsm8k"} <= set(RUNS)
+    assert {"grpo_async", "grpo_async_gsm8k", "grpo_async_ifeval"} <= set(RUNS)
 
 
 def test_the_defaults_of_yaml_and_schema_are_the_same():

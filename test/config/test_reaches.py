@@ -93,6 +93,7 @@ ADVANTAGE = lambda b, c: build_objective.build_advantage(c)  # noqa: E731
 CONTROLLER = Built.controller
 TEACHER = Built.teacher
 REWARD = lambda b, c: build.reward_function(c, b.task(c))  # noqa: E731
+FIRST_PROMPT = lambda b, c: b.prompts(c).test[0].problem.prompt  # noqa: E731
 KL = {"train": {"kl_to_ref_coeff": 0.1}}
 HORIZON = {**KL, "kl_controller": {"kind": "horizon", "target": 0.1, "horizon": 10}}
 BAND = {**KL, "kl_controller": {"kind": "band", "target": 0.1}}
@@ -249,6 +250,13 @@ REACHES = {
     "env.num_envs": (lambda b, c: b.env(c), lambda x: x.num_prompts, {}, 3, 3),
     "env.repeats": (lambda b, c: b.env(c), lambda x: x.group_size, {}, 4, 4),
     "env.task": (lambda b, c: b.env(c), lambda x: len(x.stream.prompts), {}, {"num_train": 9}, 9),
+    "env.system_prompt": (FIRST_PROMPT, lambda x: x[0], {}, "Add.",
+                          {"role": "system", "content": "Add."}),
+    "env.thinking_prompt": (FIRST_PROMPT, lambda x: x[0], {}, "Think.",
+                            {"role": "system", "content": "Think."}),
+    "env.chat_template": (
+        lambda b, c: Built(b.folder, copy.deepcopy(b.tokenizer)).prompts(c).test[0].tokens, len,
+        {"env": {"system_prompt": "Add."}}, "{{ messages[0]['content'] }}", 4),
     "env.dataset": (lambda b, c: b.task(c), lambda x: x.name, {"env": {"task": {}}},
                     "test_dataset", "test_dataset"),
     "env.reward_timeout": (REWARD, lambda x: x.timeout, {}, 2.5, 2.5),
@@ -315,6 +323,16 @@ def test_the_data_path_reaches_the_task(gsm8k_folder):
     config = load_config(small(env={"dataset": "gsm8k", "data_path": str(gsm8k_folder),
                                     "task": {}}))
     assert len(build.build_task(config).test) == 1319
+
+
+def test_the_columns_of_a_data_set_reach_the_task(tmp_path):
+    (tmp_path / "sums.jsonl").write_text('{"q": "1+1?", "a": 2}\n' * 3)
+    env = {"dataset": "dataset", "path": str(tmp_path / "sums.jsonl"), "prompt_column": "q",
+           "answer_column": "a", "task": {"num_test": 1}, "system_prompt": ""}
+    for more in ({}, {"path": None, "dataset_mixture": {
+            "datasets": [{"id": env["path"]}], "test_split_size": 1}, "task": {}}):
+        task = build.build_task(load_config(small(env=env | more)))
+        assert (len(task.train), task.test[0].answer, len(task.test[0].prompt)) == (2, "2", 1)
 
 
 def test_an_option_the_task_does_not_have_is_refused():

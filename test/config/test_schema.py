@@ -20,9 +20,9 @@ from .configs import FOLDER, MAXENT, SECTIONS, composed, message, small
 # Of grpo.py; those of grpo-async.py have another schema, see test_config_async.py.
 RUNS = sorted(path.stem for path in FOLDER.glob("*.yaml") if "async" not in path.stem)
 # The files of config/preset set keys of several sections, see test_presets.py; so do those of
-# config/unset, see test_atropos_script.py.
+# config/with_env.
 GROUPS = sorted(path.name for path in FOLDER.iterdir()
-                if path.is_dir() and path.name not in ("preset", "async", "ray", "unset"))
+                if path.is_dir() and path.name not in ("preset", "async", "ray", "with_env"))
 
 
 # -- YAML and schema ------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def test_every_run_of_the_config_folder_composes_and_is_valid(name):
 
 
 def test_there_is_a_run_to_compose():
-    assert {"grpo", "grpo_gsm8k"} <= set(RUNS)
+    assert {"grpo", "grpo_gsm8k", "grpo_ifeval"} <= set(RUNS)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -69,6 +69,16 @@ def test_the_task_options_of_yaml_are_those_of_the_task(file):
     options = str(error.value).split("use one of: ")[1].split(", ")
     assert env["task"]
     assert set(env["task"]) <= set(options)
+
+
+@pytest.mark.parametrize("recipe", RUNS)
+def test_additions_bring_what_suits_them_to_every_recipe_and_take_it_along(recipe):
+    for env, expected in (("arithmetic", (4, 5e-4, "linear", 20)),
+                          ("gsm8k", (None, 1e-5, "constant", 10))):
+        values = composed(recipe, f"env={env}")
+        assert (values.inference_model.max_tokens, values.optimizer.lr, values.optimizer.schedule,
+                values.train.eval_frequency) == expected
+        assert values.train.exp_name == env
 
 
 def test_overrides_of_the_command_line_reach_the_configuration():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from grpo.envs.rewards import gsm8k, normalize_number
-from grpo.envs.tasks import Gsm8kTask, make_task
+from grpo.envs.tasks import Gsm8kTask, Problem, make_task
+from grpo.envs.tasks.gsm8k import is_correct, reward
 
 ROWS = [
     {"question": "Two cats have how many legs?", "answer": "2 * 4 = <<2*4=8>>8\n#### 8"},
@@ -145,6 +148,88 @@ class TestHub:
             Gsm8kTask(dataset=str(tmp_path / "nowhere"))
 
 
+#: A gold answer, a response, whether it is right, and its reward.
+EDGE_CASES = [
+    ("1,080", "<answer>1080</answer>", True, 1.0),
+    ("1080", "<answer>1,080.00</answer>", True, 1.0),
+    ("1080", "It is 1,080.", True, 1.0),
+    ("1080", r"\boxed{1{,}080}", True, 1.0),
+    ("1080", "It is 1,081.", False, 0.1),
+    ("18", "<answer>$18</answer>", True, 1.0),
+    ("18", "#### $18.00", True, 1.0),
+    ("18", "<answer>18 €</answer>", True, 0.1),  # training wants the bare number in a block
+    ("18", "<answer>18 dollars</answer>", True, 0.1),
+    ("18", "#### 18 dollars", True, 1.0),
+    ("18", "<answer>18 m^2</answer>", True, 0.1),
+    ("18", "He has 18 eggs.", True, 1.0),
+    ("50", "<answer>50%</answer>", True, 1.0),
+    ("-6", "<answer>-6</answer>", True, 1.0),
+    ("-6", "It has \u22126 degrees.", True, 1.0),
+    ("-6", "#### -$6", True, 1.0),
+    ("6", "<answer>-6</answer>", False, 0.1),
+    ("3", "8 - 5 = 3", True, 1.0),
+    ("5", "7, or 12-5", True, 1.0),  # which is no minus five
+    ("2.5", "<answer>2.50</answer>", True, 1.0),
+    ("0.5", "#### .5", True, 1.0),
+    ("18", "#### 18.", True, 1.0),
+    ("18", "<answer>18.5</answer>", False, 0.1),
+    ("0.5", "<answer>1/2</answer>", True, 0.1),
+    ("18", "#### 36/2", True, 1.0),
+    ("1.5", "It took 1 1/2 hours", True, 1.0),
+    ("0.5", r"#### \frac{1}{2}", True, 1.0),
+    ("1", "#### 1/0", False, 0.1),
+    ("18", "First 3, then 18", True, 1.0),
+    ("3", "First 3, then 18", False, 0.1),
+    ("18", "<answer>9 + 9 = 18</answer>", True, 0.1),
+    ("18", "<answer>18 or 19</answer>", False, 0.1),
+    ("18", "<answer>18</answer><answer>19</answer>", True, 1.0),
+    ("18", "<answer>19</answer> #### 18", False, 0.1),
+    ("18", "#### 17 #### 18 and so on", True, 1.0),
+    ("18", "#### 18\nQuestion: 19?", True, 1.0),
+    ("18", "<answer>18", True, 1.0),  # a block that never ends is none
+    ("18", r"so \boxed{18}", True, 1.0),
+    ("18", r"<answer>\boxed{18}</answer>", True, 0.1),
+    ("18", "", False, 0.0),
+    ("18", "no idea", False, 0.0),
+    ("18", "<answer></answer> 18", False, 0.0),
+    ("18", "18 ####", False, 0.0),
+    ("18", "<answer>eighteen</answer>", False, 0.1),
+]
+
+
+class TestFunctions:
+    @pytest.mark.parametrize("gold, response, right, worth", EDGE_CASES)
+    def test_edge_cases(self, gold, response, right, worth):
+        row = {"question": "?", "answer": f"so\n#### {gold}"}
+        assert (is_correct(row, response), reward(row, response)) == (right, worth)
+
+    @pytest.mark.parametrize("gold, response, right, worth",
+                             [case for case in EDGE_CASES if "</answer>" in case[1]])
+    def test_a_block_is_worth_what_training_gives(self, gold, response, right, worth):
+        assert gsm8k(response, problem_of(gold)).reward == worth
+
+    def test_a_row_without_a_gold_answer_is_named(self):
+        with pytest.raises(ValueError, match="'answer' must end in '#### <gold answer>'"):
+            is_correct({"question": "?", "answer": "18"}, "18")
+
+    @pytest.mark.parametrize("text", [
+        *(piece * (10**6 // len(piece)) for piece in (
+            "1", "1,", "1,000", "1/", "-", "a1", "<answer>", "####", "#### 1\n", "\\frac{1}{", "=",
+            "{,}", " ", ".", "1 1/")),
+        "(" * 500_000 + "18" + ")" * 500_000, random.Random(0).randbytes(10**6).decode("latin-1"),
+    ], ids=lambda text: repr(text[:8]))
+    def test_no_response_takes_a_second(self, text):
+        row, start = {"answer": "#### 18"}, time.process_time()
+        for response in (text, f"<answer>{text}</answer>", f"#### {text}"):
+            is_correct(row, response)
+            reward(row, response)
+        assert time.process_time() - start < 1
+
+
+def problem_of(gold: str) -> Problem:
+    return Problem(prompt="?", answer=gold, id="p0")
+
+
 class TestPublishedFiles:
     @pytest.fixture
     def task(self, gsm8k_folder):
@@ -162,3 +247,13 @@ class TestPublishedFiles:
             assert gsm8k(f"<answer>${problem.answer}.00</answer>", problem) == (1.0, True)
             number = float(normalize_number(problem.answer))
             assert gsm8k(f"<answer>{number + 1}</answer>", problem) == (0.1, False)
+
+    def test_every_gold_answer_scores_1_however_it_is_given(self, gsm8k_folder):
+        for split in ("train", "test"):
+            for line in (gsm8k_folder / f"{split}.jsonl").open():
+                row = json.loads(line)
+                gold = row["answer"].rpartition("####")[2].strip()
+                for response in (f"<answer>{gold}</answer>", f"#### {gold}", row["answer"],
+                                 f"The answer is {gold}."):
+                    assert is_correct(row, response) and reward(row, response) == 1.0
+                assert not is_correct(row, f"#### {gold}1")

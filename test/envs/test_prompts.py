@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.envs.prompts import Prompt, PromptStream, render, render_all
+from grpo.envs.prompts import (
+    THINKING_PROMPT,
+    Prompt,
+    PromptStream,
+    framed,
+    give_template,
+    render,
+    render_all,
+    template_text,
+)
 from grpo.envs.tasks.base import Problem
 
 CHAT = ({"role": "user", "content": "hi"},)
@@ -108,7 +117,7 @@ def test_a_chat_without_a_template_says_what_to_use():
     class Bare:
         chat_template = None
 
-    with pytest.raises(ValueError, match="'p' is a chat .* no chat template; use an instruction"):
+    with pytest.raises(ValueError, match="'p' is a chat .* no chat template; set env.chat"):
         render(problem("p", CHAT), Bare())
 
 
@@ -126,3 +135,74 @@ def test_prompts_that_are_too_long_are_skipped_counted_and_logged(tokenizer, cap
 def test_when_all_prompts_are_too_long_the_error_says_what_to_raise(tokenizer):
     with pytest.raises(ValueError, match=r"1 of 1 .*nothing is left, raise env\.max_prompt_tokens"):
         render_all([problem("aaa")], tokenizer, max_prompt_tokens=2, what="x")
+
+
+SYSTEM = {"role": "system", "content": "Own."}
+CONTENT = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+
+
+@pytest.mark.parametrize("prompt, system, thinking, expected", [
+    ("1+1=", None, None, None), ("1+1=", "Add.", None, ["Add.", "1+1="]),
+    ("1+1=", None, "Think.", ["Think.", "1+1="]), ("1+1=", "", None, ["1+1="]),
+    (CHAT, "Add.", True, [f"Add.\n\n{THINKING_PROMPT}", "hi"]),
+    ((SYSTEM, *CHAT), None, "Think.", ["Own.\n\nThink.", "hi"]),
+    ((SYSTEM, *CHAT), "Add.", None, ["Add.", "hi"]), ((SYSTEM, *CHAT), "", None, ["hi"]),
+    ((SYSTEM, *CHAT), "", "Think.", ["Think.", "hi"])])
+def test_every_prompt_begins_as_it_is_told_to(prompt, system, thinking, expected):
+    before = problem("p", prompt)
+    after = framed(before, system_prompt=system, thinking_prompt=thinking)
+    if expected is None:
+        assert after is before
+    else:
+        assert [message["content"] for message in after.prompt] == expected
+        assert after.prompt[-1]["role"] == "user" and (after.answer, after.id) == ("p", "p")
+
+
+class TestChatTemplates:
+    @pytest.fixture
+    def base(self, byte_tokens):
+        byte_tokens.chat_template = None
+        return byte_tokens
+
+    @pytest.fixture
+    def byte_tokens(self):
+        from grpo.envs.embedded import byte_tokenizer
+        return byte_tokenizer()
+
+    def text(self, tokenizer, *messages) -> str:
+        return tokenizer.decode(render(problem("p", messages), tokenizer))
+
+    def test_a_model_without_one_gets_a_plain_one_where_there_are_chats(self, base):
+        assert give_template(base, None, [problem("p", CHAT)])
+        said = {"role": "assistant", "content": "ho"}
+        assert self.text(base, SYSTEM, *CHAT, said, *CHAT) == (
+            "System: Own.\n\nUser: hi\n\nAssistant: ho<eos>\n\nUser: hi\n\nAssistant:")
+        assert not give_template(base, None, [problem("p", CHAT)])  # it is the tokenizer's now
+
+    def test_text_needs_none(self, base):
+        assert not give_template(base, None, [problem("p")]) and base.chat_template is None
+        with pytest.raises(ValueError, match="env.chat_template=.* not read because all prompts"):
+            give_template(base, CONTENT, [problem("p")])
+
+    def test_what_a_tokenizer_puts_before_a_text_begins_the_plain_one(self, base):
+        from tokenizers.processors import TemplateProcessing
+        base.add_special_tokens({"bos_token": "<s>"})
+        base.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", base.bos_token_id)])
+        give_template(base, None, [problem("p", CHAT)])
+        assert self.text(base, *CHAT) == "<s>User: hi\n\nAssistant:"
+
+    def test_a_chosen_one_wins_and_is_saved_with_the_tokenizer(self, byte_tokens, tmp_path):
+        from transformers import AutoTokenizer
+        (tmp_path / "own.jinja").write_text(CONTENT)
+        assert not give_template(byte_tokens, str(tmp_path / "own.jinja"), [problem("p", CHAT)])
+        assert self.text(byte_tokens, SYSTEM, *CHAT) == "[Own.][hi]"
+        byte_tokens.save_pretrained(tmp_path / "saved")
+        assert self.text(AutoTokenizer.from_pretrained(tmp_path / "saved"), *CHAT) == "[hi]"
+
+    @pytest.mark.parametrize("given, message", [
+        ("nowhere.jinja", "there is no such file, and it is no template"),
+        ("{% for m in messages %}", "not a template: Unexpected end of template")])
+    def test_what_is_none_is_refused(self, given, message):
+        with pytest.raises(ValueError, match=message):
+            template_text(given)

@@ -94,13 +94,16 @@ def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
     (GRPO, ["train.sead=1", "env.repeat=2"], "the configuration has 2 errors:\n  train.sead"),
     (GRPO, ["train.maxent_tau=1"], "train.maxent_tau: is now called maxent.tau"),
     (GRPO, ["train.objective_options.delta=3"], "write 'train.objective_options={delta: 3}'"),
-    (GRPO, ["env.dataset=gsm8k"], "env=gsm8k chooses the task and its options"),
+    (GRPO, ["env.dataset=gsm8k", "env.task.max_operand=9"],
+     "env.task.max_operand: unknown key (given 9); known keys of env.task: num_train, num_test"),
+    (GRPO, ["env=arithmetic", "env.dataset=gsm8k"], "task 'gsm8k' has no option 'max_operand'"),
+    (GRPO, ["env.dataset=gsmk8"], "env.dataset=gsmk8: unknown task 'gsmk8'; known tasks: arith"),
     (GRPO, ["--config-name", "gsm8k"], "--config-name gsm8k: there is no such recipe; known: grpo, "
-     "grpo_async, grpo_async_gsm8k, grpo_gsm8k"),
+     "grpo_async, grpo_async_gsm8k, grpo_async_ifeval, grpo_gsm8k, grpo_ifeval"),
     (GRPO, ["env=reasoning_gym", "env.task.options.max_terms=2"],
      "write 'env.task.options={max_terms: 2}'"),
     (GRPO, ["env=gsmk8"],
-     "Available options in 'env':\n\tarithmetic\n\tatropos\n\tchat_env\n\tgsm8k"),
+     "Available options in 'env':\n\tarithmetic\n\tatropos\n\tchat_env\n\tcountdown"),
     (GRPO, ["train.seed=1", "--config-name", "grpo_gsm8k", "env.task.max_operand=3"],
      "known keys of env.task: num_train, num_test"),
 ])
@@ -124,11 +127,26 @@ def test_a_model_that_is_not_there_is_named_at_once(quick, script):
     ["--multirun", "preset=dapo,gspo", "train.clip_epsilon=[0.2,0.3]", "optimizer.lr=1e-5,1e-6"],
     ["+train.maxent_tau=1", "hydra.run.dir=x", "~env.task.seed", "env.reward={a: 1.0}",
      "train.mismatch={tis: 2.0}", "optimizer=adamw"],
+    ["--multirun", "env.dataset=gsm8k,ifeval", "env.task.num_test=5,6"],
     ["env=reasoning_gym", "env.name={countdown: 2, chain_sum: 1}", "env.task.system_prompt=null",
      "env.task.options={chain_sum: {max_terms: 2}}", "env.task.level=1", "preset=dapo"],
 ])
 def test_right_names_go_on_to_the_run(quick, given):
     assert "torch was imported" in quick(GRPO, *given).stderr
+
+
+@pytest.mark.parametrize("given", [
+    ["env.dataset=gsm8k"],
+    *(pytest.param([f"env.dataset={path.stem}", *more], marks=pytest.mark.slow)
+      for path in sorted((REPO / "config" / "env").glob("*.yaml"))
+      for more in ([], ["--config-name", "grpo_gsm8k"]))], ids=" ".join)
+def test_a_data_set_by_its_name_brings_all_that_its_group_does(quick, given):
+    typed = ["env.repeats=3", "inference_model.max_tokens=7", "--cfg", "job"]
+    by_name, by_group = (quick(GRPO, *arguments, *typed).stdout for arguments in (
+        given, [text.replace("env.dataset=", "env=") for text in given]))
+    assert by_name == by_group
+    assert f"dataset: {given[0].partition('=')[2]}\n" in by_name
+    assert "repeats: 3\n" in by_name and "max_tokens: 7\n" in by_name
 
 
 def test_what_would_run_is_shown_wherever_the_option_stands(quick):

@@ -2,44 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from grpo.envs.rewards.registry import RewardResult, register_reward
+from grpo.envs.tasks.answer_text import answer_tag, normalize_number
 from grpo.envs.tasks.base import Problem
-
-_DROPPED = str.maketrans("", "", ",$%")
-_DECIMAL = re.compile(r"[-+]?[0-9]+\.[0-9]+")
-
-
-def answer_tag(completion: str) -> str | None:
-    """Content of the first ``<answer>`` block, stripped; None if there is no complete block.
-
-    Examples:
-        >>> answer_tag("<think>3 * 6</think><answer> 18 </answer><answer>19</answer>")
-        '18'
-        >>> answer_tag("18") is None
-        True
-    """
-    # Plain searches stay linear in text that opens the tag again and again; a regex does not.
-    _, opened, rest = completion.partition("<answer>")
-    content, closed, _ = rest.partition("</answer>")
-    return content.strip() if opened and closed else None
-
-
-def normalize_number(text: str) -> str:
-    """Bring numbers that differ in notation only to one form.
-
-    Surrounding space, ``,`` ``$`` ``%``, a trailing ``.`` and trailing zeros after the decimal
-    point are dropped. Anything else stays as it is.
-
-    Examples:
-        >>> [normalize_number(text) for text in ("$1,080.00", "50 %", "2.50", "18.", "100")]
-        ['1080', '50', '2.5', '18', '100']
-    """
-    text = text.translate(_DROPPED).strip().rstrip(".").rstrip()
-    if _DECIMAL.fullmatch(text):
-        text = text.rstrip("0").rstrip(".")
-    return text
 
 
 @register_reward("gsm8k", quick=True)

@@ -41,6 +41,8 @@ class Problem:
         tools: that the prompt offers, as chat templates take them.
         partner: begins a conversation, for problems with somebody who answers the model; the step
             "environment" lets it speak.
+        row: all columns of the data set that it is from, for rewards of one's own; of tasks that
+            know none, empty.
     """
 
     prompt: str | tuple[dict[str, str], ...] = field(hash=False)  # dicts have no hash
@@ -49,6 +51,7 @@ class Problem:
     verifier: Callable[[str], float] | None = field(default=None, compare=False, repr=False)
     tools: tuple[dict[str, Any], ...] = field(default=(), hash=False, repr=False)
     partner: Callable[[], Partner] | None = field(default=None, compare=False, repr=False)
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 class Task:
@@ -145,14 +148,27 @@ def task_class(name: str) -> type[Task]:
     return _TASKS[name]
 
 
+def options_of(name: str) -> tuple[str, ...]:
+    """Names of the options of a task.
+
+    Raises:
+        ValueError: if the task is unknown.
+
+    Examples:
+        >>> options_of("arithmetic")
+        ('max_operand', 'operators', 'seed', 'num_train', 'num_test')
+    """
+    parameters = inspect.signature(task_class(name)).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
 def check_options(name: str, options: Mapping[str, object]) -> None:
     """Check a task's name and the names of its options, without loading anything.
 
     Raises:
         ValueError: if the task is unknown, or has no such option (it would be ignored).
     """
-    parameters = inspect.signature(task_class(name)).parameters.values()
-    accepted = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    accepted = options_of(name)
     for option, value in options.items():
         if option not in accepted:
             raise ValueError(f"task {name!r} has no option {option!r} (given {value!r}); "

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.envs.tasks.base import Problem, Task, check_count, register_task
-from grpo.envs.tasks.gsm8k import read_jsonl
+from grpo.envs.tasks.sources import read_jsonl
 from grpo.system.threads import in_background
 
 #: Where environments of a bare name are.

@@ -5,13 +5,13 @@ Cobbe et al., *Training Verifiers to Solve Math Word Problems*, 2021 (arXiv:2110
 
 from __future__ import annotations
 
-import importlib.util
-import json
-from collections.abc import Iterator
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
+from grpo.envs.tasks.answer_text import answer_tag, last_number, normalize_number, one_number
 from grpo.envs.tasks.base import Problem, Task, check_count, register_task
+from grpo.envs.tasks.sources import hub_rows, read_jsonl
 
 DATASET, CONFIG = "openai/gsm8k", "main"
 ANSWER_MARK = "####"
@@ -43,7 +43,7 @@ class Gsm8kTask(Task):
             ``config`` is given beside ``data_path``, which would ignore it.
 
     Examples:
-        >>> import tempfile
+        >>> import json, tempfile
         >>> row = {"question": "How many legs have two cats?", "answer": "2 * 4 = 8\\n#### 8"}
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = Path(folder, "train.jsonl").write_text(json.dumps(row))
@@ -73,7 +73,8 @@ class Gsm8kTask(Task):
             if data_path is not None:
                 rows = read_jsonl(Path(data_path).expanduser(), split)
             else:
-                rows = _read_hub(dataset, config, split)
+                rows = hub_rows(dataset, config, split, key="env.dataset",
+                                instead="env.data_path to a folder with train.jsonl and test.jsonl")
             # Rows are read one by one, so a limit of 0 does not even open the source.
             problems = [_problem(row, where, system, id=f"gsm8k/{split}/{i}")
                         for i, (where, row) in enumerate(islice(rows, limit))]
@@ -87,41 +88,80 @@ class Gsm8kTask(Task):
                          source=f"{dataset} ({config})" if data_path is None else str(data_path))
 
 
-def read_jsonl(folder: Path, split: str) -> Iterator[tuple[str, object]]:
-    """Yield ``(place, parsed row)`` of each non-blank line."""
-    path = folder / f"{split}.jsonl"
-    if not path.is_file():
-        missing = "has no such file" if folder.is_dir() else "is not a folder"
-        raise FileNotFoundError(
-            f"env.data_path={str(folder)!r} {missing} (looked for {path}); point it to a folder "
-            "with train.jsonl and test.jsonl, or leave it out to load env.dataset from the hub")
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                yield where, json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{where}: not valid JSON ({error})") from error
+def is_correct(row: Mapping[str, str], response: str) -> bool:
+    """Whether a response gives the answer of a row of the data.
+
+    The answer of a response is its first ``<answer>`` block, else the line that follows its last
+    ``####``, else its last number. A block and a line may say a number in any notation, with units
+    or in an equation; where they name several numbers, they answer nothing. Time is linear in the
+    response.
+
+    Args:
+        row: with ``answer``, whose text after the last ``####`` is the gold answer.
+        response: all that the model said.
+
+    Raises:
+        ValueError: if the row has no gold answer.
+
+    Examples:
+        >>> row = {"question": "...", "answer": "2 * 540\\n#### 1,080"}
+        >>> [is_correct(row, text) for text in (
+        ...     "<answer>$1080.00</answer>", "#### 1080 eggs", "So it is 1,080.", "1080 or 1081")]
+        [True, True, True, False]
+    """
+    return _grade(_gold(row), response)[0]
 
 
-def _read_hub(dataset: str, config: str, split: str) -> Iterator[tuple[str, object]]:
-    if importlib.util.find_spec("datasets") is None:
-        raise ImportError(
-            f"reading {dataset!r} from the hub needs the datasets package: pip install datasets "
-            "(or set env.data_path to a folder with train.jsonl and test.jsonl)")
-    import datasets
+def reward(row: Mapping[str, str], response: str) -> float:
+    """1.0 for the right answer, 0.1 for another one, 0.0 for none.
 
-    try:
-        rows = datasets.load_dataset(dataset, config, split=split)
-    except OSError as error:  # not found, no access, no network
-        raise FileNotFoundError(
-            f"cannot load data set {dataset!r}, config {config!r}, split {split!r}: {error}; check "
-            "env.dataset and the network, or set env.data_path to a folder with train.jsonl and "
-            "test.jsonl") from error
-    for number, row in enumerate(rows):
-        yield f"{dataset}, split {split}, row {number}", row
+    Of a response with an ``<answer>`` block this is what training gives by the reward ``gsm8k``,
+    :func:`grpo.envs.rewards.answers.gsm8k`: the block must be the number and nothing else, but for
+    ``,`` ``$`` ``%``, a final ``.`` and zeros behind the decimal point, so that "18 eggs" is worth
+    0.1 there though :func:`is_correct` takes it. Without a block training gives 0.0; here the
+    answer is then that of :func:`is_correct`, so that base models and solutions of the data, which
+    do not write blocks, can be scored.
+
+    Raises:
+        ValueError: if the row has no gold answer.
+
+    Examples:
+        >>> row = {"question": "...", "answer": "2 * 9\\n#### 18"}
+        >>> [reward(row, text) for text in ("<answer>18.0</answer>", "<answer>18 eggs</answer>",
+        ...                                 "#### 18", "19", "no idea", "<answer></answer>18")]
+        [1.0, 0.1, 1.0, 0.1, 0.0, 0.0]
+    """
+    gold, block = _gold(row), answer_tag(response)
+    if block is None:
+        correct, answered = _grade(gold, response)
+    else:
+        answer = normalize_number(block)
+        correct, answered = answer == normalize_number(gold), bool(answer)
+    return 1.0 if correct else 0.1 if answered else 0.0
+
+
+def _grade(gold: str, response: str) -> tuple[bool, bool]:
+    """Whether a response is right, and whether it answers at all."""
+    said = answer_tag(response)
+    if said is None:
+        _, mark, after = response.rpartition(ANSWER_MARK)
+        said = after.strip().partition("\n")[0] if mark else None
+    if said is None:
+        number = last_number(response)
+        return number is not None and number == one_number(gold), number is not None
+    answer = normalize_number(said)
+    if not answer or answer == normalize_number(gold):
+        return bool(answer), bool(answer)
+    number = one_number(said)
+    return number is not None and number == one_number(gold), True
+
+
+def _gold(row: Mapping[str, str]) -> str:
+    _, mark, gold = row["answer"].rpartition(ANSWER_MARK)
+    if not mark or not gold.strip():
+        raise ValueError(f"'answer' must end in '{ANSWER_MARK} <gold answer>', "
+                         f"got ...{row['answer'][-60:]!r}")
+    return gold.strip()
 
 
 def _problem(row: object, where: str, system: tuple[dict[str, str], ...], *, id: str) -> Problem:
@@ -132,9 +172,9 @@ def _problem(row: object, where: str, system: tuple[dict[str, str], ...], *, id:
             raise ValueError(f"{where}: key {key!r} is missing; the row has {sorted(row)}")
         if not isinstance(row[key], str):
             raise ValueError(f"{where}: {key!r} must be text, got {row[key]!r:.80}")
-    _, mark, gold = row["answer"].rpartition(ANSWER_MARK)
-    if not mark or not gold.strip():
-        raise ValueError(f"{where}: 'answer' must end in '{ANSWER_MARK} <gold answer>', "
-                         f"got ...{row['answer'][-60:]!r}")
+    try:
+        gold = _gold(row)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     question = {"role": "user", "content": row["question"]}
-    return Problem(prompt=(*system, question), answer=gold.strip(), id=id)
+    return Problem(prompt=(*system, question), answer=gold, id=id, row=row)

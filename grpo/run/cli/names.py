@@ -74,6 +74,30 @@ def atropos_key_errors(overrides: Sequence[str]) -> list[str]:
     return found
 
 
+def with_env_groups(overrides: Sequence[str], folder: Path) -> list[str]:
+    """``env.dataset=NAME`` as the group ``env=NAME``, so that the task comes with its own options
+    and all else that goes with it; what is typed besides wins, as over any group.
+
+    Where a group is typed as well, or there is none of the name, nothing changes.
+
+    Examples:
+        >>> with_env_groups(["env.dataset=gsm8k", "env.repeats=4"], recipes())
+        ['env=gsm8k', 'env.repeats=4']
+        >>> with_env_groups(["env.dataset=mine"], recipes())
+        ['env.dataset=mine']
+    """
+    if any(text.partition("=")[0] == "env" for text in overrides):
+        return list(overrides)
+    known = {path.stem for path in (folder / "env").glob("*.yaml")}
+
+    def group(text: str) -> str:
+        key, _, value = text.partition("=")
+        named = {name.strip().strip("'\"") for name in value.split(",")}  # several in a sweep
+        return f"env={value}" if key == "env.dataset" and named <= known else text
+
+    return [group(text) for text in overrides]
+
+
 def plain(text: str) -> object:
     """What the text of a value stands for, as far as that is needed to print it."""
     return OmegaConf.from_dotlist([f"value={text}"]).value

@@ -23,7 +23,7 @@ try:
 
     from grpo.config.keys import ATROPOS, ConfigError, errors_text
     from grpo.envs.tasks.base import check_options
-    from grpo.run.cli.names import key_error, plain
+    from grpo.run.cli.names import key_error, plain, with_env_groups
     from grpo.run.cli.parser import end_with
     from grpo.run.model_source import look_for
     from grpo.system.folders import why_not_writable
@@ -36,6 +36,7 @@ def look_ahead(folder: Path, config_name: str) -> None:
     """Show help, or what is wrong with the names on the command line, and exit; else return.
 
     The arguments are put into an order that Hydra reads: it takes no options between overrides.
+    ``env.dataset=NAME`` becomes the group of that name.
 
     Args:
         folder: the recipes.
@@ -44,7 +45,9 @@ def look_ahead(folder: Path, config_name: str) -> None:
     parser = get_args_parser()
     parser.error = partial(end_with, parser)
     args = parser.parse_intermixed_args()
-    sys.argv[1:] = [a for a in sys.argv[1:] if a not in args.overrides] + args.overrides
+    options = [argument for argument in sys.argv[1:] if argument not in args.overrides]
+    args.overrides = with_env_groups(args.overrides, folder)
+    sys.argv[1:] = options + args.overrides
     # Recipes of somebody's own are found by Hydra alone.
     if not (args.config_path or args.config_dir or args.experimental_rerun):
         check_names(folder, args.config_name or config_name, args.overrides)
@@ -117,7 +120,7 @@ def _name_errors(folder: Path, config_name: str, overrides: list[str]) -> Iterat
         if errors:
             return
         config = hydra.compose(config_name, overrides=[_first(override) for override in parsed])
-    yield from _task_errors(config, folder)
+    yield from _task_errors(config)
 
 
 def _is_group(override: Override, folder: Path) -> bool:
@@ -140,14 +143,12 @@ def _key_error(override: Override, known: DictConfig) -> str | None:
     return key_error(override.key_or_group, value, known, adds=adds)
 
 
-def _task_errors(config: DictConfig, folder: Path) -> Iterator[str]:
-    """An option that the task does not have, as where only ``env.dataset`` was changed."""
+def _task_errors(config: DictConfig) -> Iterator[str]:
+    """A task that does not exist, or an option that it does not have."""
     name = config.env.dataset
     if name == ATROPOS:  # whose environment knows its options
         return
     try:
         check_options(name, config.env.task or {})
     except ValueError as error:
-        recipe = (folder / "env" / f"{name}.yaml").exists()
-        yield f"env.dataset={name}: {error}" + recipe * (
-            f"; env={name} chooses the task and its options, --config-name the whole recipe")
+        yield f"env.dataset={name}: {error}"

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from grpo.config.keys import ConfigError, unknown_key
-from grpo.run.cli.names import recipes
+from grpo.run.cli.names import recipes, with_env_groups
 from grpo.run.cli.parser import Parser, errors_in_a_line
 from grpo.run.plan.options import PlanOptions, split_options
 
@@ -58,6 +58,7 @@ def _check_bare(text: str) -> None:
 def _plan(options: PlanOptions, recipe: str, keys: list[str], *, rows: int) -> str:
     from grpo.run.cli.script import check_names
 
+    keys = with_env_groups(keys, recipes())
     check_names(recipes(), recipe, keys)
     if "async" not in recipe:
         raise ConfigError(f"--config-name {recipe}: give a recipe of grpo-async.py, which has the "
