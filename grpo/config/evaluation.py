@@ -11,7 +11,7 @@ from grpo.config.unread import Unread, only_with
 
 _SAMPLED = only_with("eval.samples")
 _BENCHMARKED = Unread(lambda c: not c.eval.benchmarks,
-                      "because eval.benchmarks is empty; name some, or")
+                      "because eval.benchmarks names none; name some, or")
 
 
 class EvalConfig(Section):
@@ -26,7 +26,7 @@ class EvalConfig(Section):
     """For which pass@k and its relatives are given; null: 1 and ``eval.samples``."""
     seed: Annotated[int, _SAMPLED] = Field(0, ge=0)
     """Of the samples and of the bootstrap, the same at each evaluation."""
-    benchmarks: list[str] | dict[str, dict[str, Any]] = Field(default_factory=list)
+    benchmarks: list[str] | dict[str, dict[str, Any]] | None = None
     """Further tasks, by their recipes in ``config/env``; a table ``{gsm8k: {data_path: ...}}`` has
     keys of section ``env`` that differ from the recipe's."""
     benchmark_max_tokens: Annotated[int | None, _BENCHMARKED] = Field(None, ge=1)
@@ -44,7 +44,7 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _each_benchmark_once(self) -> EvalConfig:
-        if len(set(self.benchmarks)) < len(self.benchmarks):
+        if len({*(self.benchmarks or ())}) < len(self.benchmarks or ()):
             raise ValueError(f"eval.benchmarks={self.benchmarks} names a task twice; name each "
                              "once")
         return self

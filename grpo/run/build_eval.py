@@ -72,7 +72,7 @@ def build_benchmarks(config: Config, tokenizer: Any, *, limit: int) -> list[Held
     tokens = config.eval.benchmark_max_tokens or config.max_tokens
     return [held_out(name, config.model_copy(update={"env": env_recipe(
         name, config.eval.changes(name), key="eval.benchmarks")}), tokenizer, max_tokens=tokens,
-        limit=limit) for name in config.eval.benchmarks]
+        limit=limit) for name in config.eval.benchmarks or ()]
 
 
 def build_evaluations(
@@ -111,4 +111,5 @@ def task_evaluator(
     batches = -(-count // max(1, rows // options.samples))  # of one size, for less in vain
     return TaskEvaluator(problems.name, greedy, Sampler(
         make_env(-(-count // batches), options.samples), policy, seed=options.seed,
-        temperature=options.temperature, max_reward_errors=errors))
+        temperature=options.temperature, seeds_rows=config.engine != "in_process",
+        max_reward_errors=errors))

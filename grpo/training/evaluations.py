@@ -56,6 +56,8 @@ class Sampler:
         env: with ``group_size=n`` and ``shuffle=False`` over the held-out prompts.
         policy: what generates.
         temperature, seed: of the samples.
+        seeds_rows: give each row a seed, because the engine draws in another process. In this one
+            it draws from the seeds of the call.
         max_reward_errors: greatest share of the samples for which reward functions may fail.
 
     Raises:
@@ -64,14 +66,13 @@ class Sampler:
 
     def __init__(
         self, env: VerifiableEnv, policy: Policy, *, temperature: float, seed: int,
-        max_reward_errors: float = 0.5,
+        seeds_rows: bool = False, max_reward_errors: float = 0.5,
     ) -> None:
         if env.stream.shuffle:
             raise ValueError("evaluation needs an environment with shuffle=False")
         self.env, self.max_reward_errors = env, max_reward_errors
         self.policy = policy.with_sampling(temperature=temperature, seed=seed)
-        if hasattr(self.policy, "seeded"):
-            # Each row by its own numbers: what an engine drew before plays no part.
+        if seeds_rows and hasattr(self.policy, "seeded"):
             self.policy.seeded = True
 
     @torch.no_grad()

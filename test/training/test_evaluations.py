@@ -150,7 +150,7 @@ def test_longer_benchmarks_make_the_engines_rows_longer(make_config, tmp_path):
 @pytest.mark.parametrize(("options", "message"), [
     ({"samples": 4, "k": [1, 8]}, r"eval.k=\[1, 8\] has 8, and eval.samples=4"),
     ({"k": [1]}, "eval.k=.* is not read because eval.samples is null"),
-    ({"at_checkpoints": True}, "eval.at_checkpoints=true is not read because eval.benchmarks is"),
+    ({"at_checkpoints": True}, "eval.at_checkpoints=true is not read because eval.bench"),
     ({"benchmarks": ["gsm8k", "gsm8k"]}, "names a task twice"),
     ({"benchmarks": ["gsm9k"]}, "no recipe 'gsm9k'; known: arithmetic"),
     ({"benchmarks": {"arithmetic": {"repaets": 3}}}, "eval.benchmarks=arithmetic"),

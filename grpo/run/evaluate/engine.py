@@ -68,7 +68,7 @@ def _with_vllm(setup: Setup, source: Source, options: EvaluateOptions) -> Policy
         setup = Setup(**{**vars(setup), "config": config})
         request = LoRARequest("evaluated", 1, str(source.adapter.absolute()))
     llm = start_engine_of(setup, max_num_seqs=options.batch_size, alone=True)
-    return VLLMPolicy(llm, _sampling(setup.config), lora_request=request, seeded=True,
+    return VLLMPolicy(llm, _sampling(setup.config), lora_request=request,
                       **setup.policy_options())
 
 
