@@ -117,8 +117,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=360)
-    parser.add_argument("--every", type=int, default=60, help="iterations between evaluations")
+    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--every", type=int, default=20, help="iterations between evaluations")
     parser.add_argument("--work", type=Path, help="folder of the runs")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for each run")
     parser.add_argument("--out", type=Path, help="where the JSON result is written")

@@ -181,7 +181,7 @@ def test_what_an_evaluation_would_not_read_is_refused(keys, message):
     (["compare", "a", "b", "model.name=c"], "model.name is not read by compare"),
     (["model.nam=x"], "model.nam"),
     (["embedded"], "embedded: has no value"),
-    (["url=localhost", SMALL[0]], "url=localhost must begin with http"),
+    (["url=localhost", SMALL[0]], "url=localhost: must begin with http"),
     (["env=atropos", "env.task={}"], "env=atropos needs to know|steps_per_eval"),
 ])
 def test_bad_input_is_said_in_a_line(argv, message, tmp_path, monkeypatch):

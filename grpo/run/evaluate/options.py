@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from grpo.config.keys import ConfigError, errors_text
 from grpo.config.section import Section
@@ -47,6 +48,15 @@ class EvaluateOptions(Section):
     connections: int = Field(64, ge=1)
     """Requests at a time to the server."""
 
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str | None) -> str | None:
+        parts = urlsplit(url or "http://none")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("must begin with http:// or https:// and name a host, such as "
+                             "http://127.0.0.1:8000")
+        return url
+
 
 def split_options(overrides: Sequence[str]) -> tuple[EvaluateOptions, list[str]]:
     """The command's own options among ``key=value``, and the keys of the run.
@@ -73,8 +83,10 @@ def split_options(overrides: Sequence[str]) -> tuple[EvaluateOptions, list[str]]
     try:
         options = EvaluateOptions.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(errors_text([f"{problem['loc'][0]}={problem['input']}: {problem['msg']}"
-                                       for problem in error.errors()])) from None
+        raise ConfigError(errors_text([
+            f"{problem['loc'][0]}={problem['input']}: "
+            f"{problem['msg'].removeprefix('Value error, ')}"
+            for problem in error.errors()])) from None
     if options.url is None and (unread := values.keys() & {
             "served_model", "send", "timeout", "connections"}):
         key = sorted(unread)[0]
