@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 import pytest
@@ -10,7 +11,15 @@ from grpo.report.at_k import MEASURES
 from grpo.run.evaluate.__main__ import main
 
 from ..policies.test_openai_server import Server
-from ..support import REPO, code_in, commands, environment, several_runs, table_rows
+from ..support import (
+    REPO,
+    benchmark,
+    code_in,
+    commands,
+    environment,
+    several_runs,
+    table_rows,
+)
 from ..training import runs
 
 PAGE = (REPO / "docs" / "evaluation.md").read_text()
@@ -27,6 +36,13 @@ def test_no_command_is_left_out():
 def test_the_table_has_each_measure():
     names = [code_in(row[0])[0] for row in table_rows(PAGE, "What is measured")]
     assert names == [f"{name}@k" for name in MEASURES]
+
+
+def test_the_table_of_maxent_is_that_of_the_result():
+    maxent = benchmark("maxent_coverage")
+    result = json.loads(maxent.RESULT.read_text())
+    assert maxent.table(result) in PAGE and result["complete"]
+    assert result["command"].split(" --work")[0] in PAGE
 
 
 @pytest.fixture(scope="module")
