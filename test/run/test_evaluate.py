@@ -11,7 +11,9 @@ import torch
 
 from grpo import data
 from grpo.config.keys import ConfigError
+from grpo.envs.embedded import EmbeddedSpec, small_qwen2
 from grpo.policies.base import Sampling
+from grpo.policies.inprocess import start_engine
 from grpo.policies.openai_server import OpenAIPolicy
 from grpo.policies.vllm import VLLMPolicy
 from grpo.report import eval_page
@@ -200,12 +202,25 @@ def test_a_run_without_a_result_names_its_checkpoints(tmp_path):
 
 
 @pytest.fixture
-def served(model_folder, tmp_path):
+def talkative(tmp_path, tokenizer):
+    """A model whose greedy completions differ from prompt to prompt."""
+    model, folder = small_qwen2(EmbeddedSpec(), len(tokenizer)), tmp_path / "talkative"
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "norm" not in name:
+                param.mul_(8.0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def served(talkative, tmp_path):
     """The address of vLLM's OpenAI server with the model."""
     pytest.importorskip("vllm")
     port, log = free_port(), tmp_path / "server.log"
     server = Child(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder),
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(talkative),
          "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
          "--max-model-len", "64", "--max-num-seqs", "64", "--kv-cache-memory-bytes",
          str(64 << 20)], log_path=log,
@@ -229,22 +244,25 @@ def served(model_folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_our_engine_and_vllms_own_server_say_the_same_token_for_token(
-        served, engine, evaluate, model_folder, tokenizer, prompts, tmp_path):
+        served, evaluate, talkative, tokenizer, prompts, tmp_path):
     options = {"pad_token_id": 0, "eos_token_ids": (1,)}
     greedy = Sampling(max_tokens=12, temperature=0.0)
-    here = VLLMPolicy(engine, greedy, **options)
+    here = VLLMPolicy(start_engine(
+        str(talkative), device=torch.device("cpu"), dtype=torch.float32, max_model_len=64),
+        greedy, **options)
     there = OpenAIPolicy(served, greedy, tokenizer=tokenizer, max_model_len=64, **options)
     asked = [prompt.tokens for prompt in prompts]
     ours, theirs = (policy.generate_from_ids(asked)[data.RESPONSE_TOKENS]
                     for policy in (here, there))
     assert torch.equal(ours, theirs)
-    assert len({tuple(row) for row in ours.tolist()}) > 1
+    assert len({tuple(row) for row in ours.tolist()}) > 10
+    here.close()
 
     problems = SMALL[:1] + SMALL[2:]
-    by_engine = evaluate("eval.samples=null", "completions=true", name=model_folder, out="here",
-                         own=(*SMALL, "inference_model.backend=transformers"))
+    by_engine = evaluate("eval.samples=null", "completions=true", name=talkative, out="here",
+                         own=(*SMALL, TRANSFORMERS))
     by_server = evaluate("eval.samples=null", "completions=true", f"url={served}",
-                         name=model_folder, out="there", own=problems)
+                         name=talkative, out="there", own=problems)
     assert by_server["tasks"] == by_engine["tasks"]
     said = [read_jsonl(tmp_path / out / "completions.jsonl") for out in ("here", "there")]
     assert said[0] == said[1]
