@@ -88,7 +88,7 @@ setup(
     # and are installed as grpo/run/recipes, where the commands find them.
     packages=[*find_packages(include=["grpo", "grpo.*"]), "grpo.run.recipes"],
     package_dir={"grpo.run.recipes": "config"},
-    package_data={"grpo.run.recipes": ["*.yaml", "**/*.yaml"], "grpo.report": ["page.html"]},
+    package_data={"grpo.run.recipes": ["*.yaml", "**/*.yaml"], "grpo.report": ["*.html"]},
     install_requires=[
         "torch>=2.11,<2.14",
         "torchrl>=0.14,<0.15",
@@ -97,6 +97,7 @@ setup(
         "tokenizers>=0.21",
         "safetensors>=0.4.3",
         "huggingface_hub>=1",
+        "httpx>=0.27",
         "jinja2>=3.1",  # chat templates and the report page
         "numpy>=1.26",
         "pydantic>=2",

@@ -62,7 +62,9 @@ class AtroposConfig(Config):
                "library, or", "env.*"),
         Unread(lambda c: True, "with Atropos environments, which make their groups themselves, and "
                "an evaluation takes each problem once;", "env.num_envs env.repeats"),
-        replace(EVALUATED, keys="logging.num_samples"))
+        Unread(lambda c: True, "with Atropos environments; use python -m grpo.run.evaluate on the "
+               "run's checkpoints, and", "eval.benchmarks"),
+        replace(EVALUATED, keys="logging.num_samples eval.samples"))
 
     atropos: AtroposSection = Field(default_factory=AtroposSection)
     train: AtroposTrainConfig = Field(default_factory=AtroposTrainConfig)

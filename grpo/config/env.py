@@ -24,7 +24,7 @@ _INSTEAD = {
     "train.overlong_buffer": "the environment's own length penalty",
     "train.group_deadline train.oversample":
         "max_num_workers of the environment, which begins its groups itself,",
-    "train.eval_frequency logging.num_samples": "steps_per_eval of the environment",
+    "train.eval_frequency logging.num_samples eval.*": "steps_per_eval of the environment",
     "inference_model.max_tokens":
         "the environment's own, and inference_model.max_model_len for the longest row,",
     "inference_model.ignore_eos": "the environment's own options of sampling",

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from grpo.config.aliases import accept_aliases
 from grpo.config.env import WITH_ATROPOS, EnvConfig
+from grpo.config.evaluation import EvalConfig
 from grpo.config.keys import ConfigError, errors_text, unknown_key
 from grpo.config.model import (
     EngineKind,
@@ -93,6 +94,7 @@ class Config(Section):
     entropy_controller: EntropyControllerConfig = Field(default_factory=EntropyControllerConfig)
     maxent: MaxEntConfig = Field(default_factory=MaxEntConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
 
     _accept_earlier_names = model_validator(mode="before")(accept_aliases)
 

@@ -90,6 +90,7 @@ class VerifiableEnv(EnvBase):
         self.groups_started = 0
         self.reward_errors = 0
         self.failures: dict[str, str] = {}  # of the last step, as of RewardBatch
+        self.responses: list[_Response] = []  # of the last step, a row each
         self._current: list[Prompt] = []
         self._finished: dict[int, _Response] = {}  # by row
         self._begun: dict[int, _Begun] = {}  # first row of a group -> its scores to come
@@ -170,6 +171,7 @@ class VerifiableEnv(EnvBase):
             response_BR if self.dialog is None else self._last_turns(tensordict))
         talks = [None] * len(said) if self.dialog is None else self._talks(tensordict)
         rows = [_Response(*row) for row in zip(said, talks, strict=True)]
+        self.responses = rows
         finish_reason = tensordict.get(data.FINISH_REASON, None)
         if finish_reason is not None:  # the policy knows; an action without it is read for EOS
             ended_B = finish_reason.cpu() == data.FINISH_STOP

@@ -8,7 +8,7 @@ from itertools import cycle
 from typing import Literal
 
 from grpo.report.history import History
-from grpo.report.words import reward_parts
+from grpo.report.words import at_k_metrics, reward_parts
 
 #: Colours by role: (on light, on dark). The light ones are distinct strings, because an SVG drawn
 #: in them is turned into one that follows the reader's theme by replacing each with a variable.
@@ -82,17 +82,27 @@ class Chart:
 
 
 def charts_of(history: History) -> tuple[Chart, ...]:
-    """The charts of a run: :data:`CHARTS`, and one of its rewards where it has several."""
-    colors = [role for role in PALETTE if role not in ("ink", "muted", "line")]
-    names = reward_parts(history.names)
-    if not names:
-        return CHARTS
-    lines = tuple(Line(f"reward/{name}/mean", name, color)
-                  for name, color in zip(names, cycle(colors), strict=False))
-    chart = Chart("rewards", "Each reward", "Mean of each reward function, before its weight.",
-                  lines)
+    """The charts of a run: :data:`CHARTS`, one of its rewards where it has several, and those of
+    its samples and benchmarks."""
+    names = history.names
+    own = [Line(f"reward/{name}/mean", name, color) for name, color in _colored(
+        reward_parts(names))]
+    charts = [Chart("rewards", "Each reward", "Mean of each reward function, before its weight.",
+                    tuple(own))] if own else []
+    for task, metrics in at_k_metrics(names).items():
+        lines = tuple(Line(metric, metric.rpartition("/")[2], color, smooth=False)
+                      for metric, color in _colored(metrics))
+        charts.append(Chart(
+            f"at_k_{task}" if task else "at_k", f"pass@k: {task}" if task else "pass@k",
+            "Held-out. pass@k: the chance that one of k samples is right; coverage@k: what k "
+            "samples in a row found; accuracy: greedy.", lines, _percent, floor=0.0))
     wide = sum(chart.wide for chart in CHARTS)
-    return (*CHARTS[:wide], chart, *CHARTS[wide:])
+    return (*CHARTS[:wide], *charts, *CHARTS[wide:])
+
+
+def _colored(names: list[str]) -> zip[tuple[str, str]]:
+    colors = [role for role in PALETTE if role not in ("ink", "muted", "line")]
+    return zip(names, cycle(colors), strict=False)
 
 
 #: Of every run, in the order of the page.

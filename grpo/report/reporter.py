@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from grpo import data
 from grpo.envs.tasks.base import Problem
 from grpo.report.console import Console
+from grpo.report.eval_file import write_record
 from grpo.report.history import History
 from grpo.report.learning_signal import SignalWarning, silence_at_end
 from grpo.report.loggers import LoggerGroup, MetricLogger, Sample
@@ -54,6 +55,14 @@ class Reporter:
             samples = self._samples(batch[torch.tensor(self.sample_rows)], chosen)
             self.loggers.log_samples(step, samples)
             self.console.samples_table(samples, step=step)
+
+    def evaluation(self, step: int, record: dict[str, Any]) -> None:
+        """Keep which problems were solved, where that is known; a full disk costs the file."""
+        if record:
+            try:
+                write_record(self.run_dir, step, record)
+            except OSError as error:
+                self.console.warn(f"metrics/eval_iter_{step:03d}.json is not written: {error}")
 
     def finish(
         self, config: dict[str, Any], *, title: str, headline: str, result: Path,

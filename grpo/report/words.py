@@ -72,3 +72,20 @@ def reward_parts(names: Iterable[str]) -> list[str]:
     """
     return [name.removeprefix("reward/").removesuffix("/mean") for name in names
             if name.startswith("reward/") and name.endswith("/mean") and name != REWARD]
+
+
+def at_k_metrics(names: Iterable[str]) -> dict[str, list[str]]:
+    """The metrics of samples that make a chart of each task, by its name; ``""`` is the run's own.
+
+    Examples:
+        >>> at_k_metrics(["eval/accuracy", "eval/pass@8", "eval/best@8", "eval/gsm8k/accuracy"])
+        {'': ['eval/pass@8'], 'gsm8k': ['eval/gsm8k/accuracy']}
+    """
+    found: dict[str, list[str]] = {}
+    for name in names:
+        *task, metric = name.removeprefix("eval/").split("/")
+        if name.startswith("eval/") and len(task) <= 1 and (
+                metric.startswith(("pass@", "coverage@", "majority@"))
+                or task and metric == "accuracy"):
+            found.setdefault("".join(task), []).append(name)
+    return found

@@ -20,9 +20,10 @@ from grpo.config.schema import Config
 from grpo.report.console import Console
 from grpo.report.loggers import LoggerGroup
 from grpo.report.starting import Starting
-from grpo.run import build, build_async, build_objective, build_team
+from grpo.run import build, build_async, build_eval, build_objective, build_team
 from grpo.run.build_async import AsyncActor
 from grpo.run.build_engine import Setup
+from grpo.run.build_eval import HeldOut
 from grpo.run.build_team import TrainingActor
 from grpo.run.device_memory import available, capacity, check_roles_fit, role_ledgers, run_ledger
 from grpo.run.ledger import Ledger, Saving, check_fits
@@ -38,7 +39,6 @@ from grpo.run.start import (
     with_sharding,
 )
 from grpo.training.checkpoint import Checkpoint
-from grpo.training.evaluation import Evaluator
 from grpo.training.trainer import Trainer
 from grpo.weights.canary import Canary
 from grpo.weights.tolerance import canary_tolerance
@@ -165,9 +165,14 @@ def _set_up(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Sta
     tokenizer = build.load_tokenizer(path)
     prompts = build.build_prompts(config, task, tokenizer, path)
     config = config.for_problems(len(prompts.train))
+    benchmarks = build_eval.build_benchmarks(
+        config, tokenizer, limit=config.inference_model.max_model_len or build.context_of(
+            config, path) or prompts.max_model_len)
     setup = Setup(config=config, path=path, tokenizer=tokenizer, device=device, dtype=dtype,
-                  max_model_len=prompts.max_model_len, folder=run_dir / "engine", adapter=adapter)
-    return Start(setup, backend, task, prompts, checkpoint, asked, Console(config.iterations))
+                  max_model_len=max([prompts.max_model_len, *(one.length for one in benchmarks)]),
+                  folder=run_dir / "engine", adapter=adapter)
+    return Start(setup, backend, task, prompts, checkpoint, asked, Console(config.iterations),
+                 benchmarks)
 
 
 def _advised(
@@ -195,8 +200,11 @@ def _trainer(
     canary = Canary(actor.policy, actor.scorer, actor.weights,
                     prompts=checked * workers,  # each worker gets all of them
                     tolerance=canary_tolerance(setup.dtype, setup.device))
-    evaluated = build.build_eval_env(config, start.task, start.prompts, setup.tokenizer,
-                                     actor.policy)
+    own = HeldOut(start.task.name, config, start.task, start.prompts.test, start.prompts.width,
+                  config.max_tokens)
+    evaluations = build_eval.build_evaluations(
+        config, [own, *start.benchmarks], setup.tokenizer, actor.policy,
+        rows=config.env.num_envs * config.env.repeats)
     start.console.banner(build.describe(
         config, actor, start.task, start.prompts, device=setup.device, dtype=setup.dtype,
         backend=start.backend, run_dir=run_dir) | (described or {}))
@@ -206,6 +214,5 @@ def _trainer(
         teacher=build_objective.build_teacher(config, actor.model, loader_of(setup)),
         adaptations=build_objective.build_adaptations(config, actor.learner.loss, advantage),
         learner=actor.learner, weights=actor.weights, canary=canary, overlap_canary=overlap_canary,
-        evaluator=Evaluator(evaluated, actor.policy,
-                            max_reward_errors=config.env.max_reward_errors),
+        evaluator=evaluations,
         max_reward_errors=config.env.max_reward_errors)

@@ -256,17 +256,6 @@ def build_env(
         dialog=build_dialog(config, score, tokenizer, policy), **_widths(prompts, policy))
 
 
-def build_eval_env(
-    config: Config, task: Task, prompts: Prompts, tokenizer: Any, policy: Policy
-) -> VerifiableEnv:
-    """Every held-out problem once, in order."""
-    rows = min(len(prompts.test), config.env.num_envs * config.env.repeats)
-    score = reward_function(config, task)
-    return VerifiableEnv(
-        prompts.test, score, tokenizer, num_prompts=rows, group_size=1, shuffle=False,
-        dialog=build_dialog(config, score, tokenizer, policy), **_widths(prompts, policy))
-
-
 def build_dialog(
     config: Config, score: RewardScorer, tokenizer: Any, policy: Policy
 ) -> Dialog | None:

@@ -26,7 +26,6 @@ from grpo.collectors.reference_worker import scoring_of
 from grpo.config.atropos import AtroposConfig
 from grpo.config.schema import ConfigError
 from grpo.envs.text_tokens import text_tokens
-from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
 from grpo.policies.driver import TransformersSampler, VLLMSampler
 from grpo.policies.fleet import FleetSampler
@@ -35,9 +34,10 @@ from grpo.report.console import Console
 from grpo.report.loggers import METRICS_FILE, read_jsonl
 from grpo.report.starting import Starting
 from grpo.report.time_summary import greatest_memory, phase_table
-from grpo.run import build, build_async
+from grpo.run import build_async
 from grpo.run import build_engine as engine
 from grpo.run.build_async import AsyncActor
+from grpo.run.build_eval import build_evaluations, held_out
 from grpo.run.build_objective import describe_loss, scoring_budget
 from grpo.run.build_team import TrainingActor, build_training_actor
 from grpo.run.engine_attach import engine_environment
@@ -45,7 +45,7 @@ from grpo.run.placement import Places
 from grpo.run.start import Start
 from grpo.run.start_atropos import ENGINE_ROWS
 from grpo.system.lifeline import TOKEN_VARIABLE
-from grpo.training.evaluation import Evaluator
+from grpo.training.evaluations import Evaluations
 from grpo.weights.in_flight import PausedUpdates
 
 AnyActor = TrainingActor | AsyncActor
@@ -202,23 +202,14 @@ def build_collector(
         dump_to=run_dir / "temp.json" if atropos.dump_batch else None)
 
 
-def build_evaluator(start: Start, policy: Policy) -> Evaluator | None:
+def build_evaluator(start: Start, policy: Policy) -> Evaluations | None:
     """Accuracy on the task of section ``env``, which environments need not know."""
-    setup, config, task = start.setup, start.setup.config, start.task
+    setup, config = start.setup, start.setup.config
     if not config.atropos.evaluate:
         return None
-    tokens = config.atropos.eval_max_tokens or 128
-    room = setup.max_model_len - tokens
-    prompts = build.rendered(config, task, "test", setup.tokenizer,
-                             max_prompt_tokens=min(room, config.env.max_prompt_tokens or room))
-    policy, score = policy.with_sampling(max_tokens=tokens), build.reward_function(config, task)
-    env = VerifiableEnv(
-        prompts, score, setup.tokenizer, num_prompts=min(len(prompts), ENGINE_ROWS), group_size=1,
-        shuffle=False, max_prompt_tokens=max(len(prompt.tokens) for prompt in prompts),
-        max_response_tokens=tokens, eos_token_ids=policy.eos_token_ids,
-        dialog=build.build_dialog(config, score, setup.tokenizer, policy))
-    return Evaluator(env, policy,
-                     max_reward_errors=config.env.max_reward_errors)
+    problems = held_out(start.task.name, config, setup.tokenizer, limit=setup.max_model_len,
+                        max_tokens=config.atropos.eval_max_tokens or 128, task=start.task)
+    return build_evaluations(config, [problems], setup.tokenizer, policy, rows=ENGINE_ROWS)
 
 
 def describe(

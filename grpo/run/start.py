@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from grpo.report.loggers import LoggerGroup, MetricLogger, make_loggers
 from grpo.report.reporter import Reporter
 from grpo.run import build, fast_defaults
 from grpo.run.build_engine import Setup
+from grpo.run.build_eval import HeldOut
 from grpo.run.build_model import load_model
 from grpo.run.device_memory import shards_reference
 from grpo.run.ledger import Ledger
@@ -36,6 +37,7 @@ class Start(NamedTuple):
     checkpoint: Checkpoint | None  # that the run goes on from
     asked: dict[str, Any]  # the configuration as given, by which a later run recognises its own
     console: Console
+    benchmarks: Sequence[HeldOut] = ()  # beside the run's own task
 
 
 def with_fast_defaults(

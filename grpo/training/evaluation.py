@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -12,6 +14,9 @@ from grpo.envs.rewards.batch import check_failures, first_failures
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
 from grpo.policies.converse import respond
+
+#: Is told of a batch: its problems, the text, reward (None without one) and success of each row.
+Listener = Callable[[list, list[str], list[float | None], list[bool]], None]
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,18 @@ class Evaluation:
     batch: TensorDictBase  # the first one, for showing
     problems: list  # of that batch
     parts: dict[str, float] = field(default_factory=dict)  # mean of each of several rewards
+    ids: list[str] = field(default_factory=list)  # of all problems
+    solved: list[bool] = field(default_factory=list)  # each of them
+    #: Of samples and benchmarks, under the names of ``metrics.jsonl``.
+    more: dict[str, float] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)  # see grpo.report.eval_file
 
     def metrics(self) -> dict[str, float]:
         """Under the names of ``metrics.jsonl``."""
         return {"eval/accuracy": self.accuracy, "eval/reward": self.reward,
                 "eval/errors": float(self.errors),
-                **{f"eval/reward/{name}/mean": mean for name, mean in self.parts.items()}}
+                **{f"eval/reward/{name}/mean": mean for name, mean in self.parts.items()},
+                **self.more}
 
 
 class Evaluator:
@@ -40,9 +51,14 @@ class Evaluator:
         policy: what generates; it is asked for greedy decoding.
         max_reward_errors: greatest share of the problems for which reward functions may fail.
 
+    Attributes:
+        at_checkpoints: whether some of it waits for checkpoints.
+
     Raises:
         ValueError: if the environment would repeat or reorder problems.
     """
+
+    at_checkpoints = False
 
     def __init__(
         self, env: VerifiableEnv, policy: Policy, *, max_reward_errors: float = 0.5
@@ -53,34 +69,68 @@ class Evaluator:
         self.max_reward_errors = max_reward_errors
 
     @torch.no_grad()
-    def run(self) -> Evaluation:
-        """Evaluate with the weights as they are now.
+    def run(self, listen: Listener | None = None) -> Evaluation:
+        """Evaluate with the weights as they are now; ``listen`` is told of each batch.
 
         Raises:
             RewardsFailed: as soon as reward functions failed for too many problems.
         """
-        total = len(self.env.stream.prompts)
-        self.env.stream.load_state_dict({"epoch": 0, "position": 0})
-        solved, rewards, errors, seen = 0, 0.0, 0, 0
-        parts, faults = dict.fromkeys(self.env.several_rewards, 0.0), []
-        failures: dict[str, str] = {}
+        rewards, errors, parts = 0.0, 0, dict.fromkeys(self.env.several_rewards, 0.0)
+        ids, solved = list[str](), list[bool]()
         first: tuple[TensorDictBase, list] | None = None
-        while seen < total:
-            batch = self.env.step(respond(self.policy, self.env, self.env.reset()))
-            # The last batch wraps around to the first problems, which are not counted twice.
-            rows = min(self.env.batch_size[0], total - seen)
-            part = batch[:rows]
-            solved += int(part[data.SUCCESS].sum())
+        for part, problems in answered(self.env, self.policy,
+                                       max_reward_errors=self.max_reward_errors):
+            ids += [problem.id for problem in problems]
+            solved += part[data.SUCCESS].flatten().tolist()
             errors += int(part[data.REWARD_ERROR].sum())
             rewards += float(part[data.REWARD].sum())
             for name in parts:
                 parts[name] += float(part[(*data.REWARD_PARTS, name)].sum())
-            faults.append(part[data.REWARD_FAULT].flatten())
-            failures = first_failures([failures, self.env.failures])
-            check_failures(torch.cat(faults), failures, limit=self.max_reward_errors,
-                           when="evaluation")
-            first = first or (part, self.env.current_problems[:rows])
-            seen += rows
+            first = first or (part, problems)
+            if listen is not None:
+                listen(problems, *told(self.env, part))
+        total = len(self.env.stream.prompts)
         scored = max(1, total - errors)
-        return Evaluation(solved / total, rewards / scored, errors, *first,
-                          {name: value / scored for name, value in parts.items()})
+        return Evaluation(sum(solved) / total, rewards / scored, errors, *first,
+                          {name: value / scored for name, value in parts.items()}, ids, solved)
+
+
+def answered(
+    env: VerifiableEnv, policy: Policy, *, max_reward_errors: float
+) -> Iterator[tuple[TensorDictBase, list]]:
+    """Scored rows and their problems, batch by batch, each problem of an environment that keeps
+    their order once; ``env.responses`` has the tokens of a batch until the next one.
+
+    Raises:
+        RewardsFailed: as soon as reward functions failed for more than a share of the rows.
+    """
+    total, seen, faults = len(env.stream.prompts), 0, []
+    failures: dict[str, str] = {}
+    env.stream.load_state_dict({"epoch": 0, "position": 0})
+    while seen < total:
+        batch = env.step(respond(policy, env, env.reset()))
+        # The last batch wraps around to the first problems, which are not counted twice.
+        groups = min(env.num_prompts, total - seen)
+        part = batch[:groups * env.group_size]
+        faults.append(part[data.REWARD_FAULT].flatten())
+        failures = first_failures([failures, env.failures])
+        check_failures(torch.cat(faults), failures, limit=max_reward_errors, when="evaluation")
+        yield part, env.current_problems[:len(part)]
+        seen += groups
+
+
+def told(
+    env: VerifiableEnv, part: TensorDictBase
+) -> tuple[list[str], list[float | None], list[bool]]:
+    """Texts, rewards and successes of the rows of a batch, as a :data:`Listener` is told them."""
+    rewards = [None if error else reward for error, reward in zip(
+        part[data.REWARD_ERROR].flatten().tolist(), part[data.REWARD].flatten().tolist(),
+        strict=True)]
+    return texts_of(env, len(part)), rewards, part[data.SUCCESS].flatten().tolist()
+
+
+def texts_of(env: VerifiableEnv, rows: int, *, last_turn: bool = False) -> list[str]:
+    """Texts of an environment's last responses: all behind the prompts, or the last turn alone."""
+    tokens = [row.tokens if last_turn or row.talk is None else row.talk
+              for row in env.responses[:rows]]
+    return env.tokenizer.batch_decode(tokens, skip_special_tokens=True)

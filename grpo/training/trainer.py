@@ -26,6 +26,7 @@ from grpo.training.checkpoint import (
 )
 from grpo.training.checkpoint_files import NotSavedError, check_room, saved_bytes
 from grpo.training.evaluation import Evaluator
+from grpo.training.evaluations import Evaluations
 from grpo.training.learner import Learner
 from grpo.training.rollout_metrics import advantage_counts, advantage_metrics, rollout_metrics
 from grpo.training.stopping import Stopped, StopRequests
@@ -72,8 +73,9 @@ class Trainer:
 
     def __init__(
         self, *, collector: Collector, advantage: TensorDictModuleBase, learner: Learner,
-        weights: WeightSync, canary: Canary, evaluator: Evaluator | None, reporter: Reporter,
-        tokenizer: Any, run_dir: Path, config: dict[str, Any], iterations: int,
+        weights: WeightSync, canary: Canary, reporter: Reporter,
+        evaluator: Evaluator | Evaluations | None, tokenizer: Any, run_dir: Path,
+        config: dict[str, Any], iterations: int,
         eval_frequency: int = 10, checkpoint_frequency: int = 0, keep_checkpoints: int = 3,
         reference: Callable[[TensorDictBase], TensorDictBase] | None = None,
         teacher: Callable[[TensorDictBase], TensorDictBase] | None = None,
@@ -210,11 +212,12 @@ class Trainer:
         metrics |= self.learner.update(rollout, iteration=self.step)
         self.step += 1  # the model is that of the next step, whoever gets to know its weights
         self._before_batch, self._unlogged = None, metrics
-        evaluate = self.evaluator is not None and self._due(self.eval_frequency)
+        save = self.checkpoint_frequency > 0 and self._due(self.checkpoint_frequency)
+        evaluate = self.evaluator is not None and (
+            self._due(self.eval_frequency) or save and self.evaluator.at_checkpoints)
         with self._timed("sync"):
             # An accuracy is that of its step's model, the last one that of the model that is kept.
             metrics["policy/version"] = self.weights.publish(now=evaluate)
-        save = self.checkpoint_frequency > 0 and self._due(self.checkpoint_frequency)
         first = self._report is None
         kept = evaluate or save or self.step == self.iterations
         self._prove(now=not self.overlap_canary or kept or first, whole=kept)
@@ -227,7 +230,7 @@ class Trainer:
         metrics["tokens/per_second"] = metrics.pop("tokens/total") / seconds
         if evaluate:
             with self._timed("eval"):
-                metrics |= self._evaluate()
+                metrics |= self._evaluate(checkpoint=save)
         metrics |= {f"time/{phase}": value for phase, value in self._seconds.items()}
         self._unlogged = None
         self.reporter.step(self.step, metrics)
@@ -331,12 +334,14 @@ class Trainer:
         return policies if self.evaluator is None else {
             **policies, "eval": self.evaluator.policy}
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, *, checkpoint: bool = False) -> dict[str, float]:
         if self.evaluator is None:
             return {}
-        evaluation = self.evaluator.run()
+        options = {"checkpoint": checkpoint} if self.evaluator.at_checkpoints else {}
+        evaluation = self.evaluator.run(**options)
         self.last_accuracy = evaluation.accuracy
         self.reporter.samples(self.step, evaluation.batch, evaluation.problems)
+        self.reporter.evaluation(self.step, evaluation.record)
         return evaluation.metrics()
 
     def _due(self, frequency: int) -> bool:

@@ -118,6 +118,9 @@ MODES = {
     "dialog": Mode("sync", merged(TRANSFORMERS, {
         "model": {"name": "{talker}"}, "env": {"step": "test.training.runs:again"},
         "inference_model": {"max_tokens": 24}})),
+    "samples and benchmarks": Mode("sync", merged(TRANSFORMERS, {"eval": {
+        "samples": 3, "benchmarks": {"arithmetic": {"task": {
+            "max_operand": 9, "num_train": 20, "num_test": 5}}}}})),
     "a band": Mode("sync", merged(TRANSFORMERS, {
         "train": {"kl_to_ref_coeff": 0.1}, "kl_controller": {"kind": "band", "target": 0.1}})),
     "adafactor": Mode("sync", merged(TRANSFORMERS, {"optimizer": {"name": "adafactor"}})),

@@ -96,7 +96,7 @@ def test_longer_problems_are_not_evaluated_with(config_of, started):
     options = ["--eval-task", "arithmetic", "--eval-max-tokens", "4",
                "env.task={num_train: 9, num_test: 30, max_operand: 20}"]
     with atropos_trainer(config_of(*options)) as trainer:
-        assert len(trainer.evaluator.env.stream.prompts) == 30
+        assert len(trainer.evaluator.own.greedy.env.stream.prompts) == 30
     with (pytest.raises(ValueError, match="30 of 30 prompts are longer than env.max_prom"),
           atropos_trainer(config_of(*options, "env.max_prompt_tokens=5"))):
         pass

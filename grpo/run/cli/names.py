@@ -7,15 +7,14 @@ schema is light.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-import grpo
 from grpo.config.aliases import ALIASES, replaced_key
 from grpo.config.keys import unknown_key
 from grpo.config.presets import leaves
+from grpo.config.recipes import recipes
 
 
 def key_error(path: str, value: object, known: DictConfig, *, adds: bool) -> str | None:
@@ -101,10 +100,3 @@ def with_env_groups(overrides: Sequence[str], folder: Path) -> list[str]:
 def plain(text: str) -> object:
     """What the text of a value stands for, as far as that is needed to print it."""
     return OmegaConf.from_dotlist([f"value={text}"]).value
-
-
-def recipes() -> Path:
-    """The folder of the Hydra recipes, of a clone or of the installed package."""
-    package = Path(grpo.__file__).resolve().parent
-    installed = package / "run" / "recipes"
-    return installed if installed.is_dir() else package.parent / "config"

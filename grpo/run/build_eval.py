@@ -1,0 +1,115 @@
+"""From the configuration to evaluations: of the run's own task, of samples, of benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grpo.config.recipes import env_recipe
+from grpo.config.schema import Config, ConfigError
+from grpo.envs.dialog import environment, named_step
+from grpo.envs.prompts import Prompt
+from grpo.envs.tasks import Task
+from grpo.envs.verifiable import VerifiableEnv
+from grpo.policies.base import Policy
+from grpo.run import build
+from grpo.training.evaluation import Evaluator
+from grpo.training.evaluations import Evaluations, Sampler, TaskEvaluator
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out problems of a task, rendered."""
+
+    name: str
+    config: Config  # whose section ``env`` is the task's
+    task: Task
+    prompts: list[Prompt]
+    width: int  # tokens of the longest prompt
+    max_tokens: int  # of a response
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest prompt and response."""
+        return self.width + self.max_tokens
+
+
+def held_out(
+    name: str, config: Config, tokenizer: Any, *, max_tokens: int, limit: int,
+    task: Task | None = None,
+) -> HeldOut:
+    """Render the held-out problems of a task.
+
+    Args:
+        name: under which results are kept.
+        config: whose section ``env`` is the task's.
+        max_tokens: of a response.
+        limit: tokens of prompt and response; longer prompts are skipped and counted.
+        task: if it has been built.
+
+    Raises:
+        ConfigError: where no prompt fits, or a conversation has nobody who answers.
+    """
+    task, room = task or build.build_task(config), limit - max_tokens
+    if room < 1:
+        raise ConfigError(f"{name}: {max_tokens} tokens of a response leave no room for a prompt "
+                          f"in {limit}; lower inference_model.max_tokens or "
+                          "eval.benchmark_max_tokens, or raise inference_model.max_model_len")
+    problems = task.split("test")
+    if (config.env.step is not None and named_step(config.env.step) is environment
+            and problems[0].partner is None):
+        raise ConfigError(f"env.step=environment: the problems of {task.name} have nobody who "
+                          "answers the model; use another step")
+    prompts = build.rendered(config, task, "test", tokenizer,
+                             max_prompt_tokens=min(room, config.env.max_prompt_tokens or room))
+    return HeldOut(name, config, task, prompts, max(len(prompt.tokens) for prompt in prompts),
+                   max_tokens)
+
+
+def build_benchmarks(config: Config, tokenizer: Any, *, limit: int) -> list[HeldOut]:
+    """The held-out problems of ``eval.benchmarks``; for ``limit`` see :func:`held_out`."""
+    tokens = config.eval.benchmark_max_tokens or config.max_tokens
+    return [held_out(name, config.model_copy(update={"env": env_recipe(
+        name, config.eval.changes(name), key="eval.benchmarks")}), tokenizer, max_tokens=tokens,
+        limit=limit) for name in config.eval.benchmarks or ()]
+
+
+def build_evaluations(
+    config: Config, tasks: Sequence[HeldOut], tokenizer: Any, policy: Policy, *, rows: int
+) -> Evaluations:
+    """What a run evaluates: its own task, which is the first, and benchmarks; for ``rows`` see
+    :func:`task_evaluator`."""
+    names = [one.name if one is tasks[0] or one.name != tasks[0].name else f"{one.name}_2"
+             for one in tasks]  # a benchmark may be of the run's own kind, with other options
+    own, *benchmarks = (task_evaluator(replace(one, name=name), tokenizer, policy, rows=rows)
+                        for name, one in zip(names, tasks, strict=True))
+    return Evaluations(own, benchmarks, ks=config.eval.ks, seed=config.eval.seed,
+                       at_checkpoints=config.eval.at_checkpoints, model=config.model.name)
+
+
+def task_evaluator(
+    problems: HeldOut, tokenizer: Any, policy: Policy, *, rows: int
+) -> TaskEvaluator:
+    """The evaluation of a task, ``rows`` completions at a time: greedy, and the samples that
+    ``eval.samples`` asks for."""
+    config, options = problems.config, problems.config.eval
+    policy = policy.with_sampling(max_tokens=problems.max_tokens)
+
+    def make_env(num_prompts: int, group_size: int) -> VerifiableEnv:
+        score = build.reward_function(config, problems.task)
+        return VerifiableEnv(
+            problems.prompts, score, tokenizer, num_prompts=num_prompts, group_size=group_size,
+            shuffle=False, max_prompt_tokens=problems.width,
+            max_response_tokens=problems.max_tokens, eos_token_ids=policy.eos_token_ids,
+            dialog=build.build_dialog(config, score, tokenizer, policy))
+
+    count, errors = len(problems.prompts), config.env.max_reward_errors
+    greedy = Evaluator(make_env(min(count, rows), 1), policy, max_reward_errors=errors)
+    if options.samples is None:
+        return TaskEvaluator(problems.name, greedy)
+    batches = -(-count // max(1, rows // options.samples))  # of one size, for less in vain
+    return TaskEvaluator(problems.name, greedy, Sampler(
+        make_env(-(-count // batches), options.samples), policy, seed=options.seed,
+        temperature=options.temperature, seeds_rows=config.engine != "in_process",
+        max_reward_errors=errors))

@@ -1,0 +1,1 @@
+"""Evaluating and comparing models outside of training: ``python -m grpo.run.evaluate``."""

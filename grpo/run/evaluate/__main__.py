@@ -1,0 +1,149 @@
+"""``python -m grpo.run.evaluate``: how good a model is on held-out problems, greedily and sampled.
+
+    python -m grpo.run.evaluate model.name=RUN/final_model eval.samples=64 eval.k=[1,8]
+    python -m grpo.run.evaluate compare FIRST SECOND
+
+``model.name`` is a folder, a hub id, a run, one of its checkpoints, or embedded. Keys are those of
+a run that say what is asked and what generates: env, model, eval, inference_model. Several tasks:
+eval.benchmarks=[gsm8k]. ``compare`` takes two results (metrics/eval_iter_NNN.json) or two models,
+which it evaluates with the keys given. Keys of the command itself:
+
+    out=FOLDER           of the result (default: a new one in outputs/evaluations)
+    batch_size=256       completions at a time
+    completions=false    true: written to completions.jsonl
+    url=null             of a server with OpenAI's /v1/completions, in the place of an engine here
+    served_model=null    the model's name there; null: the only one
+    send=tokens          tokens or text: what the server gets as prompts
+    timeout=1200         seconds that a batch may take there, with all that is tried again
+    connections=64       requests at a time
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from grpo.config.keys import ConfigError
+from grpo.config.recipes import recipes
+from grpo.run.cli.parser import Parser, errors_in_a_line
+from grpo.run.evaluate.options import EvaluateOptions, split_options
+
+_EVALUATIONS = Path("outputs", "evaluations")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Evaluate or compare, and print what was found."""
+    parser = Parser(prog="python -m grpo.run.evaluate", description=__doc__)
+    parser.add_argument("--config-name", default="grpo", help="recipe of grpo.py (default: grpo)")
+    parser.add_argument("keys", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args(argv)
+    compared = args.keys[:1] == ["compare"]
+    names = [text for text in args.keys[compared:] if "=" not in text]
+    overrides = [text for text in args.keys if "=" in text]
+    with errors_in_a_line(ValueError, OSError, ImportError, RuntimeError,
+                          switch="HYDRA_FULL_ERROR"):
+        if compared and len(names) != 2:
+            raise ConfigError(f"compare takes two results or two models, not {len(names)}; write "
+                              "python -m grpo.run.evaluate compare FIRST SECOND")
+        if names and not compared:
+            raise ConfigError(f"{names[0]}: has no value; write {names[0]}=VALUE")
+        options, keys = split_options(overrides)
+        if compared:
+            _compare(names, options, args.config_name, keys)
+        else:
+            _evaluate(_config(args.config_name, keys), options)
+
+
+def _config(recipe: str, keys: list[str]) -> Any:
+    """The checked configuration; imports PyTorch."""
+    from grpo.run.cli.names import with_env_groups
+    from grpo.run.cli.script import check_names
+
+    keys = with_env_groups(keys, recipes())
+    check_names(recipes(), recipe, keys)
+    import logging
+
+    import hydra
+
+    import grpo.run.cli  # noqa: F401  shares the cores, before PyTorch is imported
+    from grpo.config.asynchronous import AsyncConfig
+    from grpo.config.schema import Config, load_config
+
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("grpo").setLevel(logging.INFO)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    with hydra.initialize_config_dir(str(recipes()), version_base=None):
+        return load_config(hydra.compose(recipe, overrides=keys),
+                           AsyncConfig if "async" in recipe else Config)
+
+
+def _evaluate(config: Any, options: EvaluateOptions) -> Any:
+    from rich.console import Console
+
+    from grpo.report.eval_file import write_record
+    from grpo.report.eval_page import screen_tables, write_page
+    from grpo.run.evaluate.evaluate import evaluate
+
+    screen = Console(highlight=False)
+    folder = _folder(options)
+    screen.print(f"evaluating {config.model.name}", markup=False)
+    found = evaluate(config, options, folder, say=lambda line: screen.print(line, markup=False))
+    path = write_record(folder, found.iteration, found.record)
+    write_page(folder, found.tasks, found.record)
+    for table in screen_tables(found.record):
+        screen.print(table)
+    spent = ", ".join(f"{name} {value:.1f} s" for name, value in found.seconds.items())
+    screen.print(f"{spent}\nresult {path}\nreport {folder / 'report.html'}", markup=False,
+                 soft_wrap=True)
+    return found
+
+
+def _compare(names: list[str], options: EvaluateOptions, recipe: str, keys: list[str]) -> None:
+    from rich.console import Console
+
+    from grpo.report.eval_file import read_tasks
+    from grpo.report.loggers import write_atomically
+    from grpo.report.paired import compare, comparison_tables
+
+    if any(text.startswith("model.name=") for text in keys):
+        raise ConfigError("model.name is not read by compare, which is given two; remove it")
+    files = [Path(name).suffix == ".json" for name in names]
+    given = [text for text in keys if not text.startswith("eval.samples=8")]
+    if all(files) and (unread := [*given, *(
+            f"{key}={value}" for key, value in options.model_dump(exclude_defaults=True).items()
+            if key != "out")]):
+        raise ConfigError(f"{unread[0]} is not read where two results are compared; remove it")
+    sides = []
+    for number, (name, is_file) in enumerate(zip(names, files, strict=True), start=1):
+        if is_file:
+            sides.append(read_tasks(Path(name)))
+            continue
+        folder = _folder(options) / ("first", "second")[number - 1]
+        config = _config(recipe, [*keys, f"model.name='{name}'"])
+        found = _evaluate(config, options.model_copy(update={"out": str(folder)}))
+        sides.append({task.name: task for task in found.tasks})
+    found = compare(*sides)
+    screen = Console(highlight=False)
+    for table in comparison_tables(found, tuple(names)):
+        screen.print(table)
+    if options.out is not None or not all(files):
+        path = _folder(options) / "compare.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps({"first": names[0], "second": names[1], "tasks": [
+            one.as_dict() for one in found]}, indent=2) + "\n")
+        screen.print(f"result {path}", markup=False, soft_wrap=True)
+
+
+_NOW = time.strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def _folder(options: EvaluateOptions) -> Path:
+    """Of the results."""
+    return Path(options.out) if options.out is not None else _EVALUATIONS / _NOW
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

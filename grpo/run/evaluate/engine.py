@@ -1,0 +1,83 @@
+"""What generates in an evaluation: an engine here, or a server at an address."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from grpo.config.schema import Config
+from grpo.config.unread import ON_A_CPU, TRANSFORMERS, refuse_unread
+from grpo.policies.base import Policy, Sampling
+from grpo.policies.openai_server import OpenAIPolicy
+from grpo.policies.transformers import TransformersPolicy
+from grpo.policies.vllm import VLLMPolicy
+from grpo.run import build
+from grpo.run.build_engine import Setup, load_trained, start_engine_of
+from grpo.run.evaluate.options import EvaluateOptions
+from grpo.run.evaluate.source import Source
+from grpo.weights.adapters import require_peft
+
+
+def open_policy(
+    setup: Setup, source: Source, options: EvaluateOptions, at_end: ExitStack
+) -> Policy:
+    """What generates; ``at_end`` gets what ends it."""
+    if options.url is not None:
+        shared = setup.policy_options()
+        del shared["ignore_eos"]
+        policy = OpenAIPolicy(
+            options.url, _sampling(setup.config), tokenizer=setup.tokenizer, send=options.send,
+            model=options.served_model, api_key=os.environ.get("OPENAI_API_KEY"),
+            timeout=options.timeout, connections=options.connections,
+            max_model_len=setup.max_model_len, **shared)
+    elif build.resolve_backend(setup.config) == "vllm":
+        policy = _with_vllm(setup, source, options)
+    else:
+        policy = _with_transformers(setup, source)
+    at_end.callback(policy.close)
+    return policy
+
+
+def check(config: Config, options: EvaluateOptions, device: torch.device) -> None:
+    """Refuse what the engine would not read.
+
+    Raises:
+        ConfigError: naming key, value and fix.
+    """
+    if options.url is None and build.resolve_backend(config) == "transformers":
+        refuse_unread(config, TRANSFORMERS)
+    if device.type == "cpu":
+        refuse_unread(config, ON_A_CPU)
+
+
+def _sampling(config: Config) -> Sampling:
+    return Sampling(max_tokens=config.max_tokens)
+
+
+def _with_vllm(setup: Setup, source: Source, options: EvaluateOptions) -> Policy:
+    request = None
+    if source.adapter is not None:
+        from vllm.lora.request import LoRARequest
+
+        rank = json.loads((source.adapter / "adapter_config.json").read_text())["r"]
+        config = setup.config.changed(train_model={"lora": {"enabled": True, "r": rank}})
+        setup = Setup(**{**vars(setup), "config": config})
+        request = LoRARequest("evaluated", 1, str(source.adapter.absolute()))
+    llm = start_engine_of(setup, max_num_seqs=options.batch_size, alone=True)
+    return VLLMPolicy(llm, _sampling(setup.config), lora_request=request,
+                      **setup.policy_options())
+
+
+def _with_transformers(setup: Setup, source: Source) -> Policy:
+    model: Any = load_trained(setup, setup.device)
+    if source.adapter is not None:
+        require_peft()
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(source.adapter)).merge_and_unload()
+    return TransformersPolicy(model.eval().requires_grad_(False), _sampling(setup.config),
+                              max_model_len=setup.max_model_len, **setup.policy_options())

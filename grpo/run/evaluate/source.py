@@ -1,0 +1,56 @@
+"""Which model ``model.name`` means: a hub id, a folder, or what a run has written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo.config.keys import ConfigError
+from grpo.report.loggers import METRICS_FILE, read_jsonl
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to be evaluated."""
+
+    model: str  # hub id, folder, or ``embedded``
+    adapter: Path | None = None  # folder of adapters upon it
+    iteration: int = 0  # of the run that wrote it, as far as it is known
+
+
+def find_source(name: str) -> Source:
+    """What a name means.
+
+    A run's folder stands for ``final_model/`` or ``final_adapter/`` in it, a checkpoint's for its
+    model or adapter. Adapters lie on the model that their ``adapter_config.json`` names.
+
+    Raises:
+        ConfigError: for a folder of a run without a result, or adapters that name no model.
+    """
+    folder = Path(name).expanduser()
+    if name == "embedded" or not folder.is_dir() or (folder / "config.json").exists():
+        return Source(name, iteration=_iteration(folder))
+    for part in ("final_model", "final_adapter", "model", "adapter"):
+        if (folder / part).is_dir():
+            return find_source(str(folder / part))
+    if not (folder / "adapter_config.json").exists():
+        if (folder / "checkpoints").is_dir():
+            raise ConfigError(f"model.name={name} is a run that has no final_model/ yet; give one "
+                              f"of its checkpoints, such as {folder}/checkpoints/step_000100")
+        return Source(name)  # whose missing files are named where it is loaded
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    if not (base := settings.get("base_model_name_or_path")):
+        raise ConfigError(f"model.name={name}: its adapter_config.json does not say which model it "
+                          "is for; set base_model_name_or_path in it")
+    return Source(base, folder, _iteration(folder))
+
+
+def _iteration(folder: Path) -> int:
+    """The iteration after which a run wrote a folder; 0 where that is not known."""
+    for part in (folder, folder.parent):
+        number = part.name.removeprefix("step_")
+        if part.name.startswith("step_") and number.isdigit():
+            return int(number)
+    rows = read_jsonl(folder.parent / METRICS_FILE) if folder.name.startswith("final_") else []
+    return rows[-1]["step"] if rows else 0
