@@ -63,8 +63,7 @@ class CallsApart:
 
     Args:
         processes: children at most, so calls at a time; others wait for them.
-        seconds: of computing after which a call ends with its child, even where nobody is left to
-            end it.
+        seconds: of computing after which a call ends with its child; None: as long as it takes.
         imports: modules that calls use; they are imported before the first one counts.
         memory: bytes of memory that a child may take besides what the imports have; then it gets a
             ``MemoryError``. None: what there is.
@@ -80,7 +79,8 @@ class CallsApart:
     """
 
     def __init__(
-        self, processes: int, *, seconds: float, imports: Sequence[str], memory: int | None = None
+        self, processes: int, *, imports: Sequence[str], seconds: float | None = None,
+        memory: int | None = None,
     ) -> None:
         self.seconds, self.imports, self.memory = seconds, list(imports), memory
         self._places = [_Place() for _ in range(processes)]
@@ -93,7 +93,7 @@ class CallsApart:
 
     def call(
         self, fn: Callable[..., Any] | str, args: Sequence[Any], options: dict | None = None, *,
-        within: float | None = None, seed: int | None = None,
+        within: float | None = None, computing: float | None = None, seed: int | None = None,
     ) -> Any:
         """What ``fn(*args, **options)`` returns there.
 
@@ -102,14 +102,16 @@ class CallsApart:
             args: pickled, like what is returned.
             options: the same.
             within: seconds until it is late.
+            computing: in the place of ``seconds``.
             seed: of the random generators that all code of a process shares; None leaves them.
 
         Raises:
             ApartError: if it raises.
-            EndedError: if its process ends; :class:`ComputingError` after ``seconds`` of computing.
+            EndedError: if its process ends; :class:`ComputingError` after too much computing.
             LateError: if it is late.
         """
-        request = pickle.dumps((fn, tuple(args), options or {}, self.seconds, seed))
+        computing = computing or self.seconds
+        request = pickle.dumps((fn, tuple(args), options or {}, computing or 0.0, seed))
         place = self._take()
         try:
             place.child = place.child or self._start()
@@ -124,7 +126,7 @@ class CallsApart:
             place.end_child()
         self._give_back(place)
         if answer == -signal.SIGPROF:
-            raise ComputingError(f"took more than {self.seconds:g} s of computing")
+            raise ComputingError(f"took more than {computing:g} s of computing")
         if isinstance(answer, int):
             raise EndedError(f"its process has ended, exit code {answer}")
         if not returned:
