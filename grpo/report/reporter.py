@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from grpo.report.console import Console
 from grpo.report.history import History
 from grpo.report.learning_signal import SignalWarning, silence_at_end
 from grpo.report.loggers import LoggerGroup, MetricLogger, Sample
-from grpo.report.page import write_report
+from grpo.report.page import FAILURES_FILE, write_report
+from grpo.system.line_file import LineFile
+
+#: Kinds of failures of reward functions that are kept.
+_FAILURES = 12
 
 
 class Reporter:
@@ -32,6 +37,7 @@ class Reporter:
         self.loggers = LoggerGroup([loggers, SignalWarning(console.warn)])
         self.run_dir, self.num_samples = run_dir, num_samples
         self.sample_rows: list[int] | None = None
+        self._failures: set[str] = set()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """A finished iteration."""
@@ -54,6 +60,17 @@ class Reporter:
             samples = self._samples(batch[torch.tensor(self.sample_rows)], chosen)
             self.loggers.log_samples(step, samples)
             self.console.samples_table(samples, step=step)
+
+    def failures(self, step: int, failures: Mapping[str, str]) -> None:
+        """Keep what reward functions failed by, the first of each kind, for the report."""
+        new = [kind for kind in failures if kind not in self._failures]
+        if not new or len(self._failures) >= _FAILURES:
+            return
+        self._failures.update(new)
+        file = LineFile(self.run_dir / FAILURES_FILE)
+        file.append("".join(json.dumps({"step": step, "failure": failures[kind]}) + "\n"
+                            for kind in new))
+        file.close()
 
     def finish(
         self, config: dict[str, Any], *, title: str, headline: str, result: Path,

@@ -64,7 +64,8 @@ class CallsApart:
     Args:
         processes: children at most, so calls at a time; others wait for them.
         seconds: of computing after which a call ends with its child; None: as long as it takes.
-        imports: modules that calls use; they are imported before the first one counts.
+        imports: modules that calls use, which are imported before the first one counts, and
+            ``"module:function"`` that prepares more.
         memory: bytes of memory that a child may take besides what the imports have; then it gets a
             ``MemoryError``. None: what there is.
 

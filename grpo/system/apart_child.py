@@ -50,7 +50,7 @@ def _main() -> None:
     sys.path[:] = options["path"]
     for name in options["imports"]:
         with suppress(Exception):  # the call that needs it says so
-            importlib.import_module(name)
+            resolved(name)() if ":" in name else importlib.import_module(name)
     while True:
         message, (*connections,), *_ = socket.recv_fds(control, 1, 1)
         if not message:

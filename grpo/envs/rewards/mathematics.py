@@ -23,8 +23,14 @@ def require_math_verify() -> None:
                          "extra 'math' of this package")
 
 
-@register_reward("accuracy", apart=True, check=require_math_verify, imports=("math_verify",),
-                 computing=_SECONDS, late=RewardResult(0.0, False))
+def warm_up() -> None:
+    """Let the package load what it needs for a first answer, which takes it most of a second."""
+    for answer in ("0.5", r"\boxed{\frac{1}{2}}", r"\boxed{x^2 + 2x + 1}", r"\boxed{\{1, 2\}}"):
+        accuracy(answer, Problem(prompt="", answer="$(x+1)^2$", id="none"))
+
+
+@register_reward("accuracy", apart=True, check=require_math_verify, computing=_SECONDS,
+                 imports=(f"{__name__}:warm_up",), late=RewardResult(0.0, False))
 def accuracy(completion: str, problem: Problem) -> RewardResult | None:
     r"""1.0 if the answer in the completion is mathematically the problem's, else 0.0.
 

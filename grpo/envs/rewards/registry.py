@@ -68,7 +68,8 @@ def register_reward(
         judged: it takes a third argument, whether the completion is right, which the reward named
             by its option ``verdict`` says.
         check: called with the options before a run; raises ValueError for what cannot work.
-        imports: modules that a process has before a first call counts.
+        imports: that a process has before a first call counts, as
+            :class:`~grpo.system.apart.CallsApart` takes them.
         computing: seconds of processor time that a call in another process may take.
         late: what such a call is worth that takes longer; None: it has no reward.
 
