@@ -267,8 +267,13 @@ def reward_function(
                           f"run; remove them, or use one of: {', '.join(weighted)}")
     functions = [(named_reward(name, (given or {}).get(name, {})), weight)
                  for name, weight in weighted.items()]
-    _check_overlong(config, dict(zip(weighted, functions, strict=True)))
-    env = config.env
+    env, chosen = config.env, {name: fn for name, (fn, _) in zip(weighted, functions, strict=True)}
+    _check_overlong(config, chosen)
+    if "code" in chosen and (most := options_of(chosen["code"])["total_seconds"]
+                             ) >= env.reward_timeout:
+        raise ConfigError(f"env.reward=code: a program may take {most:g} s, its option "
+                          f"total_seconds, which must be below env.reward_timeout="
+                          f"{env.reward_timeout:g}; lower the one or raise the other")
     processes = env.reward_processes if env.reward_processes is not None else (
         env.reward_workers if env.reward_workers > 1 else 0)
     try:
@@ -300,14 +305,14 @@ def named_reward(name: str, options: Mapping[str, Any]) -> RewardFn:
         raise ConfigError(f"env.reward_options: {error}") from error
 
 
-def _check_overlong(config: Config, functions: Mapping[str, tuple[RewardFn, float]]) -> None:
+def _check_overlong(config: Config, functions: Mapping[str, RewardFn]) -> None:
     """Refuse a punishment of long completions that is given twice or never."""
     if (name := "soft_overlong_punishment") not in functions:
         return
     if config.train.overlong_buffer:
         raise ConfigError(f"env.reward={name} and train.overlong_buffer="
                           f"{config.train.overlong_buffer} both punish long completions; give one")
-    options = options_of(functions[name][0])
+    options = options_of(functions[name])
     free = options["max_completion_len"] - options["soft_punish_cache"]
     if free >= config.max_tokens:
         raise ConfigError(f"env.reward={name} leaves {free} tokens unpunished, which no completion "
