@@ -59,7 +59,8 @@ def test_problems_without_tests_are_named(tests):
 def test_the_last_whole_block_is_the_program():
     assert program_in("```python\na\n``` ```python\nb") == "a\n"
     assert program_in("```python\n" + "``" * 400_000) == ""
-    assert program_in("```python\n" * 100_000) == "" and program_in("```python\n" + "` " * 9) is None
+    assert program_in("```python\n" * 100_000) == ""
+    assert program_in("```python\n" + "` " * 9) is None
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from grpo.envs.rewards import code, form, length, mathematics  # noqa: F401  by name
+from grpo.envs.rewards import code, form, judge, length, mathematics  # noqa: F401  by name
 from grpo.envs.rewards.answers import (
     answer_tag,
     exact_match,
