@@ -20,6 +20,7 @@ LORA = ["peft>=0.17"]
 QUANTIZATION = ["torchao>=0.18"]  # the first with both kinds in one place
 RAY = ["ray[default]>=2.40"]
 REASONING_GYM = ["reasoning-gym>=0.1.25"]
+MATH = ["math-verify>=0.8"]
 # Later ones have no load_environment at their top, or ask for another version of MCP than vLLM.
 VERIFIERS = ["verifiers>=0.1.14,<0.2"]
 
@@ -32,11 +33,12 @@ EXTRAS = {
     "optim": ["torchao>=0.12", "bitsandbytes>=0.45"],  # either for optimizer.name=adamw_8bit
     "datasets": ["datasets>=3"],
     "reasoning-gym": REASONING_GYM,
+    "math": MATH,
     "verifiers": VERIFIERS,
     "logging": LOGGING,
     "dev": ["hypothesis>=6.100", "import-linter>=2.6", "pytest>=8", "pytest-timeout>=2.3",
             "pytest-xdist>=3.6", "ruff>=0.6", *LOGGING, *LORA, *QUANTIZATION, *RAY,
-            *REASONING_GYM],
+            *REASONING_GYM, *MATH],
 }
 
 
@@ -95,6 +97,7 @@ setup(
         "tokenizers>=0.21",
         "safetensors>=0.4.3",
         "huggingface_hub>=1",
+        "httpx>=0.27",  # rewards that ask a judge; the hub's client brings it, too
         "jinja2>=3.1",  # chat templates and the report page
         "numpy>=1.26",
         "pydantic>=2",
