@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
+
+from grpo.system.sandbox import missing_isolation
 
 from ..support import runs, wait_until, with_variable
 
@@ -22,9 +25,7 @@ WORK = ["model.warm_start_steps=20", "env.num_envs=2", "env.repeats=4", "env.tas
 def test_a_run_outlives_its_reward_function(runner, name, kind):
     left = runner.folder / "left"
     left.mkdir()
-    runner.environment |= {
-        "PYTHONPATH": f"{Path(__file__).parents[1] / 'envs'}:{runner.environment['PYTHONPATH']}",
-        "GRPO_TEST_FOLDER": str(left)}
+    _prepare(runner, left)
     runner.run(f"env.reward=ill_behaved:{name}", "env.reward_timeout=2", *WORK)
     folder = runner.folder / "outputs" / "run"
     rows = [row for row in runner.metrics(folder) if "reward/errors" in row]
@@ -38,6 +39,32 @@ def test_a_run_outlives_its_reward_function(runner, name, kind):
     wait_until(lambda: not with_variable("GRPO_TEST_FOLDER", left))
     pids = [int(path.name) for path in left.iterdir()]
     assert bool(pids) == (name == "forks") and not any(map(runs, pids))
+
+
+def _prepare(runner, left: Path, **more: str) -> None:
+    """Let the run find the functions, and say where they may leave something."""
+    runner.environment |= more | {
+        "PYTHONPATH": f"{Path(__file__).parents[1] / 'envs'}:{runner.environment['PYTHONPATH']}",
+        "GRPO_TEST_FOLDER": str(left)}
+
+
+@pytest.mark.slow
+def test_programs_of_a_run_reach_neither_its_files_nor_a_server(runner):
+    if missing_isolation():
+        pytest.skip(f"this system cannot isolate programs: {missing_isolation()}")
+    left = runner.folder / "left"
+    left.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        _prepare(runner, left, GRPO_TEST_PORT=str(server.getsockname()[1]))
+        runner.run("env.reward=ill_behaved:program_writes_outside", *WORK)
+        with pytest.raises(BlockingIOError):  # nobody has called
+            server.accept()
+    rows = [row for row in runner.metrics(runner.folder / "outputs" / "run")
+            if "reward/errors" in row]
+    assert [row["reward/errors"] for row in rows] == [0, 0]
+    assert 0 < sum(row["reward/mean"] for row in rows) < 2  # some programs ended early, as errors
+    assert not list(left.iterdir())
 
 
 @pytest.mark.slow

@@ -3,10 +3,14 @@ import this module by its name."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
+
+from grpo.envs.rewards.code import code
 
 FOLDER = "GRPO_TEST_FOLDER"
 
@@ -74,3 +78,16 @@ def exits(completion, problem):
     if not _spared(completion):
         raise SystemExit(3)
     return 1.0
+
+
+def program_writes_outside(completion, problem):
+    """As the model would have it run: a program that leaves its folder and calls a server."""
+    outside = os.path.join(os.environ[FOLDER], "outside")
+    program = "" if _spared(completion) else f"""
+import socket
+try: socket.create_connection(('127.0.0.1', {os.environ["GRPO_TEST_PORT"]}), 5)
+except OSError: pass
+open({outside!r}, 'w').write('x')
+"""
+    tests = replace(problem, answer=json.dumps([{"input": "", "output": "42"}]))
+    return code(f"```python\n{program}print(42)\n```", tests)
