@@ -20,7 +20,7 @@ LORA = ["peft>=0.17"]
 QUANTIZATION = ["torchao>=0.18"]  # the first with both kinds in one place
 RAY = ["ray[default]>=2.40"]
 REASONING_GYM = ["reasoning-gym>=0.1.25"]
-MATH = ["math-verify>=0.8"]
+MATH = ["latex2sympy2-extended>=1.10", "math-verify>=0.9"]
 # Later ones have no load_environment at their top, or ask for another version of MCP than vLLM.
 VERIFIERS = ["verifiers>=0.1.14,<0.2"]
 

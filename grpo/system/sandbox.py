@@ -11,11 +11,11 @@ import functools
 import json
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,12 +108,11 @@ def run_python(
 
 def _wait(process: subprocess.Popen, seconds: float) -> int | None:
     """The exit code, or None after so many seconds; its group is gone then."""
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        # The group first: the leader has not been waited for where it was late.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    watch, ending = select.poll(), os.pidfd_open(process.pid)
+    watch.register(ending, select.POLLIN)
+    late = not watch.poll(1000 * seconds)
+    os.close(ending)
+    # The leader has not been waited for, so that the id of its group cannot be another's yet.
+    os.killpg(process.pid, signal.SIGKILL)
+    code = process.wait()
+    return None if late else code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import threading
@@ -16,7 +17,16 @@ from grpo.training.rollout_metrics import _FAULTS
 
 from ..config.configs import composed
 from ..envs.test_judge import StandIn
-from ..support import REPO, blocks, code_in, commands, environment, several_runs, table_rows
+from ..support import (
+    BENCHMARKS,
+    REPO,
+    blocks,
+    code_in,
+    commands,
+    environment,
+    several_runs,
+    table_rows,
+)
 
 GUIDE = (REPO / "docs" / "rewards.md").read_text()
 SCRIPT = "python sota-implementations/grpo/grpo.py"
@@ -72,3 +82,13 @@ def test_metrics_and_keys_are_those_of_the_code():
         assert EnvConfig.model_fields[key].default == float(value), key
     for key in set(re.findall(r"`env\.(\w+)", GUIDE)):
         assert key in EnvConfig.model_fields, key
+
+
+def test_the_benchmark_shows_what_the_pages_say():
+    result = json.loads((BENCHMARKS / "results" / "rewards_cpu.json").read_text())
+    rates = [value for name, value in result["gsm8k"].items() if name != "rows"]
+    costs = [one["cost"] for name, one in result["slow"].items() if name != "at once"]
+    assert result["complete"] and min(rates) > 10_000 and len(costs) == 3 and max(costs) < 1.05
+    page = (BENCHMARKS / "README.md").read_text().partition("## Rewards")[2]
+    assert all(f"{rate:,}" in page for rate in rates) and all(f"{cost}" in page for cost in costs)
+    assert f"{min(costs):.2f} to {max(costs):.2f}" in GUIDE
