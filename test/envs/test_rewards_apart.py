@@ -129,6 +129,7 @@ ANSWERS = [
     (r"\boxed{9^{9^{9^{9}}}}", "0.5", False), (r"\boxed{" + "(" * 3000, "0.5", False)]
 
 
+@pytest.mark.slow
 def test_answers_are_compared_as_mathematics():
     pytest.importorskip("math_verify", reason="needs `pip install math-verify`")
     asked = [Problem(prompt="", answer=gold, id=f"p{i}") for i, (_, gold, _) in enumerate(ANSWERS)]
