@@ -71,13 +71,16 @@ def test_programs_of_a_run_reach_neither_its_files_nor_a_server(runner):
 @pytest.mark.parametrize("processes", [0, 4])
 def test_too_many_errors_end_the_run_with_the_first_three_tracebacks(runner, processes):
     (runner.folder / "faulty.py").write_text("""
+from zlib import crc32
+
+
 def deeper(number):
     kinds = {0: KeyError, 1: ValueError, 2: IndexError, 3: OSError}
     raise kinds[number % 4](f"number {number}")
 
 
 def score(completion, problem):
-    return deeper(sum(map(ord, problem.prompt)))
+    return deeper(crc32(problem.prompt.encode()))
 """)
     runner.environment["PYTHONPATH"] = f"{runner.folder}:{runner.environment['PYTHONPATH']}"
     runner.environment["COLUMNS"] = "500"
@@ -89,6 +92,6 @@ def score(completion, problem):
     assert "env.max_reward_errors" in output and told
     for number in (1, 2, 3):
         one = told.partition(f"\n  {number}. ")[2].partition(f"\n  {number + 1}. ")[0]
-        assert "in score: return deeper(sum(map(ord, problem.prompt)))" in one, output
+        assert "in score: return deeper(crc32(problem.prompt.encode()))" in one, output
         assert "in deeper: raise kinds[number % 4]" in one, output
     assert "\n  4. " not in told
