@@ -32,6 +32,7 @@ from typing import Any
 HELLO, MORE, END, ENDED = b"h", b"+", b".", b"!"
 CHUNK = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ASKED_TO_END = (signal.SIGTERM, signal.SIGHUP)
 _ENDING = 10.0  # seconds that processes may take to be gone after SIGKILL
 
 
@@ -63,9 +64,15 @@ def _main() -> None:
 
 def _keep(connection: socket.socket, memory: int | None) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Out of the caller's group: what ends that whole must leave somebody to end what calls started.
+    os.setsid()
+    for number in _ASKED_TO_END:
+        signal.signal(number, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     maker = os.fork()
     if maker == 0:
+        for number in _ASKED_TO_END:
+            signal.signal(number, signal.SIG_DFL)
         try:
             _make_calls(connection, memory)
         finally:

@@ -15,7 +15,7 @@ from grpo.system.apart import ApartError, CallsApart, ComputingError
 from grpo.system.deadline import LateError, call_with_deadline
 from grpo.system.threads import in_background
 
-from ..support import runs, wait_until
+from ..support import REPO, environment, runs, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +93,19 @@ def test_a_child_ends_with_its_parent_while_it_computes():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL, done.stderr
     wait_until(lambda: not runs(int(done.stdout)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_a_call_has_started_ends_with_the_callers_group(tmp_path, number):
+    code = ("import sys; from grpo.system.apart import CallsApart; "
+            "CallsApart(1, seconds=60, imports=[])"
+            f"('apart_calls:leave_children_and_compute', {str(tmp_path)!r})")
+    caller = subprocess.Popen([sys.executable, "-c", code], start_new_session=True,
+                              env=environment(PYTHONPATH=f"{Path(__file__).parent}:{REPO}"))
+    wait_until(lambda: len(os.listdir(tmp_path)) == 2, alive=caller)
+    os.killpg(caller.pid, number)
+    caller.wait()
+    wait_until(lambda: not any(runs(int(path.name)) for path in tmp_path.iterdir()))
 
 
 def test_what_a_call_has_started_ends_with_it(apart, tmp_path):
