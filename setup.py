@@ -21,6 +21,7 @@ QUANTIZATION = ["torchao>=0.18"]  # the first with both kinds in one place
 RAY = ["ray[default]>=2.40"]
 IFEVAL = ["langdetect>=1.0.9", "nltk>=3.9"]
 REASONING_GYM = ["reasoning-gym>=0.1.25"]
+MATH = ["latex2sympy2-extended>=1.10", "math-verify>=0.9"]
 # Later ones have no load_environment at their top, or ask for another version of MCP than vLLM.
 VERIFIERS = ["verifiers>=0.1.14,<0.2"]
 
@@ -34,11 +35,12 @@ EXTRAS = {
     "datasets": ["datasets>=3", "pyarrow>=15"],  # it brings that, which parquet files need
     "ifeval": IFEVAL,
     "reasoning-gym": REASONING_GYM,
+    "math": MATH,
     "verifiers": VERIFIERS,
     "logging": LOGGING,
     "dev": ["hypothesis>=6.100", "import-linter>=2.6", "pytest>=8", "pytest-timeout>=2.3",
             "pytest-xdist>=3.6", "ruff>=0.6", *LOGGING, *LORA, *QUANTIZATION, *RAY,
-            *IFEVAL, *REASONING_GYM],
+            *IFEVAL, *REASONING_GYM, *MATH],
 }
 
 
@@ -97,7 +99,7 @@ setup(
         "tokenizers>=0.21",
         "safetensors>=0.4.3",
         "huggingface_hub>=1",
-        "httpx>=0.27",
+        "httpx>=0.27",  # rewards that ask a judge; the hub's client brings it, too
         "jinja2>=3.1",  # chat templates and the report page
         "numpy>=1.26",
         "pydantic>=2",

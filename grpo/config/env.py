@@ -16,7 +16,8 @@ _ATROPOS = Unread(lambda c: not c.env.is_atropos, "by env.dataset={env.dataset};
 _INSTEAD = {
     "env.name env.id env.data_path env.path env.dataset_mixture env.prompt_column "
     "env.answer_column env.system_prompt env.thinking_prompt env.chat_template env.step "
-    "env.reward env.reward_weights env.reward_timeout env.reward_workers "
+    "env.reward env.reward_weights env.reward_options env.reward_timeout env.reward_workers "
+    "env.reward_processes env.reward_memory "
     "env.max_reward_errors env.max_prompt_tokens":
         "options of the environment in env.task.flags, such as {env: {max_num_workers: 8}},",
     "train.data_epochs": "train.max_steps, because environments choose their problems,",
@@ -83,11 +84,18 @@ class EnvConfig(Section):
     """Name or import path of the reward, or several; null: the task's own."""
     reward_weights: list[float] | None = None
     """Of a list of rewards, in its order; null: 1 each."""
+    reward_options: dict[str, dict[str, Any]] | None = None
+    """Of rewards that have some, by the reward's name: their keyword-only parameters."""
     reward_timeout: float = Field(30.0, gt=0)
     """Seconds that a call of a reward function may take, for one completion or for the list that
     it takes; then the row, or all of the list, has no reward."""
     reward_workers: int = Field(16, ge=1)
     """Calls of reward functions at a time; 1: in order, each in the main thread."""
+    reward_processes: int | None = Field(None, ge=0)
+    """In which functions are called that may not come back; 0: in threads of the run, but for those
+    that need one; null: as many as ``reward_workers``, where these are several."""
+    reward_memory: float | None = Field(4.0, gt=0)
+    """GiB that such a process may take besides what it begins with; null: what there is."""
     max_reward_errors: float = Field(0.5, ge=0, le=1)
     """Greatest share of a batch for which reward functions may fail or be late; above it the run
     ends and says why. Failed rows below it leave the advantage and the loss."""

@@ -71,8 +71,9 @@ FINISH_REASON = "finish_reason"
 FINISH_STOP, FINISH_LENGTH = 0, 1
 
 #: Codes of ``reward_fault``: there is a reward; the function returned None to leave the sample out,
-#: failed, or took too long.
-FAULT_NONE, FAULT_SKIPPED, FAULT_FAILED, FAULT_LATE = range(4)
+#: raised, took too long, returned what is no reward, or ended its process.
+(FAULT_NONE, FAULT_SKIPPED, FAULT_FAILED, FAULT_LATE, FAULT_INVALID,
+ FAULT_ENDED) = range(6)
 
 #: Entries whose second dimension runs over the ``T`` tokens of a row.
 TOKEN_KEYS = (TOKENS, ATTENTION_MASK, ASSISTANT_MASK, HIGH_ENTROPY_MASK, LOG_PROBS,

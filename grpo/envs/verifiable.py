@@ -16,6 +16,7 @@ from grpo import data
 from grpo.envs.dialog import Dialog
 from grpo.envs.prompts import Prompt, PromptStream
 from grpo.envs.rewards.batch import RewardBatch, Row
+from grpo.envs.rewards.completion import Completion
 from grpo.envs.rewards.scorer import RewardScorer
 from grpo.envs.tasks.base import Problem
 
@@ -26,6 +27,7 @@ class _Response(NamedTuple):
     """What is scored of a row."""
 
     tokens: list[int]  # before the end token, in a dialog of the last turn
+    end: list[int]  # that token, if there is one
     talk: list[int] | None  # in a dialog, all behind the prompt
 
 
@@ -159,7 +161,7 @@ class VerifiableEnv(EnvBase):
         """
         width = self.action_spec[data.RESPONSE_TOKENS].shape[-1]
         (said,), _ = self._read(data.pad_rows([tokens], width, self.pad_token_id))
-        self._finished[row] = _Response(said, talk)
+        self._finished[row] = _Response(*said, talk)
         first = row - row % self.group_size
         group = range(first, first + self.group_size)
         if self.group_size > 1 and all(row in self._finished for row in group):
@@ -170,7 +172,7 @@ class VerifiableEnv(EnvBase):
         said, ended_B = self._read(
             response_BR if self.dialog is None else self._last_turns(tensordict))
         talks = [None] * len(said) if self.dialog is None else self._talks(tensordict)
-        rows = [_Response(*row) for row in zip(said, talks, strict=True)]
+        rows = [_Response(*turn, talk) for turn, talk in zip(said, talks, strict=True)]
         self.responses = rows
         finish_reason = tensordict.get(data.FINISH_REASON, None)
         if finish_reason is not None:  # the policy knows; an action without it is read for EOS
@@ -217,13 +219,22 @@ class VerifiableEnv(EnvBase):
         # Arrays, because of lists Transformers looks at every number.
         texts = self.tokenizer.batch_decode([np.array(row.tokens, dtype=np.int64) for row in rows],
                                             skip_special_tokens=True)
-        return _Begun(rows, self.score.start(texts, problems))
+        completions = [Completion(text, token_ids=row.tokens + row.end)
+                       for text, row in zip(texts, rows, strict=True)]
+        return _Begun(rows, self.score.start(completions, problems))
 
-    def _read(self, response_BR: torch.Tensor) -> tuple[list[list[int]], torch.Tensor]:
-        """Tokens of each response before its first end token, and whether it has one."""
+    def _read(
+        self, response_BR: torch.Tensor
+    ) -> tuple[list[tuple[list[int], list[int]]], torch.Tensor]:
+        """Tokens of each response before its first end token and that token, and whether it has
+        one."""
         is_eos = torch.isin(response_BR, self.eos_token_ids)
-        before_eos = is_eos.int().cumsum(-1) == 0
-        rows = [row[keep].tolist() for row, keep in zip(response_BR, before_eos, strict=True)]
+        sizes = (is_eos.int().cumsum(-1) == 0).sum(-1).tolist()
+        rows = [(row[:size], row[size:size + 1])
+                for row, size in zip(response_BR.tolist(), sizes, strict=True)]
+        for said, end in rows:  # one that was cut may be shorter than others
+            while not end and said and said[-1] == self.pad_token_id:
+                said.pop()
         return rows, is_eos.any(-1)
 
     def _last_turns(self, batch: TensorDictBase) -> torch.Tensor:

@@ -21,7 +21,7 @@ from grpo.report.loggers import METRICS_FILE, SAMPLES_FILE, read_jsonl, write_at
 from grpo.report.words import ACCURACY, REWARD, STEP_TIME, TOKENS_PER_SECOND, format_duration
 from grpo.system.versions import versions
 
-REPORT_FILE = "report.html"
+REPORT_FILE, FAILURES_FILE = "report.html", "reward_failures.jsonl"
 
 _MAX_ROWS = 6
 _MAX_CHARS = 4_000
@@ -36,7 +36,8 @@ def write_report(run_dir: Path | str, *, title: str, config: Mapping[str, Any]) 
     metric that the run does not have leaves out its chart. It may be written while the run goes on.
 
     Args:
-        run_dir: folder with ``metrics.jsonl`` and, if there are samples, ``samples.jsonl``.
+        run_dir: folder with ``metrics.jsonl`` and, if there are samples, ``samples.jsonl``; if
+            reward functions failed, ``reward_failures.jsonl``.
         title: heading of the page.
         config: resolved configuration; nested mappings are shown by group, and values of keys that
             name a credential are hidden.
@@ -66,7 +67,7 @@ def write_report(run_dir: Path | str, *, title: str, config: Mapping[str, Any]) 
                 if chart.has_data(history)]
     page = templates.get_template("page.html").render(
         title=title, palette=PALETTE, facts=_facts(run_dir, history), tiles=_tiles(history),
-        notices=_notices(history), drawings=drawings,
+        notices=_notices(history), failures=read_jsonl(run_dir / FAILURES_FILE), drawings=drawings,
         samples=_samples(read_jsonl(run_dir / SAMPLES_FILE)), config=_groups(config),
         metrics=_metrics(history), versions={"python": platform.python_version(), **versions(),
                                              "system": f"{platform.system()} {platform.machine()}"})
@@ -139,11 +140,14 @@ def _notices(history: History) -> list[str]:
     if silence := silence_at_end(history.rows):
         text = str(silence)
         notices.append(f"{text[0].upper()}{text[1:]}.")
-    errors, skipped, late = (sum(history.series(f"reward/{name}")[1])
-                             for name in ("errors", "skipped", "timeouts"))
+    errors, skipped, late, invalid, ended = (
+        sum(history.series(f"reward/{name}")[1])
+        for name in ("errors", "skipped", "timeouts", "invalid", "ended"))
     if errors:
-        why = [f"for {errors - skipped - late:,.0f} the reward failed",
+        why = [f"for {errors - skipped - late - invalid - ended:,.0f} the reward failed",
                *([f"for {late:,.0f} it took too long"] if late else []),
+               *([f"for {invalid:,.0f} it was no finite number"] if invalid else []),
+               *([f"for {ended:,.0f} its process ended"] if ended else []),
                *([f"{skipped:,.0f} were left out by it"] if skipped else [])]
         notices.append(f"{errors:,.0f} completions got no reward: {', '.join(why)}.")
     _, cut = history.series("tokens/truncated_fraction")

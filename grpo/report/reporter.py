@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,11 @@ from grpo.report.eval_file import write_record
 from grpo.report.history import History
 from grpo.report.learning_signal import SignalWarning, silence_at_end
 from grpo.report.loggers import LoggerGroup, MetricLogger, Sample
-from grpo.report.page import write_report
+from grpo.report.page import FAILURES_FILE, write_report
+from grpo.system.line_file import LineFile
+
+#: Kinds of failures of reward functions that are kept.
+_FAILURES = 12
 
 
 class Reporter:
@@ -33,6 +38,7 @@ class Reporter:
         self.loggers = LoggerGroup([loggers, SignalWarning(console.warn)])
         self.run_dir, self.num_samples = run_dir, num_samples
         self.sample_rows: list[int] | None = None
+        self._failures: set[str] = set()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """A finished iteration."""
@@ -63,6 +69,17 @@ class Reporter:
                 write_record(self.run_dir, step, record)
             except OSError as error:
                 self.console.warn(f"metrics/eval_iter_{step:03d}.json is not written: {error}")
+
+    def failures(self, step: int, failures: Mapping[str, str]) -> None:
+        """Keep what reward functions failed by, the first of each kind, for the report."""
+        new = [kind for kind in failures if kind not in self._failures]
+        if not new or len(self._failures) >= _FAILURES:
+            return
+        self._failures.update(new)
+        file = LineFile(self.run_dir / FAILURES_FILE)
+        file.append("".join(json.dumps({"step": step, "failure": failures[kind]}) + "\n"
+                            for kind in new))
+        file.close()
 
     def finish(
         self, config: dict[str, Any], *, title: str, headline: str, result: Path,

@@ -53,6 +53,7 @@ def build_worker(setup: WorkerSetup, number: int, prompts: list[Prompt]) -> Work
     # nobody can tell who has drawn.
     give_template(shared.tokenizer, config.env.chat_template, [p.problem for p in prompts])
     score = reward_function(config, task_class(config.env.dataset), try_first=False)
+    score.prepare()
     workers = config.env.reward_workers  # a group waits in its thread while its calls run there
     threads = 1 if workers == 1 else _SCORING_THREADS + workers // config.env.repeats
     dialog = build_dialog(config, score, shared.tokenizer, policy)

@@ -14,6 +14,7 @@ KEPT = ("model.", "ref_model.name:", "env.dataset:", "env.name", "env.id:", "env
 #: that is not here counts as changing the results, those that are yet to come included.
 _NEUTRAL = (
     "resume:", "device:", "logging.", "eval.", "ray.", "env.reward_workers:",
+    "env.reward_processes:",
     "env.max_reward_errors:", "env.url:", "env.port:", "env.forward_ports:",
     "train.exp_name:", "train.eval_frequency:", "train.checkpoint_frequency:",
     "train.keep_checkpoints:", "train.rollout_timeout:", "train.max_tokens_per_micro_batch:",

@@ -8,12 +8,16 @@ from grpo import data
 from grpo.objectives.maxent import weight_entropy
 from grpo.objectives.shaping import informative_groups
 
+_FAULTS = {"skipped": data.FAULT_SKIPPED, "timeouts": data.FAULT_LATE, "raised": data.FAULT_FAILED,
+           "invalid": data.FAULT_INVALID, "ended": data.FAULT_ENDED}
+
 
 def rollout_metrics(rollout: TensorDictBase) -> dict[str, float]:
     """Rewards and lengths of a rollout; rows without a reward are counted, not averaged in.
 
-    ``reward/errors`` counts all of them, those that a function left out by None (``skipped``) and
-    for which it took too long (``timeouts``) included. Of several rewards each has its mean, before
+    ``reward/errors`` counts all of them: those that a function left out by None (``skipped``), for
+    which it took too long (``timeouts``), raised (``raised``), returned what is no reward
+    (``invalid``), or ended its process (``ended``). Of several rewards each has its mean, before
     its weight.
     """
     valid = ~rollout[data.REWARD_ERROR].flatten()
@@ -29,8 +33,8 @@ def rollout_metrics(rollout: TensorDictBase) -> dict[str, float]:
         "tokens/truncated_fraction": rollout[data.TRUNCATED].float().mean().item(),
     }
     if (fault := rollout.get(data.REWARD_FAULT, None)) is not None:
-        metrics["reward/skipped"] = (fault == data.FAULT_SKIPPED).sum().item()
-        metrics["reward/timeouts"] = (fault == data.FAULT_LATE).sum().item()
+        metrics |= {f"reward/{name}": (fault == code).sum().item()
+                    for name, code in _FAULTS.items()}
     if valid.any():
         for name, part in rollout.get(data.REWARD_PARTS, {}).items():
             metrics[f"reward/{name}/mean"] = part.flatten()[valid].mean().item()

@@ -243,6 +243,7 @@ class Trainer:
 
     def _check_rewards(self, rollout: TensorDictBase) -> None:
         when, failures = f"iteration {self.step + 1}", self.collector.failures
+        self.reporter.failures(self.step + 1, failures)
         fault_B = rollout.get(data.REWARD_FAULT, rollout[data.REWARD_ERROR].long()).flatten()
         check_failures(fault_B, failures, limit=self.max_reward_errors, when=when)
         if rollout[data.REWARD_ERROR].all():

@@ -124,7 +124,7 @@ def test_rows_of_a_list_fail_alone_and_with_the_call():
         return [None if c == "none" else float("nan") if c == "nan" else 1.0 for c in completions]
 
     batch = score(some, completions=["a", "none", "nan"])
-    assert batch.fault.tolist() == [data.FAULT_NONE, data.FAULT_SKIPPED, data.FAULT_FAILED]
+    assert batch.fault.tolist() == [data.FAULT_NONE, data.FAULT_SKIPPED, data.FAULT_INVALID]
     assert score(some, completions=["a", "raise"]).fault.tolist() == [data.FAULT_FAILED] * 2
 
 

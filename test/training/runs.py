@@ -18,9 +18,9 @@ from grpo.training.trainer import Trainer
 from ..conftest import make_tiny_model
 
 
-def by_text(completion: str, problem) -> RewardResult:
+def by_text(completion: str, problem, *, scale: float = 1.0) -> RewardResult:
     """Something that differs between completions of a random model."""
-    return RewardResult(sum(map(ord, completion)) % 7 / 7, len(completion) > 2)
+    return RewardResult(scale * (sum(map(ord, completion)) % 7 / 7), len(completion) > 2)
 
 
 def by_text_and_chance(completion: str, problem) -> RewardResult:

@@ -40,7 +40,19 @@ def exact_match(completion: str, problem: Problem) -> RewardResult:
     return RewardResult(float(correct), correct)
 
 
-@register_reward("verifier")
+@register_reward("answer_tag", quick=True)
+def answer_in_tag(completion: str, problem: Problem) -> RewardResult:
+    """1.0 if the first ``<answer>`` block, stripped of surrounding space, is the answer, else 0.0.
+
+    Examples:
+        >>> answer_in_tag("so <answer> 42 </answer>", Problem(prompt="...", answer="42", id="p0"))
+        RewardResult(reward=1.0, success=True)
+    """
+    correct = answer_tag(completion) == problem.answer.strip()
+    return RewardResult(float(correct), correct)
+
+
+@register_reward("verifier", apart=False)
 def verifier(completion: str, problem: Problem) -> RewardResult:
     """What the problem's own rule gives, from 0 to 1; success is 1.
 

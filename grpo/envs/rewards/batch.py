@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo import data
 from grpo.system import deadline
+from grpo.system.apart import ApartError, EndedError
 from grpo.system.deadline import LateError
 
 # How many different failures are kept to be shown, and how many frames of each.
@@ -24,6 +25,11 @@ _CALLERS = {deadline.__file__,
 
 class Unusable(ValueError):
     """What a reward function returned is no reward."""
+
+
+#: What is told from a function that raised, the first that fits.
+_FAULTS = ((LateError, data.FAULT_LATE), (Unusable, data.FAULT_INVALID),
+           (EndedError, data.FAULT_ENDED))
 
 
 @dataclass(frozen=True)
@@ -47,19 +53,20 @@ class Row:
 def row_without(error: Exception, who: str) -> Row:
     """The row of a function that raised, was late, or returned no reward; ``who`` names it and the
     problem."""
-    late = isinstance(error, LateError)
-    fault = data.FAULT_LATE if late else data.FAULT_FAILED
+    fault = next((code for kind, code in _FAULTS if isinstance(error, kind)), data.FAULT_FAILED)
     function = who.partition(",")[0]
-    if late or isinstance(error, Unusable):
+    if fault != data.FAULT_FAILED:
         message = f"{who}: {error}"
         return Row(fault=fault, message=message, failure=(f"{function} {fault}", message))
-    frames = traceback.extract_tb(error.__traceback__)
-    place = frames[-1]
-    reason = f"{type(error).__name__}: {error}"
-    lines = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-             for frame in frames if frame.filename not in _CALLERS][-_FRAMES:]
-    return Row(fault=fault, message=f"{who}: {reason} ({place.filename}:{place.lineno})",
-               failure=(f"{function} {type(error).__name__} {place.filename}:{place.lineno}",
+    frames = error.frames if isinstance(error, ApartError) else [
+        (frame.filename, frame.lineno, frame.name, frame.line)
+        for frame in traceback.extract_tb(error.__traceback__)]
+    place = "{}:{}".format(*frames[-1]) if frames else "its call"
+    reason = str(error) if isinstance(error, ApartError) else f"{type(error).__name__}: {error}"
+    lines = ["{}:{} in {}: {}".format(*frame) for frame in frames
+             if frame[0] not in _CALLERS][-_FRAMES:]
+    return Row(fault=fault, message=f"{who}: {reason} ({place})",
+               failure=(f"{function} {reason.partition(':')[0]} {place}",
                         "\n     ".join([f"{who}: {reason}", *lines])))
 
 

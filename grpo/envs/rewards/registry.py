@@ -1,10 +1,15 @@
-"""Reward functions by name or import path, and the three forms that they have."""
+"""Reward functions by name or import path, their options, and the forms that they have."""
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from grpo.envs.tasks.base import Problem
 
@@ -48,7 +53,9 @@ def batch_reward(fn: AnyRewardFn) -> AnyRewardFn:
 
 
 def register_reward(
-    name: str, *, quick: bool = False
+    name: str, *, quick: bool = False, apart: bool | None = None, judged: bool = False,
+    check: Callable[..., None] | None = None, imports: Sequence[str] = (),
+    computing: float | None = None, late: Reward = None,
 ) -> Callable[[AnyRewardFn], AnyRewardFn]:
     """Decorator that makes a reward function available by name.
 
@@ -56,6 +63,15 @@ def register_reward(
         name: what it is chosen by.
         quick: it takes microseconds, always ends, and so is called on the spot: a thread and a
             deadline would cost more than the function.
+        apart: True: it is always called in another process, which can be ended; False: never; None:
+            as the run says.
+        judged: it takes a third argument, whether the completion is right, which the reward named
+            by its option ``verdict`` says.
+        check: called with the options before a run; raises ValueError for what cannot work.
+        imports: that a process has before a first call counts, as
+            :class:`~grpo.system.apart.CallsApart` takes them.
+        computing: seconds of processor time that a call in another process may take.
+        late: what such a call is worth that takes longer; None: it has no reward.
 
     Raises:
         ValueError: if the name is taken, or holds a ``:`` and so reads as an import path.
@@ -75,8 +91,8 @@ def register_reward(
             raise ValueError(f"reward {name!r} is already registered by {name_of(_REWARDS[name])}; "
                              "choose another name")
         _REWARDS[name] = fn
-        if quick:
-            fn.quick = True
+        fn.quick, fn.apart, fn.judged, fn.check = quick, apart, judged, check
+        fn.imports, fn.computing, fn.late = imports, computing, late
         return fn
 
     return register
@@ -136,8 +152,95 @@ def imported(path: str, what: str) -> Callable:
     return fn
 
 
+def with_options(fn: RewardFn, options: Mapping[str, Any]) -> RewardFn:
+    """A function with some of its keyword-only parameters set, once they have been checked.
+
+    Raises:
+        ValueError: if it has no such option, or refuses its value.
+
+    Examples:
+        >>> def brevity(completion, problem, *, scale=1.0):
+        ...     return -scale * len(completion)
+        >>> with_options(brevity, {"scale": 0.5})("four", None)
+        -2.0
+        >>> with_options(brevity, {"size": 2})
+        Traceback (most recent call last):
+        ...
+        ValueError: reward 'grpo.envs.rewards.registry:brevity' has no option 'size' (given 2); \
+remove it, or use one of: scale
+    """
+    known = options_of(fn)
+    for option, value in options.items():
+        if option not in known:
+            raise ValueError(f"reward {name_of(fn)} has no option {option!r} (given {value!r}); "
+                             f"remove it, or use one of: {', '.join(known) or '(none)'}")
+    if missing := [name for name, value in known.items()
+                   if value is inspect.Parameter.empty and name not in options]:
+        raise ValueError(f"reward {name_of(fn)} needs {', '.join(missing)}; set them in "
+                         "env.reward_options")
+    if (check := getattr(fn, "check", None)) is not None:
+        check(**options)
+    if not options:
+        return fn
+    # With the marks of the function, which are its attributes, but values of its own.
+    chosen = functools.update_wrapper(functools.partial(fn, **options), fn)
+    del chosen.__wrapped__
+    return chosen
+
+
+def options_of(fn: RewardFn) -> dict[str, Any]:
+    """The options of a function, which are its keyword-only parameters, and their values.
+
+    Examples:
+        >>> options_of(get_reward("repetition_penalty"))
+        {'ngram_size': 3, 'max_penalty': -1.0}
+    """
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except ValueError:  # some built-in functions have no signature
+        return {}
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def path_of(fn: RewardFn, name: str | None = None) -> str | None:
+    """The import path by which another process finds a function; None if there is none.
+
+    Args:
+        fn: the function, without options.
+        name: that it was asked for by.
+
+    Examples:
+        >>> path_of(get_reward("gsm8k")), path_of(lambda completion, problem: 1.0)
+        ('grpo.envs.rewards.answers:gsm8k', None)
+    """
+    paths = [name] if name and ":" in name else []
+    if hasattr(fn, "__qualname__"):
+        paths.append(f"{fn.__module__}:{fn.__qualname__}")
+    for path in paths:
+        module, _, attribute = path.partition(":")
+        with suppress(ImportError, AttributeError):
+            found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+            if found is fn and _found_by_others(sys.modules[module]):
+                return path
+    return None
+
+
+def _found_by_others(module: ModuleType) -> bool:
+    """Whether a process that has not imported a module finds it, and not another of its name."""
+    spec, path, name = None, None, ""
+    for part in module.__name__.split("."):
+        name = f"{name}.{part}".lstrip(".")
+        spec = next((found for finder in sys.meta_path
+                     if (found := finder.find_spec(name, path)) is not None), None)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return spec.origin == getattr(module.__spec__, "origin", None)
+
+
 def name_of(fn: RewardFn) -> str:
     """The name that a function is registered by, or its import path, in quotes."""
+    fn = fn.func if isinstance(fn, functools.partial) else fn
     registered = [name for name, known in _REWARDS.items() if known is fn]
     if registered:
         return repr(registered[0])

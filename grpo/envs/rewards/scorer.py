@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import numbers
+import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,12 +19,22 @@ from grpo import data
 from grpo.envs.rewards.batch import RewardBatch, Row, Unusable, row_without
 from grpo.envs.rewards.generators import GlobalGenerators
 from grpo.envs.rewards.pool import call_pool, is_async
-from grpo.envs.rewards.registry import RewardFn, RewardResult, name_of
+from grpo.envs.rewards.registry import (
+    RewardFn,
+    RewardResult,
+    get_reward,
+    name_of,
+    options_of,
+    path_of,
+)
 from grpo.envs.tasks.base import Problem
-from grpo.system.deadline import call_with_deadline
+from grpo.system.apart import CallsApart
+from grpo.system.deadline import LateError, call_with_deadline
 
 #: Seconds that a call of a reward function may take, and how many are made at a time.
 DEFAULT_TIMEOUT, DEFAULT_WORKERS = 30.0, 16
+#: Seconds that another process may take to begin and to end; its calls have deadlines of their own.
+_AROUND_A_CALL = 180.0
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 logger = logging.getLogger(__name__)
@@ -38,13 +51,23 @@ class _Function:
     weight: float
     in_order: bool
     tried: bool = False
+    path: str | None = None  # by which other processes find it, if it is called there
+    verdict: _Function | None = None  # what says whether a completion is right, if it asks that
+
+    def mark(self, name: str, default: Any = None) -> Any:
+        """See :func:`~grpo.envs.rewards.registry.register_reward`."""
+        return getattr(self.call, name, default)
 
 
 class RewardScorer:
     """Score completions with one or several reward functions.
 
     Calls run side by side in the threads and the event loop of a
-    :class:`~grpo.envs.rewards.pool.CallPool`. A function that draws from the random generators of
+    :class:`~grpo.envs.rewards.pool.CallPool`; a thread may hand its call to another process, see
+    ``processes``. There the random generators that all code of a process shares are seeded by the
+    sample, so that the result is the same whoever is called when.
+
+    In this process, a function that draws from the random generators of
     the process (``random``, NumPy, PyTorch) would then make a run that cannot be repeated, and some
     libraries work in the main thread only. The first call of each function therefore runs alone:
     where it shows one of the two, the function is called in the order of the completions, one at a
@@ -66,6 +89,10 @@ class RewardScorer:
         names: of the functions, for metrics; None: their own.
         try_first: False leaves out the trial of the first call, for environments beside an engine
             that draws random numbers itself.
+        processes: in which functions are called that can be imported there; they are ended with
+            all they have started when a call is late. 0: in this process, but for functions that
+            are registered as ``apart``, which get as many as there are workers.
+        memory: bytes that a call in another process may take; None: what there is.
 
     Raises:
         ValueError: if there is no function, or a number is out of its range.
@@ -83,6 +110,7 @@ class RewardScorer:
     def __init__(
         self, functions: Sequence[tuple[RewardFn, float]], *, timeout: float = DEFAULT_TIMEOUT,
         workers: int = DEFAULT_WORKERS, names: Sequence[str] | None = None, try_first: bool = True,
+        processes: int = 0, memory: int | None = None,
     ) -> None:
         if not functions:
             raise ValueError("fns_with_weights is empty; give at least one (function, weight)")
@@ -91,9 +119,38 @@ class RewardScorer:
                 raise ValueError(f"weight={weight} of reward {name_of(fn)} must be finite")
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be a positive number of seconds")
-        self.labels = labels(names or [name_of(fn).strip("'") for fn, _ in functions])
+        names = names or [name_of(fn).strip("'") for fn, _ in functions]
+        self.labels = labels(names)
         self.timeout, self.workers, self.try_first = timeout, workers, try_first
-        self._functions = [_Function(fn, weight, workers == 1) for fn, weight in functions]
+        self.processes = processes
+        self._verdicts: dict[str, _Function] = {}
+        self._functions = [self._function(fn, weight, name)
+                           for (fn, weight), name in zip(functions, names, strict=True)]
+        apart = [fn for fn in (*self._functions, *self._verdicts.values()) if fn.path]
+        self._apart = None if not apart else _calls_apart(
+            processes or workers, memory, tuple(dict.fromkeys(
+                module for fn in apart for module in (fn.path.partition(":")[0],
+                                                      *fn.mark("imports", ())))))
+
+    def _function(self, call: RewardFn, weight: float, name: str) -> _Function:
+        fn = _Function(call, weight, self.workers == 1)
+        apart = fn.mark("apart")
+        if not (fn.mark("quick") or is_async(call) or apart is False) and (
+                apart or self.processes):
+            plain = call.func if isinstance(call, functools.partial) else call
+            fn.path = path_of(plain, name)
+        if fn.mark("judged"):
+            asked = options_of(call)["verdict"]
+            if asked not in self._verdicts:
+                self._verdicts[asked] = self._function(get_reward(asked), 0.0, asked)
+            fn.verdict = self._verdicts[asked]
+        return fn
+
+    def prepare(self) -> None:
+        """Begin to start what other processes need, so that the first rewards do not wait for
+        it."""
+        if self._apart is not None:
+            self._apart.prepare()
 
     def __call__(self, completions: Sequence[str], problems: Sequence[Problem]) -> RewardBatch:
         """Score and wait for it; see :meth:`start`."""
@@ -111,7 +168,10 @@ class RewardScorer:
         if len(completions) != len(problems):
             raise ValueError(
                 f"{len(completions)} completions but {len(problems)} problems; give one for each")
-        waits = [self._begin(fn, list(completions), list(problems)) for fn in self._functions]
+        rows = list(completions), list(problems)
+        said = {fn: self._begin(fn, *rows) for fn in self._verdicts.values()}
+        waits = [self._begin(fn, *rows) if fn.verdict is None else
+                 functools.partial(_judged, fn, *rows, said[fn.verdict]) for fn in self._functions]
 
         def wait() -> RewardBatch:
             columns = [wait_for_one() for wait_for_one in waits]
@@ -135,6 +195,12 @@ class RewardScorer:
         if getattr(fn.call, "quick", False):
             outcomes = [_outcome(fn.call, *args) for args in calls]
             return lambda: outcomes
+        if fn.path is not None and not fn.tried:
+            fn.tried = True
+            self._try_to_send(fn, calls[0])
+        if fn.path is not None:
+            futures = [self._send(fn, i, args) for i, args in enumerate(calls)]
+            return lambda: [_in_time(fn, _outcome_of(future)) for future in futures]
         first = []
         if self.try_first and not (fn.tried or fn.in_order):
             first = [self._try(fn, calls[0])]
@@ -145,6 +211,26 @@ class RewardScorer:
 
     def _submit(self, fn: _Function, args: tuple) -> Future:
         return call_pool(self.workers).submit(fn.call, *args, seconds=self.timeout)
+
+    def _send(self, fn: _Function, row: int, args: tuple) -> Future:
+        """Begin a call in another process."""
+        options = fn.call.keywords if isinstance(fn.call, functools.partial) else {}
+        sample = f"{row} {args[0]}".encode(errors="surrogatepass")
+        call = functools.partial(
+            self._apart.call, fn.path, args, options, within=self.timeout,
+            computing=fn.mark("computing"), seed=zlib.crc32(sample))
+        pool = call_pool(self.processes or self.workers)
+        return pool.submit(call, seconds=self.timeout + _AROUND_A_CALL)
+
+    def _try_to_send(self, fn: _Function, args: tuple) -> None:
+        """Whether problems can go to another process; those with a partner or a rule that is no
+        function of a module cannot."""
+        try:
+            pickle.dumps(args)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            fn.path, fn.tried = None, False
+            logger.warning("reward %s is called in the run's own process, because its problems "
+                           "cannot be sent to another: %s", name_of(fn.call), error)
 
     def _try(self, fn: _Function, args: tuple) -> Future:
         """The first call, alone. If it drew random numbers, they are given back."""
@@ -213,6 +299,36 @@ def labels(names: Sequence[str]) -> tuple[str, ...]:
               for name, last in zip(names, short, strict=True)]
     return tuple(f"{name}_{chosen[:i].count(name) + 1}" if chosen.count(name) > 1 else name
                  for i, name in enumerate(chosen))
+
+
+@functools.cache
+def _calls_apart(processes: int, memory: int | None, imports: tuple[str, ...]) -> CallsApart:
+    """The process's children of a kind, which all scorers share."""
+    return CallsApart(processes, imports=imports, memory=memory)
+
+
+def _in_time(fn: _Function, outcome: _Outcome) -> _Outcome:
+    """What a call is worth that was late, where the function says so."""
+    late = fn.mark("late")
+    return late if late is not None and isinstance(outcome, LateError) else outcome
+
+
+def _judged(fn: _Function, completions: list[str], problems: list[Problem],
+            wait: Callable[[], list[_Outcome]]) -> list[_Outcome]:
+    """The rewards of a quick function that asks whether completions are right."""
+    said = wait()
+    # Rows of which that is not known have no reward, for that reason, and are nobody's peers.
+    known = [i for i, one in enumerate(said) if not (one is None or isinstance(one, Exception))]
+    right = [said[i].success if isinstance(said[i], RewardResult) else said[i] >= 1 for i in known]
+    columns = [completions[i] for i in known], [problems[i] for i in known], right
+    if getattr(fn.call, "takes_lists", False):
+        rewards = _spread(_outcome(fn.call, *columns), len(known))
+    else:
+        rewards = [_outcome(fn.call, *row) for row in zip(*columns, strict=True)]
+    outcomes = list(said)
+    for i, reward in zip(known, rewards, strict=True):
+        outcomes[i] = reward
+    return outcomes
 
 
 def _outcome(fn: Callable[..., Any], *args: Any, **options: Any) -> _Outcome:

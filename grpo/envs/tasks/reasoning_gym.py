@@ -247,7 +247,7 @@ def _verify(dataset: bytes, entry: Mapping[str, Any], tagged: bool, completion: 
 @functools.cache
 def _calls_apart() -> CallsApart:
     return CallsApart(min(_PROCESSES, os.cpu_count() or 1), seconds=_SECONDS,
-                      imports="reasoning_gym")
+                      imports=["reasoning_gym"])
 
 
 def _score(dataset: bytes, entry: Mapping[str, Any], tagged: bool, completion: str) -> float:

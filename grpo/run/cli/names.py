@@ -7,6 +7,7 @@ schema is light.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
