@@ -123,8 +123,8 @@ def measure(args: argparse.Namespace, folder: Path, recording: Recording) -> Non
     from grpo.atropos.bridge_server import BridgeServer
     from grpo.envs.embedded import byte_tokenizer
     from grpo.policies.base import Sampling
-    from grpo.policies.driver import VLLMSampler
     from grpo.policies.inprocess import start_engine
+    from grpo.policies.samplers import VLLMSampler
     from grpo.policies.vllm import VLLMPolicy
 
     make_model(folder, args)

@@ -28,8 +28,9 @@ from grpo.envs.tasks.base import Problem
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Completions, Policy
 from grpo.policies.converse import hold
-from grpo.policies.driver import EngineDriver, Job, TransformersSampler, VLLMSampler
+from grpo.policies.driver import EngineDriver, Job
 from grpo.policies.handle import EngineError, InProcessEngine, PauseMode
+from grpo.policies.samplers import TransformersSampler, VLLMSampler
 from grpo.weights.fingerprint import fingerprints
 from grpo.weights.lora_slot import AdapterSlot
 from grpo.weights.packed import Packed

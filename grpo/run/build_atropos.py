@@ -27,9 +27,9 @@ from grpo.config.atropos import AtroposConfig
 from grpo.config.schema import ConfigError
 from grpo.envs.text_tokens import text_tokens
 from grpo.policies.base import Policy
-from grpo.policies.driver import TransformersSampler, VLLMSampler
 from grpo.policies.fleet import FleetSampler
 from grpo.policies.ray_engine import WorkerPool
+from grpo.policies.samplers import TransformersSampler, VLLMSampler
 from grpo.report.console import Console
 from grpo.report.loggers import METRICS_FILE, read_jsonl
 from grpo.report.starting import Starting

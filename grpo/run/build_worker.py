@@ -15,8 +15,8 @@ from grpo.envs.prompts import Prompt, give_template
 from grpo.envs.tasks import task_class
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
-from grpo.policies.driver import TransformersSampler, VLLMSampler
 from grpo.policies.handle import InProcessEngine
+from grpo.policies.samplers import TransformersSampler, VLLMSampler
 from grpo.policies.scoring import ReferenceScorer
 from grpo.policies.transformers import TransformersPolicy
 from grpo.policies.vllm import VLLMPolicy

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grpo.policies.engine_fleet import EngineFleet, RayEngine
 from grpo.policies.handle import EngineError, PauseMode
-from grpo.policies.ray_engine import Call, EngineFleet, RayEngine, WorkerPool
+from grpo.policies.ray_engine import Call, WorkerPool
 from grpo.weights.adapters import engine_factors
 from grpo.weights.channel import TransferError
 from grpo.weights.fingerprint import ALL, Part, fingerprints

@@ -22,7 +22,7 @@ from grpo.atropos.convert import GroupConverter
 from grpo.atropos.schemas import IGNORED, parse_group
 from grpo.policies.base import Completions, Policy, Sampling
 from grpo.policies.client import EngineClient
-from grpo.policies.driver import TransformersSampler
+from grpo.policies.samplers import TransformersSampler
 
 EOS = 1
 

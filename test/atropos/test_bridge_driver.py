@@ -13,8 +13,8 @@ from grpo.atropos.bridge import Bridge
 from grpo.atropos.bridge_driver import BridgeDriver, DriverThread
 from grpo.atropos.calls import Ask, Call
 from grpo.policies.base import Sampling
-from grpo.policies.driver import VLLMSampler
 from grpo.policies.handle import EngineError
+from grpo.policies.samplers import VLLMSampler
 from grpo.server.api import SamplingFields
 from grpo.server.versioned import Constructors
 from grpo.system.json_api import ApiError

@@ -13,7 +13,7 @@ from grpo.atropos.bridge_driver import BridgeDriver
 from grpo.atropos.schemas import IGNORED, ScoredGroup
 from grpo.policies.base import Sampling
 from grpo.policies.client import EngineCallError, EngineClient
-from grpo.policies.driver import VLLMSampler
+from grpo.policies.samplers import VLLMSampler
 from grpo.policies.vllm import VLLMPolicy
 
 from ..support import wait_until

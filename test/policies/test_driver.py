@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from grpo.policies.base import Completions, Sampling
-from grpo.policies.driver import EngineDriver, Job, VLLMSampler
+from grpo.policies.driver import EngineDriver, Job
 from grpo.policies.handle import EngineError
+from grpo.policies.samplers import VLLMSampler
 
 
 class CountingEngine:

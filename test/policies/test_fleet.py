@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from grpo.policies.engine_fleet import EngineFleet
 from grpo.policies.handle import EngineError
-from grpo.policies.ray_engine import EngineFleet
 from grpo.weights.transfer import WeightTransfer
 
 from ..weights.receivers import ThreadedEngine, Worker, assert_holds, vllm_like

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from grpo.policies import driver
+from grpo.policies import samplers
 from grpo.policies.base import Sampling
-from grpo.policies.driver import Job, VLLMSampler
+from grpo.policies.driver import Job
 from grpo.policies.handle import InProcessEngine
+from grpo.policies.samplers import VLLMSampler
 from grpo.policies.vllm import VLLMPolicy
 
 pytestmark = pytest.mark.vllm
@@ -23,7 +24,7 @@ def policy(engine) -> VLLMPolicy:
 
 @pytest.fixture
 def in_the_ordinary_way(monkeypatch):
-    return lambda: monkeypatch.setattr(driver, "responses_alone", lambda *_: False)
+    return lambda: monkeypatch.setattr(samplers, "responses_alone", lambda *_: False)
 
 
 def update(sampler: VLLMSampler, version: int) -> None:
