@@ -31,7 +31,7 @@ class BridgeDriver:
         bridge: whose calls are answered. If it was made with ``temperature_only=False``, the
             sampler must be vLLM's, and requests may use any of its options; else their temperature
             and length are heeded, up to the ``max_tokens`` of the policy.
-        sampler: of :mod:`grpo.policies.driver`; its policy says which version the weights have.
+        sampler: of :mod:`grpo.policies.samplers`; its policy says which version the weights have.
         max_running: calls in the engine at a time; None: all that wait.
         linger: seconds that an idle engine waits for further calls after the first; for samplers
             that answer several at once, but take no more while they do.

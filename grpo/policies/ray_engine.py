@@ -19,8 +19,6 @@ from typing import Any
 
 from grpo.policies.handle import EngineError
 
-# What a message may take beyond the time that the worker was given.
-_GRACE = 10.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
