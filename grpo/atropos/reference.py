@@ -66,8 +66,9 @@ class ReferenceSource:
         with self._lock:
             for group in groups:
                 if id(group) not in self._groups:
+                    rows = self._rows(group)
                     self._groups[id(group)] = entry = _Group(group)
-                    if (rows := self._rows(group)) is None:
+                    if rows is None:
                         entry.out = group
                     else:
                         self.scoring.add(id(group), rows)

@@ -94,7 +94,7 @@ class BatchStream:
         self._used_up: deque[_Taken] = deque()  # all used, and not acknowledged yet
         self._held: dict[str, Batch] = {}  # by lease, without groups; renewed
         self._renewed = time.monotonic()
-        self._ready: queue.Queue[Batch | AtroposError] = queue.Queue()
+        self._ready: queue.Queue[Batch | Exception] = queue.Queue()
         self._slots = threading.Semaphore(self.depth)
         self._ended = threading.Event()
         self._waiting_for = "the API was not asked yet"
@@ -173,7 +173,7 @@ class BatchStream:
                 f"waited {self.timeout:g} s for a batch from {self.client.url}: "
                 f"{self._waiting_for}; are environments running, and is the engine answering "
                 "them?") from None
-        if isinstance(found, AtroposError):
+        if isinstance(found, Exception):
             raise found
         self._slots.release()
         return found
@@ -250,7 +250,11 @@ class BatchStream:
             if batch is not None:
                 if batch.lease is not None:
                     self._held[batch.lease] = Batch([], batch.lease)
-                self.on_fetched(batch.groups)
+                try:
+                    self.on_fetched(batch.groups)
+                except Exception as error:  # raised where the trainer waits
+                    self._ready.put(error)
+                    return
                 self._ready.put(batch)
                 slot = False
             elif slot:

@@ -31,7 +31,7 @@ class EvalConfig(Section):
     keys of section ``env`` that differ from the recipe's."""
     benchmark_max_tokens: Annotated[int | None, _BENCHMARKED] = Field(None, ge=1)
     """Longest answer to their problems; null: ``inference_model.max_tokens``."""
-    at_checkpoints: Annotated[bool, _BENCHMARKED] = False
+    at_checkpoints: Annotated[bool, _BENCHMARKED, only_with("train.checkpoint_frequency")] = False
     """Ask benchmarks at each checkpoint instead of each evaluation."""
 
     @model_validator(mode="after")

@@ -40,6 +40,7 @@ class Job:
     call: int = 0
     first: int = 0
     of: int | None = None  # None: the rows given here are all
+    seeded: bool = False  # rows draw from these numbers also where engines draw at will
     #: For vLLM, a ``SamplingParams`` that takes the place of ``sampling``. As it may ask for
     #: log-probs of further tokens, those of its rows are given as vLLM's flat log-probs.
     params: Any = None

@@ -37,6 +37,7 @@ class FleetPolicy(Policy):
                  timeout: float = 1800.0, **options: Any) -> None:
         super().__init__(sampling, **options)
         self.pool, self.heal, self.timeout = pool, heal, timeout
+        self.seeded = False  # ask engines for rows with seeds of their own
 
     def start_at(self, version: int) -> None:
         for number in self.pool.present:
@@ -76,7 +77,7 @@ class FleetPolicy(Policy):
         calls = []
         for worker, first in zip(numbers, range(0, len(prompts), each), strict=False):
             job = Job(prompts[first:first + each], self.sampling, call=number, first=first,
-                      of=len(prompts))
+                      of=len(prompts), seeded=self.seeded)
             calls.append(self.pool.send(worker, "generate", job, self.timeout))
         return calls
 

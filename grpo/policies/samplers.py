@@ -59,7 +59,8 @@ class VLLMSampler:
             raise
 
     def _add_row(self, job: Job, number: int, prompt: list[int]) -> None:
-        seed = job.sampling.row_seed(job.call, job.first + number) if self.seeded else None
+        seeded = self.seeded or job.seeded
+        seed = job.sampling.row_seed(job.call, job.first + number) if seeded else None
         params = job.params or self.policy.sampling_params(job.sampling, seed=seed, final_only=True)
         id = f"row-{next(self._ids)}"
         self.engine.add_request(id, {"prompt_token_ids": prompt}, params,

@@ -70,8 +70,10 @@ def assemble(
     # What it will take, before anything is launched
     setup, room = start.setup, available(config, start.setup.device)
     ledger_of = partial(run_ledger, model_path=setup.path, device=setup.device, dtype=setup.dtype,
-                        backend=start.backend, max_model_len=setup.max_model_len)
-    start, chosen = with_fast_defaults(start, ledger_of, room)
+                        backend=start.backend, max_model_len=setup.max_model_len,
+                        trained_tokens=start.prompts.max_model_len)
+    start, chosen = with_fast_defaults(start, ledger_of, room,
+                                       row_tokens=start.prompts.max_model_len)
     memory = ledger_of(start.setup.config)
     start.console.info("\n".join([*unused_reference(config), *build_team.chosen_engine(config),
                                   *chosen, *memory.table(room)]))
@@ -140,8 +142,10 @@ def _planned(start: Start, places: Places) -> Start:
     say("\n".join([*plan.table(), *unused_reference(setup.config), *sharding]))
     ledgers_of = partial(role_ledgers, places=plan, model_path=setup.path,
                          device=setup.device, dtype=setup.dtype, backend=start.backend,
-                         max_model_len=setup.max_model_len)
-    start, chosen = with_fast_defaults(start, lambda changed: ledgers_of(changed)["train"], room)
+                         max_model_len=setup.max_model_len,
+                         trained_tokens=start.prompts.max_model_len)
+    start, chosen = with_fast_defaults(start, lambda changed: ledgers_of(changed)["train"], room,
+                                       row_tokens=start.prompts.max_model_len)
     memory = ledgers_of(start.setup.config)
     for line in chosen:
         say(line)

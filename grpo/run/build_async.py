@@ -178,9 +178,11 @@ def build_actor(
     if leader is not None:
         learner, tell = LedLearner(learner, leader), leader.tell
         scorer = learner.scorer
-    if config.train_model.compile and not together:
+    if config.train_model.compile and leader is None and not together:
+        # Where there are other ranks, they wait for the engines' layout by now.
         with starting.part("compiled layers of the trainer"):
-            learner.warm_up(*rows_like_a_group(config, setup.max_model_len))
+            learner.warm_up(*rows_like_a_group(
+                config, prompts.max_model_len if prompts else config.atropos.seq_len))
     pool.meet()
     weights = make_fleet_sync(config, model, pool, backend=backend, device=setup.device,
                               host=_own_address(config), together=together, tell=tell)

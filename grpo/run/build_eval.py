@@ -13,6 +13,7 @@ from grpo.envs.prompts import Prompt
 from grpo.envs.tasks import Task
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
+from grpo.policies.fleet import FleetPolicy
 from grpo.run import build
 from grpo.training.evaluation import Evaluator
 from grpo.training.evaluations import Evaluations, Sampler, TaskEvaluator
@@ -111,5 +112,6 @@ def task_evaluator(
     batches = -(-count // max(1, rows // options.samples))  # of one size, for less in vain
     return TaskEvaluator(problems.name, greedy, Sampler(
         make_env(-(-count // batches), options.samples), policy, seed=options.seed,
-        temperature=options.temperature, seeds_rows=config.engine != "in_process",
+        temperature=options.temperature,
+        seeds_rows=config.engine != "in_process" or isinstance(policy, FleetPolicy),
         max_reward_errors=errors))

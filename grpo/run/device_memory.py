@@ -72,19 +72,22 @@ def server_ledger(
 def role_ledgers(
     config: AsyncConfig, places: DevicePlan, model_path: str, device: torch.device,
     dtype: torch.dtype, backend: str, *, max_model_len: int, memory: int | None = None,
+    trained_tokens: int | None = None,
 ) -> dict[str, Ledger]:
     """The ledgers of one device of each role: ``train``, ``engine`` and, where it has a device of
     its own, ``reference``. All devices are taken to be alike; see :func:`run_ledger`."""
     of_run = (config, places, model_path, device, dtype, backend, max_model_len)
-    return _role_ledgers(*of_run, memory=memory, sharded=shards_reference(*of_run, memory=memory))
+    sizes = {"memory": memory, "trained_tokens": trained_tokens}
+    return _role_ledgers(*of_run, **sizes, sharded=shards_reference(*of_run, **sizes))
 
 
 def _role_ledgers(
     config: AsyncConfig, places: DevicePlan, model_path: str, device: torch.device,
-    dtype: torch.dtype, backend: str, max_model_len: int, *, memory: int | None, sharded: bool,
+    dtype: torch.dtype, backend: str, max_model_len: int, *, memory: int | None,
+    trained_tokens: int | None, sharded: bool,
 ) -> dict[str, Ledger]:
     shared = (config, model_path, device, dtype, backend, max_model_len)
-    trainer = _memory_plan(*shared, sharing="apart", memory=memory)
+    trainer = _memory_plan(*shared, sharing="apart", memory=memory, trained_tokens=trained_tokens)
     engine = _memory_plan(*shared, sharing="two_copies", apart=True,
                           alone=not places.shared("engine"), memory=memory)
     ledgers = {}
@@ -103,6 +106,7 @@ def _role_ledgers(
 def shards_reference(
     config: AsyncConfig, places: DevicePlan, model_path: str, device: torch.device,
     dtype: torch.dtype, backend: str, max_model_len: int, *, memory: int | None = None,
+    trained_tokens: int | None = None,
 ) -> bool:
     """``ref_model.sharded``, resolved: whether the devices of the reference have a part of it each,
     because a whole copy does not fit; see :func:`role_ledgers`."""
@@ -111,7 +115,7 @@ def shards_reference(
     if chosen is not None or len(places.reference) < 2 or config.ray.address is not None:
         return bool(chosen)
     whole = _role_ledgers(config, places, model_path, device, dtype, backend, max_model_len,
-                          memory=memory, sharded=False)
+                          memory=memory, trained_tokens=trained_tokens, sharded=False)
     needed = [sum(whole[role].total for role in roles)
               for roles in places.roles().values() if "reference" in roles]
     if places.kind == "cpu":

@@ -79,8 +79,6 @@ def obey(learner: ParallelLearner, weights: Any = None) -> None:
                 learner.update(ranks.share(None), iteration=iteration)
             except FloatingPointError as error:  # all ranks see it, and the leader may still save
                 logger.warning("rank %d: %s", ranks.rank, error)
-        elif what == "warm_up":
-            learner.warm_up(*details)
         elif what == "score":
             _score(learner.loss, ranks.share(None))
         elif what == "reference":
@@ -132,11 +130,6 @@ class LedLearner:
         self.leader.tell("update", iteration,
                          {name: getattr(self.loss.terms, name) for name in _CONTROLLED})
         return self.learner.update(self.leader.ranks.share(rollout), iteration=iteration)
-
-    def warm_up(self, tokens_BT: Tensor, mask_BT: Tensor) -> None:
-        """See :meth:`grpo.training.learner.Learner.warm_up`."""
-        self.leader.tell("warm_up", tokens_BT, mask_BT)
-        self.learner.warm_up(tokens_BT, mask_BT)
 
     def before_saving(self) -> None:
         self.leader.tell("save")

@@ -72,6 +72,17 @@ def test_groups_that_cannot_be_trained_on_are_counted_and_named(run_api, client)
     assert client.batch().rejected == {"bad_mask": 1}
 
 
+def test_what_fails_as_groups_are_fetched_is_raised_where_they_are_awaited(client):
+    def fail(groups) -> None:
+        raise ValueError("temperature 'hot' is no number")
+
+    fill(client, 2)
+    with stream(client) as batches:
+        batches.on_fetched = fail
+        with pytest.raises(ValueError, match="'hot' is no number"):
+            batches.take()
+
+
 def test_a_group_that_was_used_is_not_used_again(client):
     client.register(registration())
     fill(client, 4)

@@ -24,6 +24,8 @@ REFUSED = {
         "logging.wandb_mode=offline ... logging.backends ... add it, or remove it",
     "train.keep_checkpoints=2 train.checkpoint_frequency=0":
         "train.keep_checkpoints=2 ... train.checkpoint_frequency is 0 ... remove it",
+    "eval.benchmarks=[gsm8k] eval.at_checkpoints=true train.checkpoint_frequency=0":
+        "eval.at_checkpoints=true ... train.checkpoint_frequency is 0 ... remove it",
     "train_model.head=logits train_model.head_chunk_size=64":
         "train_model.head_chunk_size=64 ... train_model.head=logits ... set head=auto",
     "train.proof_interval=2 inference_model.engine=server inference_model.weight_sync=restart":

@@ -115,3 +115,15 @@ def test_rows_with_seeds_are_read_whole_however_many_prompts_come_at_once(policy
     while not sampler.idle:
         done += sampler.step()
     assert len(done[0][1].tokens) == 40
+
+
+def test_a_job_with_seeds_draws_by_them_where_others_draw_at_will(policy):
+    def sampled(*, sampler: bool, job: bool) -> list[list[int]]:
+        driven = VLLMSampler(policy, seeded=sampler)
+        driven.add(Job(PROMPTS[:4], Sampling(6, seed=3), call=7, seeded=job))
+        done = []
+        while not driven.idle:
+            done += driven.step()
+        return done[0][1].tokens
+
+    assert sampled(sampler=False, job=True) == sampled(sampler=True, job=False)

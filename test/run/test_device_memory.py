@@ -28,7 +28,7 @@ from grpo.run.device_memory import (
     run_ledger,
 )
 from grpo.run.ledger import GIB, PHASES, DoesNotFitError, Ledger
-from grpo.run.placement import DevicePlan
+from grpo.run.placement import DevicePlan, plan_devices
 
 from ..config.configs import small
 from .memory_probe import family
@@ -98,6 +98,15 @@ def test_a_share_of_the_gpu_is_for_weights_cache_and_generation(folder, monkeypa
                        device=CUDA, dtype=torch.bfloat16)
     assert sum(row(ledger, name).bytes for name in ("weights", "KV cache", "generation")) == (
         40 * GIB)
+
+
+def test_longer_answers_of_benchmarks_need_a_cache_and_no_training(folder):
+    config = settings(schema=AsyncConfig)
+    places = plan_devices(config, kind="cpu", available=None)
+    before = roles_of(config, places, folder)
+    longer = roles_of(config, places, folder, max_model_len=4096, trained_tokens=64)
+    assert longer["train"].total == before["train"].total
+    assert longer["engine"].total > before["engine"].total
 
 
 def test_generation_with_the_trainers_model_holds_every_row_until_training(folder):

@@ -30,7 +30,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from grpo import data  # noqa: E402
-from grpo.config.schema import Config  # noqa: E402
 from grpo.objectives import GRPOLoss  # noqa: E402
 from grpo.objectives.maxent import MaxEntWeights  # noqa: E402
 from grpo.objectives.scorer import TokenScorer  # noqa: E402
@@ -39,7 +38,6 @@ from grpo.policies.scoring import (  # noqa: E402
     ReferenceScorer,
     score_rollout,
 )
-from grpo.run.build_objective import rows_like_a_group  # noqa: E402
 from grpo.training.checkpoint import list_checkpoints, save_checkpoint  # noqa: E402
 from grpo.training.learner import Learner  # noqa: E402
 from grpo.training.optim import MasterAdamW  # noqa: E402
@@ -92,7 +90,6 @@ CASES = {
                     "traffic": True},
     "gather_once": {"ranks": {"gather": "step"}, "learner": {"num_micro_batches": 3},
                     "traffic": True},
-    "warm": {"warm": True, "learner": {"num_micro_batches": 3}},
     "float64": {"model": {"dtype": torch.float64, "tie": False},
                 "loss": {"aggregation": "prompt", "kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01},
                 "learner": {"max_tokens_per_micro_batch": 24}},
@@ -214,8 +211,6 @@ def run_case(case: dict, device, ranks: Ranks | None) -> dict:
     learner = make_learner(model, ranks, case)
     gradients = record_gradients(learner)
     rollout = make_rollout(device, errors=case.get("errors", ()), long=case.get("long", False))
-    if case.get("warm"):
-        learner.warm_up(*rows_like_a_group(Config(env={"repeats": 4}), 12))
     passes, forward = [], learner.loss.forward
     learner.loss.forward = lambda *args, **kwargs: (passes.append(1), forward(*args, **kwargs))[1]
     with Traffic() if case.get("traffic") else nullcontext(Traffic()) as traffic:

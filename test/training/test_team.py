@@ -46,9 +46,6 @@ class Learner:
     def restore(self):
         self.updates.append("restore")
 
-    def warm_up(self, tokens_BT, mask_BT):
-        self.updates.append(("warm_up", tokens_BT.tolist(), mask_BT.tolist()))
-
 
 @pytest.fixture
 def follow(monkeypatch):
@@ -129,10 +126,3 @@ def test_all_ranks_change_their_slices_for_the_self_test_and_put_them_back(follo
     led.restore()
     follow(leader, other)
     assert other.updates == first.updates == ["perturb", "restore"]
-
-
-def test_all_ranks_warm_up_on_the_same_rows(follow):
-    leader, first, other = Leader(), Learner(), Learner()
-    LedLearner(first, leader).warm_up(torch.tensor([[1, 2]]), torch.tensor([[False, True]]))
-    follow(leader, other)
-    assert other.updates == first.updates == [("warm_up", [[1, 2]], [[False, True]])]
