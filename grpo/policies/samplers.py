@@ -48,7 +48,7 @@ class VLLMSampler:
         return not self._rows
 
     def add(self, job: Job) -> None:
-        if not self._rows:
+        if not self._rows and not job.params:
             self._begin(job.sampling)
         self._answers[job] = [None] * len(job.prompts)
         try:

@@ -245,6 +245,6 @@ def test_workers_get_whole_paths_because_they_run_in_another_folder(model, sent,
     assert config.env.data_path == "data"  # as checkpoints have it
     monkeypatch.setattr(pytest.importorskip("ray"), "remote", remote := MagicMock())
     monkeypatch.setattr(build_async, "WorkerPool", lambda make, **options: make(0))
-    build_async.build_reference_pool(config, places, model, torch.float32)
+    build_async.build_reference_pool(config, places, model, torch.float32, ExitStack())
     build, path = remote.return_value.options.return_value.remote.call_args.args
     assert (build.args[0]["env"]["data_path"], build.args[1]) == expected == (expected[0], path)

@@ -56,9 +56,6 @@ ROWS = {
     "model without tokenizer": (
         "grpo.py", ("model.name={files}/no_tokenizer", HF),
         ("{files}/no_tokenizer has no tokenizer that can be read", "save one beside it")),
-    "tokenizer without chat template": (
-        "grpo.py", (*GSM8K, "model.name={files}/no_template", "env.data_path={files}/data"),
-        ("the tokenizer of model.name has no chat template; use an instruction-tuned model",)),
     "frozen model": (
         "grpo.py", (*OWN, "ref_model.name=/nowhere", "train.kl_to_ref_coeff=0.1"),
         ("ref_model.name=/nowhere: there is no such folder",)),
