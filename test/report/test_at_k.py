@@ -71,6 +71,7 @@ def test_pass_at_k_is_what_drawing_finds():
         assert np.abs(Samples(correct).per_problem("pass", k) - drawn.mean(0)).max() < spread
 
 
+@pytest.mark.slow
 def test_pass_at_k_of_many_samples_does_not_overflow():
     correct = np.zeros((1, 5000), bool)
     correct[0, 7] = True

@@ -6,7 +6,6 @@ A further mistake is a further row. Files that rows name are made by :func:`file
 from __future__ import annotations
 
 import http.server
-import json
 import os
 import shutil
 import signal
@@ -179,7 +178,7 @@ def files(tmp_path_factory, model_folder) -> Path:
     """Models, data and rewards, of which most lack something."""
     root = tmp_path_factory.mktemp("files")
     shutil.copytree(model_folder, root / "model")
-    lacking = {"no_weights": "model*", "no_tokenizer": "*token*", "half": "", "no_template": "",
+    lacking = {"no_weights": "model*", "no_tokenizer": "*token*", "half": "",
                "bad_config": ""}
     for name, pattern in lacking.items():
         shutil.copytree(model_folder, root / name,
@@ -189,11 +188,6 @@ def files(tmp_path_factory, model_folder) -> Path:
     weights = root / "half" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     (root / "bad_config" / "config.json").write_text("{no JSON")
-    for file in (root / "no_template").glob("*.jinja"):
-        file.unlink()
-    config = root / "no_template" / "tokenizer_config.json"
-    config.write_text(json.dumps({key: value for key, value in json.loads(
-        config.read_text()).items() if key != "chat_template"}))
     rows = "".join(f'{{"question": "{i}+1?", "answer": "#### {i + 1}"}}\n' for i in range(20))
     for name, train in {"data": rows, "bad_line": rows.replace("\n", "\n{no JSON\n", 1),
                         "no_rows": ""}.items():
