@@ -115,12 +115,18 @@ def limit(seconds: int, memory: int, file_size: int) -> None:
 
 
 def _in_child(fn, *args) -> int:
-    """The exit code of a process that calls a function and does not come back from it."""
+    """The exit code of a process that calls a function and does not come back from it; asked to
+    end, this one ends that, whatever session it has gone to."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     pid = os.fork()
     if pid == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         _LIBC.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         fn(*args)
         os._exit(0)
+    it = os.pidfd_open(pid)
+    signal.signal(signal.SIGTERM, lambda *_: signal.pidfd_send_signal(it, signal.SIGKILL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code if code >= 0 else 128 - code
 

@@ -171,6 +171,15 @@ def test_what_an_allowed_process_leaves_is_ended(monkeypatch):
     assert done.code == 0 and not with_variable(mark, "1")
 
 
+def test_a_late_program_is_ended_wherever_it_went():
+    mark = f"GRPO_CODE_TEST_{os.getpid()}"
+    done = run("import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0); os.setsid()\n"
+               f"os.environ[{mark!r}] = '1'; os.execv(sys.executable, "
+               "[sys.executable, '-c', 'import time; time.sleep(60)'])", seconds=0.5)
+    left = with_variable(mark, "1")
+    assert done.code is None and not left
+
+
 def test_without_isolation_it_is_refused(monkeypatch):
     monkeypatch.setattr("grpo.envs.rewards.code.missing_isolation",
                         lambda: {"network": "not permitted"})
