@@ -21,6 +21,7 @@ _SECONDS = 0.75
 _CHARACTERS = 20_000
 #: What math-verify finds LaTeX by.
 _DELIMITED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|(?<!\\)\\[(\[]|\\boxed", re.DOTALL)
+_PERCENT = re.compile(r"\s*-?[\d.,]+\s*\\?%\s*")
 #: A word of a sentence, or a unit; LaTeX has its names behind a backslash.
 _WORD = re.compile(r"(?:^|\s)[A-Za-z]{2,}[.!?]?(?=\s|$)")
 
@@ -46,9 +47,9 @@ def accuracy(completion: str, problem: Problem) -> RewardResult | None:
     Answers are read in LaTeX, a ``\boxed{}`` before others, and compared by math-verify, so
     ``\boxed{\frac{1}{2}}`` is ``0.5``. A problem whose own answer cannot be read leaves its samples
     out. The same as TRL's ``accuracy_reward``, but for the time it may take and for the problem's
-    own answer: LaTeX without ``$`` around it, as data sets have it, is read whole, of which TRL
-    takes a number that stands in it. open-r1's gives 1 where the problem's answer cannot be read,
-    and asks for stricter LaTeX.
+    own answer: LaTeX without ``$`` around it, as data sets have it, is read whole, where TRL takes
+    a number out of it; what is no mathematics then is compared as text. open-r1's gives
+    1 where the problem's answer cannot be read, and asks for stricter LaTeX.
 
     It is called in a process that is ended after 0.75 s of computing, because what a model writes
     may take for ever to evaluate; the reward is then 0.0. The answer is looked for in the last
@@ -85,6 +86,6 @@ def _read_bare(answer: str, latex: LatexExtractionConfig) -> list:
     boxed = f"\\boxed{{{answer}}}"
     read = parse(boxed, parsing_timeout=None)
     read += parse(boxed, extraction_config=[latex], parsing_timeout=None)  # as completions are
-    if all(isinstance(one, str) for one in read):  # it takes 10\% for words in a box alone
+    if _PERCENT.fullmatch(answer):  # which is text in a box
         read += parse(f"${answer}$", parsing_timeout=None)
     return read
