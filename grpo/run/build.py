@@ -17,6 +17,7 @@ from grpo.envs.dialog import Dialog, environment, named_step
 from grpo.envs.embedded import EmbeddedSpec, embedded_model
 from grpo.envs.prompts import Prompt, framed, give_template, render_all
 from grpo.envs.rewards import RewardFn, RewardScorer, get_reward
+from grpo.envs.rewards.length import judged_by
 from grpo.envs.rewards.registry import options_of as reward_options
 from grpo.envs.rewards.registry import with_options
 from grpo.envs.tasks import Task, make_task, options_of
@@ -284,8 +285,8 @@ def reward_function(
     for name in (given or {}).keys() - weighted:
         raise ConfigError(f"env.reward_options has options of {name!r}, which is no reward of this "
                           f"run; remove them, or use one of: {', '.join(weighted)}")
-    functions = [(named_reward(name, (given or {}).get(name, {})), weight)
-                 for name, weight in weighted.items()]
+    functions = [(judged_by(named_reward(name, (given or {}).get(name, {})), weighted,
+                            task.default_reward), weight) for name, weight in weighted.items()]
     env, chosen = config.env, {name: fn for name, (fn, _) in zip(weighted, functions, strict=True)}
     _check_overlong(config, chosen)
     if "code" in chosen and (most := reward_options(chosen["code"])["total_seconds"]

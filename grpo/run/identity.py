@@ -13,8 +13,7 @@ KEPT = ("model.", "ref_model.name:", "env.dataset:", "env.name", "env.id:", "env
 #: What is shown and kept, and where and how fast it is computed, but not what comes out. Every key
 #: that is not here counts as changing the results, those that are yet to come included.
 _NEUTRAL = (
-    "resume:", "device:", "logging.", "eval.", "ray.", "env.reward_workers:",
-    "env.reward_processes:",
+    "resume:", "device:", "logging.", "eval.", "ray.",
     "env.max_reward_errors:", "env.url:", "env.port:", "env.forward_ports:",
     "train.exp_name:", "train.eval_frequency:", "train.checkpoint_frequency:",
     "train.keep_checkpoints:", "train.rollout_timeout:", "train.max_tokens_per_micro_batch:",
@@ -29,6 +28,9 @@ _NEUTRAL = (
     *(f"atropos.{key}:" for key in (
         "url", "timeout", "vllm_port", "forward_ports", "vllm_gpu", "bridge_config", "save_path",
         "log_dir", "dump_batch", "debug_loading", "benchmark")))
+#: How many rewards are called at a time, which only matters to random numbers if they come from
+#: other generators then.
+_REWARD_CALLS = ("env.reward_workers:", "env.reward_processes:")
 #: How long a run is only matters to a learning rate that falls towards its end.
 _LENGTH = ("train.max_steps:", "train.data_epochs:", "train.total_dialog_turns:",
            "atropos.steps:")
@@ -67,11 +69,20 @@ def result_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         ['optimizer.lr: 1e-05 -> 2e-05']
     """
     neutral = _NEUTRAL
+    if _reward_calls(old.get("env", {})) == _reward_calls(new.get("env", {})):
+        neutral += _REWARD_CALLS
     if new.get("optimizer", {}).get("schedule", "constant") == "constant":
         neutral += _LENGTH
     if "atropos" not in new:  # where it is also the size of a batch
         neutral += ("train.gradient_accumulation_steps:",)
     return [change for change in changed_keys(old, new) if not change.startswith(neutral)]
+
+
+def _reward_calls(env: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether rewards are called side by side, and in processes, whose generators are seeded by the
+    sample, where the run's own go on from call to call."""
+    workers, processes = env.get("reward_workers", 1), env.get("reward_processes")
+    return workers > 1, workers > 1 if processes is None else processes > 0
 
 
 def with_defaults(old: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

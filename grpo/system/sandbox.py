@@ -21,6 +21,7 @@ from pathlib import Path
 
 #: What a program can be kept from.
 ISOLATIONS = ("network", "files", "processes")
+_ENDING = 10.0  # seconds that a process may take to be gone after SIGKILL
 _SCRIPT = str(Path(__file__).with_name("sandbox_child.py"))
 #: No variable of the run's own comes along: some are keys.
 _VARIABLES = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
@@ -111,6 +112,9 @@ def _wait(process: subprocess.Popen, seconds: float) -> int | None:
     watch, ending = select.poll(), os.pidfd_open(process.pid)
     watch.register(ending, select.POLLIN)
     late = not watch.poll(1000 * seconds)
+    if late:  # it ends the program, which may have left its group, and then itself
+        process.terminate()
+        watch.poll(1000 * _ENDING)
     os.close(ending)
     # The leader has not been waited for, so that the id of its group cannot be another's yet.
     os.killpg(process.pid, signal.SIGKILL)

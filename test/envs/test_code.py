@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from grpo.envs.rewards.code import code, program_in, require_isolation
 from grpo.envs.rewards.registry import with_options
 from grpo.envs.tasks import Problem
 from grpo.system import sandbox
-from grpo.system.sandbox import missing_isolation, run_python
+from grpo.system.sandbox import Finished, missing_isolation, run_python
 
 from ..support import with_variable
 
@@ -110,6 +111,45 @@ def test_a_program_reads_and_writes_in_its_folder_alone(tmp_path):
 
 
 @needs["processes"]
+def test_a_program_reaches_no_socket_by_its_path(tmp_path):
+    path = tempfile.mktemp(dir="/tmp", prefix="grpo-test-")  # short, as such paths must be
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(
+            socket.AF_UNIX, socket.SOCK_DGRAM) as box:
+        server.bind(path)
+        server.listen()
+        box.bind(path + "d")
+        for program in (f"s = socket.socket(socket.AF_UNIX); s.connect({path!r})",
+                        "a, b = socket.socketpair(type=socket.SOCK_DGRAM); "
+                        f"a.sendto(b'x', {path + 'd'!r})"):
+            assert run_python(f"import socket; {program}; print('in')", "", seconds=4,
+                              memory=1 << 29, file_size=1 << 20,
+                              without=sandbox.ISOLATIONS).output == "in\n"
+            assert run(f"import socket; {program}").code == 1, program
+    os.unlink(path)
+    os.unlink(path + "d")
+    assert run("import asyncio; asyncio.run(asyncio.sleep(0)); print('ran')").output == "ran\n"
+
+
+@needs["processes"]
+def test_a_program_changes_nothing_about_files_outside(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("7")
+    libc = "done = ctypes.CDLL(None).syscall"
+    changes = ["os.chmod(path, 0o644)", "os.chown(path, -1, -1)", "os.utime(path)",
+               "os.listxattr(path)", "os.chmod(f'/proc/self/fd/{opened}', 0o644)",
+               f"{libc}(452, -100, path.encode(), 0o644, 0)", f"{libc}(425, 8, bytes(120))"]
+    program = ("import ctypes, os\n"
+               f"path = {str(secret)!r}\nopened, done = os.open(path, os.O_PATH), 0\n"
+               f"for number, change in enumerate({changes!r}):\n"
+               "    try:\n        exec(change)\n        assert done >= 0\n"
+               "        print(number)\n    except (OSError, AssertionError): pass\n")
+    free = run_python(program, "", seconds=4, memory=1 << 29, file_size=1 << 20,
+                      without=sandbox.ISOLATIONS)
+    assert {"0", "1", "2", "3", "4"} <= set(free.output.split())  # the rest are of new systems
+    assert run(program) == Finished("", 0)
+
+
+@needs["processes"]
 def test_a_program_starts_threads_but_no_processes():
     for program in ("import os; os.fork()", "import subprocess; subprocess.run(['/bin/true'])",
                     "import multiprocessing as m; p = m.Process(target=print); p.start()"):
@@ -129,6 +169,15 @@ def test_what_an_allowed_process_leaves_is_ended(monkeypatch):
         "time.sleep(0.2)", "", seconds=4, memory=1 << 29, file_size=1 << 20,
         without=("processes", "files"))
     assert done.code == 0 and not with_variable(mark, "1")
+
+
+def test_a_late_program_is_ended_wherever_it_went():
+    mark = f"GRPO_CODE_TEST_{os.getpid()}"
+    done = run("import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0); os.setsid()\n"
+               f"os.environ[{mark!r}] = '1'; os.execv(sys.executable, "
+               "[sys.executable, '-c', 'import time; time.sleep(60)'])", seconds=0.5)
+    left = with_variable(mark, "1")
+    assert done.code is None and not left
 
 
 def test_without_isolation_it_is_refused(monkeypatch):

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from grpo.config.schema import load_config
 from grpo.envs.rewards import Completion, RewardResult, RewardScorer, get_reward, reward_names
 from grpo.envs.rewards.registry import options_of, register_reward, with_options
-from grpo.envs.tasks import Problem
+from grpo.envs.tasks import Problem, task_class
+from grpo.run.build import reward_function
 
 HALF = Problem(prompt="...", answer="0.5", id="half")
 
@@ -116,6 +118,24 @@ def test_what_the_verdict_does_not_know_has_no_reward(name):
     assert batch.fault.tolist() == [0, 1, 0]
     if name == "length":  # nor is it compared with others
         assert batch.reward.tolist() == [0.5, 0.0, -0.5]
+
+
+@pytest.mark.parametrize(("rewards", "answer", "right"), [
+    (["gsm8k", "cosine"], "<answer>18</answer>", True), ("length", "<answer>18</answer>", True),
+    (["cosine"], "18", False), (["format", "exact_match", "cosine"], "18", True),
+    ({"exact_match": 1.0, "length": 1.0}, "<answer>18</answer>", False)])
+def test_what_is_right_is_what_the_run_takes_for_right(rewards, answer, right):
+    config = load_config({"env": {"dataset": "gsm8k", "reward": rewards, "reward_processes": 0}})
+    scorer = reward_function(config, task_class("gsm8k"))
+    texts = [of_tokens(5, answer), of_tokens(9, answer)]
+    asked = [Problem(prompt="", answer="18", id="p")] * 2
+    *_, paid = scorer(texts, asked).parts.values()
+    assert (paid.max() > 0) == right, paid
+
+
+def test_a_verdict_that_nobody_gives_is_asked_for():
+    with pytest.raises(ValueError, match="reward 'length' needs the option verdict"):
+        RewardScorer([(get_reward("length"), 1.0)])
 
 
 def test_options_are_those_of_the_function():

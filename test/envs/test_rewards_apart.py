@@ -141,6 +141,30 @@ def test_answers_are_compared_as_mathematics():
     assert scorer([r"\boxed{1}"], [unreadable]).fault.tolist() == [data.FAULT_SKIPPED]
 
 
+BARE = [  # as in the columns of MATH and of word problems: answer, said so, taken for it until now
+    (r"2\sqrt{3}", r"2\sqrt{3}", "2"), (r"\left( 3, \frac{\pi}{2} \right)", r"(3, \pi/2)", "3"),
+    ("x^2+1", "1+x^2", "2"), (r"\sqrt{2}", r"\sqrt{8}/2", "2"), ("(1,2)", "(1, 2)", "1"),
+    (r"\frac43", r"\frac{4}{3}", "4"), (r"\frac43", r"\frac43", "3"), ("6 - 5i", "-5i + 6", "5"),
+    (r"\begin{pmatrix} 1 \\ 2/3 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2/3 \end{pmatrix}",
+     "2/3"), (r"\$32,\!348", "32348", "32"), ("3,5,7", "7, 5, 3", "3.5"), ("1,080", "1080", "1"),
+    (r"\text{(C)}", "C", "B"), ("18 dollars", "18", "1"), ("$2\\sqrt{3}$", r"\sqrt{12}", "2"),
+    ("The answer is 7.", "7", "8"), (r"90^\circ", "90", "9"), (r"10\%", "10", "1"),
+    (r"10\%", r"10\%", "1"), ("2:30 p.m.", "2:30 p.m.", "2")]
+
+
+@pytest.mark.slow
+def test_a_bare_answer_is_read_whole():
+    pytest.importorskip("math_verify", reason="needs `pip install math-verify`")
+    from grpo.envs.rewards.mathematics import accuracy
+
+    found = {}
+    for gold, *said in BARE:
+        asked = Problem(prompt="", answer=gold, id="p")
+        found[gold, said[0]] = [accuracy(rf"\boxed{{{one}}}", asked) for one in said]
+    assert {key: [one and one.reward for one in values] for key, values in found.items()} == (
+        dict.fromkeys(found, [1.0, 0.0]))
+
+
 @pytest.mark.slow
 def test_accuracy_is_that_of_trl():
     theirs = pytest.importorskip("trl.rewards", reason="needs `pip install trl`").accuracy_reward

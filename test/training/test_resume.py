@@ -100,6 +100,19 @@ def test_a_longer_run_whose_rate_falls_towards_its_end_is_another(first, tmp_pat
     assert "train.max_steps: None -> 16" in result_changes(old, new.model_dump(mode="json"))
 
 
+@pytest.mark.parametrize(("before", "after", "changes"), [
+    ({}, {"reward_processes": 0}, ["env.reward_processes: None -> 0"]),
+    ({}, {"reward_workers": 1}, ["env.reward_workers: 16 -> 1"]),
+    ({"reward_processes": 0}, {"reward_processes": 0, "reward_workers": 1},
+     ["env.reward_workers: 16 -> 1"]),
+    ({"reward_processes": 2, "reward_workers": 1}, {"reward_processes": 4, "reward_workers": 1},
+     []), ({}, {"reward_processes": 2, "reward_workers": 4}, [])])
+def test_where_rewards_are_called_is_the_same_run_if_they_draw_the_same_numbers(
+        finished, before, after, changes):
+    old, new = (finished[1](env=env).model_dump(mode="json") for env in (before, after))
+    assert result_changes(old, new) == changes
+
+
 @pytest.mark.parametrize(("where", "changes", "reason"), [
     ("outputs/first", {"optimizer": {"lr": 0.02}}, "optimizer.lr: 0.01 -> 0.02"),
     ("outputs/first", {"train": {"exp_name": "other"}}, "train.exp_name: grpo -> other"),

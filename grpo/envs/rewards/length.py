@@ -7,18 +7,47 @@ here, and samples that it leaves out are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from grpo.envs.rewards.completion import token_count
-from grpo.envs.rewards.registry import batch_reward, register_reward
+from grpo.envs.rewards.registry import (
+    RewardFn,
+    batch_reward,
+    options_of,
+    register_reward,
+    with_options,
+)
 from grpo.envs.tasks.base import Problem
+
+#: Rewards that compare a completion with the problem's answer, and have no options.
+_COMPARING = ("exact_match", "answer_tag", "gsm8k", "accuracy", "verifier")
+
+
+def judged_by(fn: RewardFn, rewards: Iterable[str], own: str) -> RewardFn:
+    """A reward that asks whether a completion is right, with a verdict where it has none: what else
+    the run takes for right.
+
+    Args:
+        fn: any reward; those that do not ask, or say whom, are as they were.
+        rewards: names of the run's; the first that compares with the problem's answer is asked.
+        own: the task's reward, which is asked if there is none.
+
+    Examples:
+        >>> options_of(judged_by(length, ["format", "accuracy", "length"], "gsm8k"))
+        {'verdict': 'accuracy'}
+        >>> options_of(judged_by(length, ["length"], "gsm8k"))
+        {'verdict': 'gsm8k'}
+    """
+    if not getattr(fn, "judged", False) or options_of(fn)["verdict"] is not None:
+        return fn
+    return with_options(fn, {"verdict": next((one for one in rewards if one in _COMPARING), own)})
 
 
 @register_reward("length", quick=True, judged=True)
 @batch_reward
 def length(
     completions: Sequence[str], problems: Sequence[Problem], correct: Sequence[bool], *,
-    verdict: str = "accuracy",
+    verdict: str | None = None,
 ) -> list[float]:
     r"""Short completions of a prompt before long ones, and wrong ones never above 0.
 
@@ -31,7 +60,8 @@ def length(
         completions: with their tokens.
         problems: of each.
         correct: what the verdict says of each.
-        verdict: name or import path of the reward that says whether a completion is right.
+        verdict: name or import path of the reward that says whether a completion is right; None:
+            see :func:`judged_by`.
 
     Examples:
         >>> from grpo.envs.rewards import Completion
@@ -55,7 +85,7 @@ def length(
 def cosine(
     completion: str, problem: Problem, correct: bool, *, min_value_wrong: float = -1.0,
     max_value_wrong: float = -0.5, min_value_correct: float = 0.5, max_value_correct: float = 1.0,
-    max_len: int = 1000, verdict: str = "accuracy",
+    max_len: int = 1000, verdict: str | None = None,
 ) -> float:
     r"""Right answers are worth more when short, wrong ones cost less when long.
 
@@ -75,7 +105,8 @@ def cosine(
         min_value_correct: of ``max_len`` tokens.
         max_value_correct: of no tokens.
         max_len: in tokens.
-        verdict: name or import path of the reward that says whether a completion is right.
+        verdict: name or import path of the reward that says whether a completion is right; None:
+            see :func:`judged_by`.
 
     Examples:
         >>> from grpo.envs.rewards import Completion

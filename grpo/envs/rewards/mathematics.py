@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
+from typing import TYPE_CHECKING
 
 from grpo.envs.rewards.registry import RewardResult, register_reward
 from grpo.envs.tasks.base import Problem
+
+if TYPE_CHECKING:
+    from math_verify import LatexExtractionConfig
 
 #: Seconds of computing that an answer is worth. What cannot be read and compared in that time is
 #: not right, as math-verify has it with its own limits.
@@ -14,6 +19,11 @@ _SECONDS = 0.75
 #: Characters from the end that are searched for the answer: searches of math-verify take seconds
 #: in what is much longer.
 _CHARACTERS = 20_000
+#: What math-verify finds LaTeX by.
+_DELIMITED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|(?<!\\)\\[(\[]|\\boxed", re.DOTALL)
+_PERCENT = re.compile(r"\s*-?[\d.,]+\s*\\?%\s*")
+#: A word of a sentence, or a unit; LaTeX has its names behind a backslash.
+_WORD = re.compile(r"(?:^|\s)[A-Za-z]{2,}[.!?]?(?=\s|$)")
 
 
 def require_math_verify() -> None:
@@ -36,8 +46,10 @@ def accuracy(completion: str, problem: Problem) -> RewardResult | None:
 
     Answers are read in LaTeX, a ``\boxed{}`` before others, and compared by math-verify, so
     ``\boxed{\frac{1}{2}}`` is ``0.5``. A problem whose own answer cannot be read leaves its samples
-    out. The same as TRL's ``accuracy_reward``, but for the time it may take; open-r1's gives 1
-    where the problem's answer cannot be read, and asks for stricter LaTeX.
+    out. The same as TRL's ``accuracy_reward``, but for the time it may take and for the problem's
+    own answer: LaTeX without ``$`` around it, as data sets have it, is read whole, where TRL takes
+    a number out of it; what is no mathematics then is compared as text. open-r1's gives
+    1 where the problem's answer cannot be read, and asks for stricter LaTeX.
 
     It is called in a process that is ended after 0.75 s of computing, because what a model writes
     may take for ever to evaluate; the reward is then 0.0. The answer is looked for in the last
@@ -53,13 +65,27 @@ def accuracy(completion: str, problem: Problem) -> RewardResult | None:
 
     for name in ("parser", "grader"):  # they warn that they have no limit of their own
         logging.getLogger(f"math_verify.{name}").setLevel(logging.CRITICAL)
-    gold = parse(problem.answer, parsing_timeout=None)
-    if not gold:
-        return None
     latex = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0,
         try_extract_without_anchor=False)
+    gold = _read_bare(problem.answer, latex) or parse(problem.answer, parsing_timeout=None)
+    if not gold:
+        return None
     answer = parse(completion[-_CHARACTERS:], extraction_config=[latex],
                    extraction_mode="first_match", parsing_timeout=None)
     right = bool(verify(gold, answer, timeout_seconds=None))
     return RewardResult(float(right), right)
+
+
+def _read_bare(answer: str, latex: LatexExtractionConfig) -> list:
+    """What a problem's answer says that is LaTeX with nothing around it; empty if it is not."""
+    from math_verify import parse
+
+    if _DELIMITED.search(answer) or "\\" not in answer and _WORD.search(answer):
+        return []
+    boxed = f"\\boxed{{{answer}}}"
+    read = parse(boxed, parsing_timeout=None)
+    read += parse(boxed, extraction_config=[latex], parsing_timeout=None)  # as completions are
+    if _PERCENT.fullmatch(answer):  # which is text in a box
+        read += parse(f"${answer}$", parsing_timeout=None)
+    return read

@@ -95,7 +95,8 @@ class RewardScorer:
         memory: bytes that a call in another process may take; None: what there is.
 
     Raises:
-        ValueError: if there is no function, or a number is out of its range.
+        ValueError: if there is no function, a number is out of its range, or nothing says whether
+            completions are right where a function asks.
 
     Examples:
         >>> from grpo.envs.rewards import get_reward
@@ -141,6 +142,9 @@ class RewardScorer:
             fn.path = path_of(plain, name)
         if fn.mark("judged"):
             asked = options_of(call)["verdict"]
+            if asked is None:
+                raise ValueError(f"reward {name_of(call)} needs the option verdict: the name of "
+                                 "the reward that says whether a completion is right")
             if asked not in self._verdicts:
                 self._verdicts[asked] = self._function(get_reward(asked), 0.0, asked)
             fn.verdict = self._verdicts[asked]
