@@ -264,8 +264,11 @@ def ifeval_agreement(rows: list[dict], solutions: list[str], number: int, python
         for text, theirs in zip(one["texts"], verdicts, strict=True):
             ours = score(one["row"], text)
             for rule, said in zip(("inst_strict", "inst_loose"), theirs, strict=True):
-                for name, mine, other in zip(one["row"]["instruction_id_list"], ours[rule], said,
-                                             strict=True):
+                for name, k, mine, other in zip(
+                        one["row"]["instruction_id_list"], one["row"]["kwargs"], ours[rule], said,
+                        strict=True):
+                    if not (k.get("letter") or "a").isalpha():
+                        name += ", of no letter"
                     total[name] += 1
                     agree[name] += mine == other
                     fulfilled += other
