@@ -326,13 +326,15 @@ def test_the_data_path_reaches_the_task(gsm8k_folder):
 
 
 def test_the_columns_of_a_data_set_reach_the_task(tmp_path):
-    (tmp_path / "sums.jsonl").write_text('{"q": "1+1?", "a": 2}\n' * 3)
+    (tmp_path / "sums.jsonl").write_text("".join(
+        f'{{"q": "{n}+0?", "a": {n}}}\n' for n in range(3)))
     env = {"dataset": "dataset", "path": str(tmp_path / "sums.jsonl"), "prompt_column": "q",
            "answer_column": "a", "task": {"num_test": 1}, "system_prompt": ""}
     for more in ({}, {"path": None, "dataset_mixture": {
             "datasets": [{"id": env["path"]}], "test_split_size": 1}, "task": {}}):
         task = build.build_task(load_config(small(env=env | more)))
-        assert (len(task.train), task.test[0].answer, len(task.test[0].prompt)) == (2, "2", 1)
+        assert (len(task.train), len(task.test), len(task.test[0].prompt)) == (2, 1, 1)
+        assert {problem.answer for problem in task.train + task.test} == {"0", "1", "2"}
 
 
 def test_an_option_the_task_does_not_have_is_refused():

@@ -68,9 +68,43 @@ def test_a_folder_has_files_of_splits(tmp_path):
     jsonl(tmp_path / "train.jsonl", ROWS)
     jsonl(tmp_path / "final.jsonl", ROWS[:3])
     task = make_task("dataset", path=str(tmp_path), test_split="final", **COLUMNS)
-    assert (len(task.train), [p.answer for p in task.test]) == (20, ["1", "2", "3"])
+    assert (len(task.train), [p.answer for p in task.test]) == (17, ["1", "2", "3"])
+    assert len({p.id for p in task.train + task.test}) == 20
     with pytest.raises(FileNotFoundError, match="no split 'dev', .* it has final.jsonl, train"):
         make_task("dataset", path=str(tmp_path), train_split="dev", **COLUMNS)
+
+
+@pytest.mark.parametrize("options, held_out", [
+    ({"path": "repeated.jsonl", "num_test": 5}, 5),
+    ({"path": ".", "test_split": "part", "num_test": 2}, 2),
+    ({"dataset_mixture": {"datasets": [{"id": "repeated.jsonl"}, {"id": "part.jsonl"}],
+                          "test_split_size": 5}}, 5)])
+def test_no_prompt_of_the_test_is_trained_on(tmp_path, monkeypatch, options, held_out):
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "repeated.jsonl", ROWS + ROWS)
+    jsonl(tmp_path / "train.jsonl", ROWS)
+    jsonl(tmp_path / "part.jsonl", ROWS[:10])
+    task = make_task("dataset", **options, **COLUMNS)
+    train, test = ({p.prompt[-1]["content"] for p in split} for split in (task.train, task.test))
+    assert (len(task.test), len(train | test)) == (held_out, 20) and not train & test
+    with pytest.raises(ValueError, match="all 20 training prompts of . are held out"):
+        make_task("dataset", path=".", test_split="train", **COLUMNS)
+
+
+@pytest.mark.parametrize("options, key", [
+    ({"test_split": "test"}, "env.task.test_split='test'"),
+    ({"train_split": "dev"}, "env.task.train_split='dev'"),
+    ({"config": "x"}, "env.task.config='x'"),
+    ({"path": ".", "config": "x"}, "env.task.config='x'"),
+    ({"path": None, "dataset_mixture": {"datasets": [{"id": "sums.jsonl", "split": "dev"}]}},
+     "env.dataset_mixture.datasets.0..split='dev'"),
+    ({"path": None, "dataset_mixture": {"datasets": [{"id": "sums.jsonl", "config": "x"}]}},
+     "env.dataset_mixture.datasets.0..config='x'")])
+def test_what_a_file_has_none_of_is_refused(tmp_path, monkeypatch, options, key):
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "sums.jsonl", ROWS)
+    with pytest.raises(ValueError, match=f"{key} would be ignored: (sums.jsonl|.) is a (fi|fo)"):
+        make_task("dataset", **{"path": "sums.jsonl", **options}, **COLUMNS)
 
 
 def test_a_chat_is_used_as_it_is_and_its_last_message_is_the_answer(tmp_path):
@@ -126,6 +160,14 @@ def test_weights_are_fractions_of_the_splits_and_a_share_is_held_out(tmp_path):
     assert {p.id for p in other.train} != {p.id for p in task.train}
 
 
+def test_null_in_a_mixture_is_not_given(tmp_path):
+    nothing = {"weight": None, "split": None, "config": None, "columns": None}
+    tasks = [make_task("dataset", dataset_mixture=mixture(
+                 tmp_path, {"id": "one.jsonl"} | more, test_split_size=4), **COLUMNS)
+             for more in ({}, nothing)]
+    assert tasks[0].train == tasks[1].train and len(tasks[1].train) == 36
+
+
 def test_columns_are_kept_and_may_have_other_names_in_one_of_them(tmp_path):
     given = mixture(tmp_path, {"id": "one.jsonl", "columns": ["q", "a"]},
                     {"id": "two.jsonl", "answer_column": "text"}, test_split_size=8)
@@ -171,6 +213,6 @@ def test_a_data_set_of_the_hub_is_read_by_its_id(tmp_path, monkeypatch):
     task = make_task("dataset", path="org/sums", config="main", test_split="test", num_test=4,
                      **COLUMNS)
     assert asked == [("org/sums", "main", "train"), ("org/sums", "main", "test")]
-    assert (len(task.train), len(task.test)) == (20, 4)
+    assert (len(task.train), len(task.test)) == (16, 4)
     with pytest.raises(FileNotFoundError, match="check env.path and the network"):
         make_task("dataset", path="org/sums", train_split="nowhere", **COLUMNS)

@@ -194,6 +194,23 @@ EDGE_CASES = [
     ("18", "<answer></answer> 18", False, 0.0),
     ("18", "18 ####", False, 0.0),
     ("18", "<answer>eighteen</answer>", False, 0.1),
+    ("95", "#### 9,5", False, 0.1),
+    ("95", "<answer>9,5</answer>", False, 1.0),  # training drops every comma, dollar and percent
+    ("123", "<answer>1,2,3</answer>", False, 1.0),
+    ("18", "<answer>18.000,00</answer>", False, 1.0),
+    ("18", "#### 18.000,00", False, 0.1),
+    ("10", "<answer>1$0</answer>", False, 1.0),
+    ("9", "#### 9,9", False, 0.1),
+    ("5", "#### 5*5", False, 0.1),
+    ("1080000", "#### 1,080,000.00", True, 1.0),
+    ("18", "The answer is __18__.", True, 1.0),
+    ("18", "The answer is _18_, in x_2 and v__3", True, 1.0),
+    ("-18", "So **_-18_** it is", True, 1.0),
+    ("1080", "#### _$1,080_", True, 1.0),
+    ("18", r"18 of \text{CO}_2", True, 1.0),
+    ("8", "The answer is 18 " + "a" * 196 + "m2", False, 0.1),
+    ("18", "The answer is 18 " + "a" * 196 + "m2", True, 1.0),
+    ("1.5", "It took 1 1/2 " + "a" * 193 + "m2", True, 1.0),
 ]
 
 
@@ -215,7 +232,7 @@ class TestFunctions:
     @pytest.mark.parametrize("text", [
         *(piece * (10**6 // len(piece)) for piece in (
             "1", "1,", "1,000", "1/", "-", "a1", "<answer>", "####", "#### 1\n", "\\frac{1}{", "=",
-            "{,}", " ", ".", "1 1/")),
+            "{,}", " ", ".", "1 1/", "a1 ", "a" * 198 + " a1", "_", "_1")),
         "(" * 500_000 + "18" + ")" * 500_000, random.Random(0).randbytes(10**6).decode("latin-1"),
     ], ids=lambda text: repr(text[:8]))
     def test_no_response_takes_a_second(self, text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from fractions import Fraction
 
@@ -37,6 +38,23 @@ def test_no_training_problem_asks_what_a_held_out_one_does(name):
     asked = [{p.prompt[-1]["content"] for p in split} for split in (task.train, task.test)]
     assert not asked[0] & asked[1]
     assert 0 < len(task.train) <= 500 and len(task.test) == 50
+
+
+@pytest.mark.parametrize("name, options", [
+    ("sat", {"difficulty": 0}), ("countdown", {"num_numbers": 2, "max_number": 20})])
+def test_a_held_out_problem_in_another_order_is_no_training_problem(name, options):
+    task = make_task(name, num_train_seeds=500, **options)
+
+    def content(problem):  # in an order of its own, read from the question
+        question = problem.prompt[-1]["content"]
+        if name == "sat":
+            return frozenset(frozenset(re.findall(r"(?:not )?x[0-9]", clause))
+                             for clause in question.splitlines()[1:])
+        target, *numbers = map(int, re.findall("[0-9]+", question))
+        return target, *sorted(numbers)
+
+    train, test = ({content(problem) for problem in split} for split in (task.train, task.test))
+    assert train and len(task.test) == 100 and not train & test
 
 
 @pytest.mark.parametrize("name, options, message", [

@@ -9,7 +9,16 @@ import pytest
 
 from grpo.envs.tasks import base
 
-from ..support import REPO, blocks, code_in, commands, environment, several_runs, table_rows
+from ..support import (
+    BENCHMARKS,
+    REPO,
+    blocks,
+    code_in,
+    commands,
+    environment,
+    several_runs,
+    table_rows,
+)
 
 PAGE = (REPO / "docs" / "tasks.md").read_text()
 SCRIPT = "sota-implementations/grpo/grpo.py"
@@ -30,6 +39,26 @@ def test_the_table_has_every_task_and_configuration():
     rows = {code_in(row[0])[0] for row in table_rows(PAGE, "Which there are")}
     assert rows == {path.stem for path in (REPO / "config" / "env").glob("*.yaml")}
     assert rows - {"atropos"} <= set(base.task_names())
+
+
+def test_the_scorers_agree_as_often_as_was_measured():
+    result = json.loads((BENCHMARKS / "results" / "scorer_agreement_cpu.json").read_text())
+    assert result["complete"] and "`results/scorer_agreement_cpu.json`" in PAGE
+    page, others, ifeval = " ".join(PAGE.split()), result["gsm8k"], result["ifeval"]
+    same, texts = result["sentences"]["all"]
+    strict, flexible, verify = (others[name]["all"] for name in (
+        "strict", "flexible", "math-verify"))
+    assert strict[0] == strict[1] and result["sentences"]["most_apart"] == 1
+    for figures in (
+            f"On {flexible[1]:,} responses", f"with its flexible one on {flexible[0]:,}",
+            f"on {verify[0]:,} of {verify[1]:,}", "{:,} of {:,} are those".format(*ifeval["all"]),
+            f"lm-eval {result['lm_eval_versions']['lm-eval']}",
+            f"with {ifeval['responses_per_row']} responses each",
+            f"{100 * same / texts:.1f} % of {texts:,} texts"):
+        assert figures in page
+    apart = {name for name, found in ifeval.items() if ":" in name and found[0] != found[1]}
+    assert apart == {"keywords:letter_frequency, of no letter",
+                     "length_constraints:number_sentences"}
 
 
 def test_the_programs_run(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from itertools import pairwise
 
 _DROPPED = str.maketrans("", "", ",$%")
 _DECIMAL = re.compile(r"[-+]?[0-9]+\.[0-9]+")
@@ -23,6 +24,8 @@ _NUMBER = re.compile(
     r"(?:(?P<whole>[0-9]+)[ ](?=[0-9]+/[0-9]))?"  # of 1 1/2
     r"(?P<number>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:/(?P<below>[0-9]+))?")
+_EMPHASIS = re.compile(r"(?<![\w)\]}])_{1,3}(?!_)")  # of __18__; x_18 is an index
+_SPACE = re.compile(r"\s(?![0-9])|(?<![0-9])\s")  # outside 1 1/2
 _FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 # What LaTeX writes between digits or around numbers, and other signs for minus.
 _LATEX = (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\u2212", "-"), ("\u2013", "-"))
@@ -61,17 +64,21 @@ def normalize_number(text: str) -> str:
 
 def one_number(text: str) -> Fraction | None:
     """The value of a text that names one number, with units or without; of an equation what stands
-    behind its last ``=``. None if it names none, or several that differ.
+    behind its last ``=``. None if it names none, or several that differ, or a word has several,
+    such as ``9,5``: commas stand between groups of three digits alone.
 
     Examples:
         >>> [str(one_number(text)) for text in ("$1,080.00", "-5 degrees", "3/4 cup", "2 * 9 = 18",
-        ...                                     r"\\boxed{\\frac{1}{2}}", "18 or 20", "none")]
+        ...                                     r"\\boxed{\\frac{1}{2}}", "18 or 20", "9,5")]
         ['1080', '-5', '3/4', '18', '1/2', 'None', 'None']
     """
     if len(text) > _WINDOW:
         return None
-    found = {_value(match) for match in _NUMBER.finditer(_plain(text.rpartition("=")[2]))}
-    return found.pop() if len(found) == 1 else None
+    text = _plain(text.rpartition("=")[2])
+    found = [*_NUMBER.finditer(text)]
+    values = {_value(match) for match in found}
+    apart = all(any(map(str.isspace, text[one.end():two.start()])) for one, two in pairwise(found))
+    return values.pop() if len(values) == 1 and apart else None
 
 
 def last_number(text: str) -> Fraction | None:
@@ -81,20 +88,28 @@ def last_number(text: str) -> Fraction | None:
         >>> str(last_number("Of 20 eggs 3 break, so 17 are left.")), last_number("none")
         ('17', None)
     """
-    end = len(text)
+    end, at = len(text), dict.fromkeys(_DIGITS, len(text))
     # From the end in steps, because a number may be anywhere in a megabyte.
-    while (end := max(text.rfind(digit, 0, end) for digit in _DIGITS) + 1) > 0:
+    while True:
+        for digit, place in at.items():
+            if place >= end:  # else it is the last still, and a search would read all of the text
+                at[digit] = text.rfind(digit, 0, end)
+        end = max(at.values()) + 1
+        if not end:
+            return None
         start = max(0, end - _WINDOW)
+        # What the step cuts in two is left to the next one.
+        if start and (space := _SPACE.search(text, start, end)):
+            start = space.start()
         if found := [*_NUMBER.finditer(_plain(text[start:end]))]:
             return _value(found[-1])
         end = start
-    return None
 
 
 def _plain(text: str) -> str:
     for latex, plain in _LATEX:
         text = text.replace(latex, plain)
-    return _FRACTION.sub(r"\1/\2", text)
+    return _FRACTION.sub(r"\1/\2", _EMPHASIS.sub("", text))
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

@@ -10,7 +10,7 @@ import functools
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
 
 from grpo.envs.tasks.base import Problem, check_count, register_task
@@ -68,13 +68,14 @@ parentheses.
         check_count("env.task.max_number", max_number, minimum=1)
         check_count("env.task.max_target", max_target, minimum=10)
 
-        def problem(seed: int) -> Problem:
+        def problem(seed: int) -> tuple[Problem, Hashable]:
             numbers, target, solution = puzzle(seed, counts, max_number, max_target)
             question = (f"Reach {target} with the numbers {', '.join(map(str, numbers))}, each of "
                         "which is used exactly once, and +, -, *, / and parentheses.")
             return Problem(prompt=messages(system_prompt, question), answer=solution,
                            id=f"countdown/{seed}",
-                           verifier=functools.partial(verify, numbers, target))
+                           verifier=functools.partial(verify, numbers, target),
+                           ), (target, *sorted(numbers))
 
         super().__init__(problem, train_seed_start=train_seed_start,
                          num_train_seeds=num_train_seeds, test_seed_start=test_seed_start,

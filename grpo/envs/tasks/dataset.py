@@ -28,7 +28,8 @@ class DatasetTask(Task):
     A prompt is a text, which becomes the user's message, or a list of chat messages, as they are;
     if the assistant has the last one, it is left out of the prompt. The reward is ``env.reward``, a
     name or an import path; functions find all columns in ``problem.row``. The default compares the
-    first ``<answer>`` block with the answer.
+    first ``<answer>`` block with the answer. A prompt that is held out is not trained on, however
+    often the data have it.
 
     Args:
         path: id of a data set on the hub, a local file (jsonl, json, csv, parquet), or a folder
@@ -54,7 +55,7 @@ class DatasetTask(Task):
         FileNotFoundError: if a file, a folder or a data set is not there.
         ImportError: if a package that reads it is not installed.
         ValueError: if a column does not exist or holds something else, more rows are asked for than
-            there are, or options contradict each other.
+            there are, every training prompt is held out, or an option would be ignored.
 
     Examples:
         >>> import json, tempfile
@@ -87,7 +88,8 @@ class DatasetTask(Task):
         def problems(source: Mapping[str, Any]) -> list[Problem]:
             entry = {"prompt_column": prompt_column, "answer_column": answer_column} | {
                 key: value for key, value in source.items() if value is not None}
-            return [_problem(row, where, entry, system_prompt, f"{entry['id']}/{number}")
+            name = "/".join(str(entry[key]) for key in ("id", "split") if key in entry)
+            return [_problem(row, where, entry, system_prompt, f"{name}/{number}")
                     for number, (where, row) in enumerate(rows_of(entry))]
 
         if dataset_mixture is not None:
@@ -102,6 +104,9 @@ class DatasetTask(Task):
             source = ", ".join(str(entry["id"]) for entry in entries)
         else:
             where = {"id": str(path), "config": config}
+            _check_read(str(path), {"env.task.config": config}, {
+                "env.task.test_split": test_split,
+                "env.task.train_split": None if train_split == "train" else train_split})
             train, source = problems(where | {"split": train_split}), str(path)
         if test_split is None:
             num_test = NUM_TEST if num_test is None else num_test
@@ -109,12 +114,17 @@ class DatasetTask(Task):
             test, train = train[:num_test], train[num_test:]
         else:
             test = problems(where | {"split": test_split})[:num_test]
+        asked = {_said(problem) for problem in test}
+        given, train = len(train), [problem for problem in train if _said(problem) not in asked]
+        if given and not train and num_train != 0:
+            raise ValueError(f"all {given} training prompts of {source} are held out as well; "
+                             "give another env.task.train_split or test_split, or other rows")
         train = train[:num_train]
         if len(test) < (num_test or 0) or len(train) < (num_train or 0):
             raise ValueError(
                 f"env.task.num_train={num_train} and {num_test} held-out problems are more than "
-                f"the {len(train) + len(test)} rows of {source}; lower env.task.num_test (of a "
-                "mixture test_split_size) or env.task.num_train")
+                f"the {len(train) + len(test)} rows of {source} that may be used; lower "
+                "env.task.num_test (of a mixture test_split_size) or env.task.num_train")
         super().__init__(train=train, test=test, source=source)
 
 
@@ -122,7 +132,7 @@ def rows_of(entry: Mapping[str, Any]) -> Iterator[PlacedRow]:
     """The rows of one data set, by ``id``, ``config`` and ``split``."""
     name, split = str(entry["id"]), entry.get("split", "train")
     path = Path(name).expanduser()
-    if path.suffix in SUFFIXES or path.is_file():
+    if _is_file(path):
         return file_rows(path)
     if path.is_dir():
         found = [path / f"{split}{suffix}" for suffix in SUFFIXES
@@ -135,6 +145,24 @@ def rows_of(entry: Mapping[str, Any]) -> Iterator[PlacedRow]:
         return file_rows(found[0])
     return hub_rows(name, entry.get("config"), split, key="env.path",
                     instead="it to a local file")
+
+
+def _is_file(path: Path) -> bool:
+    return path.suffix in SUFFIXES or path.is_file()
+
+
+def _check_read(name: str, of_hub: Mapping[str, Any], of_splits: Mapping[str, Any]) -> None:
+    """Refuse, by their keys, a configuration of what is local and a split of a single file."""
+    path = Path(name).expanduser()
+    if _is_file(path):
+        kind, unread = "file", {**of_hub, **of_splits}
+    else:
+        kind, unread = "folder", of_hub if path.is_dir() else {}
+    for key, value in unread.items():
+        if value is not None:
+            instead = ", or give a folder with a file for each split" if key in of_splits else ""
+            raise ValueError(f"{key}={value!r} would be ignored: {name} is a {kind}; remove it"
+                             f"{instead}")
 
 
 # -- a mixture ------------------------------------------------------------------------------------
@@ -153,6 +181,9 @@ def _mixture(
         if not isinstance(entry, Mapping) or not entry.get("id"):
             raise ValueError(f"{where}={entry!r} names no data set; give it an id")
         _known(where, entry, _ENTRY)
+        split = entry.get("split")
+        _check_read(str(entry["id"]), {f"{where}.config": entry.get("config")},
+                    {f"{where}.split": None if split == "train" else split})
         weight = entry.get("weight")
         if weight is not None and not (isinstance(weight, int | float) and 0 < weight <= 1):
             raise ValueError(f"{where}.weight={weight!r} must be a fraction of the split, above 0 "
@@ -166,7 +197,9 @@ def _mixture(
     elif not isinstance(held_out, float):
         check_count("env.dataset_mixture.test_split_size", held_out)
     own = given.get("seed")
-    return list(entries), seed if own is None else own, held_out
+    present = [{key: value for key, value in entry.items() if value is not None}
+               for entry in entries]
+    return present, seed if own is None else own, held_out
 
 
 def _known(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -211,6 +244,11 @@ def _problem(
     if system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     return Problem(prompt=tuple(messages), answer=answer, id=id, row=row)
+
+
+def _said(problem: Problem) -> tuple[tuple[str, str], ...]:
+    """The prompt, to be looked up."""
+    return tuple((message["role"], message["content"]) for message in problem.prompt)
 
 
 def _kept(row: Mapping[str, Any], where: str, columns: Sequence[str] | None) -> dict[str, Any]:

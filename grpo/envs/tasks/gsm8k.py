@@ -93,8 +93,8 @@ def is_correct(row: Mapping[str, str], response: str) -> bool:
 
     The answer of a response is its first ``<answer>`` block, else the line that follows its last
     ``####``, else its last number. A block and a line may say a number in any notation, with units
-    or in an equation; where they name several numbers, they answer nothing. Time is linear in the
-    response.
+    or in an equation; where they name several numbers, as ``9,5`` does, they answer nothing. Time
+    is linear in the response.
 
     Args:
         row: with ``answer``, whose text after the last ``####`` is the gold answer.
@@ -118,9 +118,9 @@ def reward(row: Mapping[str, str], response: str) -> float:
     Of a response with an ``<answer>`` block this is what training gives by the reward ``gsm8k``,
     :func:`grpo.envs.rewards.answers.gsm8k`: the block must be the number and nothing else, but for
     ``,`` ``$`` ``%``, a final ``.`` and zeros behind the decimal point, so that "18 eggs" is worth
-    0.1 there though :func:`is_correct` takes it. Without a block training gives 0.0; here the
-    answer is then that of :func:`is_correct`, so that base models and solutions of the data, which
-    do not write blocks, can be scored.
+    0.1 there though :func:`is_correct` takes it, and "1,8" is 18 there though it does not read it.
+    Without a block training gives 0.0; here the answer is then that of :func:`is_correct`, so that
+    base models and solutions of the data, which do not write blocks, can be scored.
 
     Raises:
         ValueError: if the row has no gold answer.
@@ -149,11 +149,8 @@ def _grade(gold: str, response: str) -> tuple[bool, bool]:
     if said is None:
         number = last_number(response)
         return number is not None and number == one_number(gold), number is not None
-    answer = normalize_number(said)
-    if not answer or answer == normalize_number(gold):
-        return bool(answer), bool(answer)
     number = one_number(said)
-    return number is not None and number == one_number(gold), True
+    return number is not None and number == one_number(gold), bool(normalize_number(said))
 
 
 def _gold(row: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from grpo.envs.tasks.base import Problem, check_count, register_task
 from grpo.envs.tasks.seeded import SeededTask, messages, said
@@ -69,13 +69,14 @@ class SatTask(SeededTask):
                 raise ValueError(f"env.task.difficulty={difficulty} must be at most "
                                  f"{len(LEVELS) - 1}; null takes that of the seed")
 
-        def problem(seed: int) -> Problem:
+        def problem(seed: int) -> tuple[Problem, Hashable]:
             variables, clauses, hidden = formula(seed, difficulty)
             names = ", ".join(f"x{number}" for number in range(1, variables + 1))
             question = "\n".join([f"Variables: {names}. Clauses:", *map(_text, clauses)])
             return Problem(
                 prompt=messages(system_prompt, question), answer=_assignment_text(hidden),
-                id=f"sat/{seed}", verifier=functools.partial(verify, variables, clauses))
+                id=f"sat/{seed}", verifier=functools.partial(verify, variables, clauses),
+            ), (variables, frozenset(map(frozenset, clauses)))
 
         super().__init__(problem, train_seed_start=train_seed_start,
                          num_train_seeds=num_train_seeds, test_seed_start=test_seed_start,

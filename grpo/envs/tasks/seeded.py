@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from grpo.envs.tasks.answer_text import answer_tag
 from grpo.envs.tasks.base import Problem, Task, check_count
@@ -12,7 +12,8 @@ class SeededTask(Task):
     """Problems ``make(seed)`` for the seeds of two ranges that do not meet.
 
     Args:
-        make: the problem of a seed, the same each time.
+        make: the problem of a seed, the same each time, and what it asks, in whatever order it is
+            written: a training problem that asks what a held-out one does is left out.
         train_seed_start: first seed of the training problems.
         num_train_seeds: how many there are.
         test_seed_start: first seed of the held-out problems.
@@ -25,8 +26,8 @@ class SeededTask(Task):
     default_reward = "verifier"
 
     def __init__(
-        self, make: Callable[[int], Problem], *, train_seed_start: int, num_train_seeds: int,
-        test_seed_start: int, num_test_seeds: int,
+        self, make: Callable[[int], tuple[Problem, Hashable]], *, train_seed_start: int,
+        num_train_seeds: int, test_seed_start: int, num_test_seeds: int,
     ) -> None:
         train, test = (seed_range(f"env.task.{start_name}", start, f"env.task.{count_name}", count)
                        for start_name, start, count_name, count in (
@@ -38,13 +39,12 @@ class SeededTask(Task):
             raise ValueError(f"seeds {train.start} to {train[-1]} for training and {test.start} to "
                              f"{test[-1]} held out have problems in common; change "
                              "env.task.train_seed_start or env.task.test_seed_start")
-        problems = [make(seed) for seed in test]
-        asked = {problem.prompt[-1]["content"] for problem in problems}
-        # Small problems repeat: one that is asked in the test is no training problem, whatever its
-        # seed is.
-        training = [problem for problem in map(make, train)
-                    if problem.prompt[-1]["content"] not in asked]
-        super().__init__(train=training, test=problems, source=f"seeds of {self.name}")
+        held_out = [make(seed) for seed in test]
+        asked = {content for _, content in held_out}
+        # Small problems repeat, whatever their seed is.
+        training = [problem for problem, content in map(make, train) if content not in asked]
+        super().__init__(train=training, test=[problem for problem, _ in held_out],
+                         source=f"seeds of {self.name}")
 
 
 def seed_range(start_name: str, start: int, count_name: str, count: int) -> range:
