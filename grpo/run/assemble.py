@@ -201,9 +201,9 @@ def _trainer(
                     prompts=checked * workers,  # each worker gets all of them
                     tolerance=canary_tolerance(setup.dtype, setup.device))
     own = HeldOut(start.task.name, config, start.task, start.prompts.test, start.prompts.width,
-                  config.max_tokens)
+                  config.max_tokens, setup.tokenizer)
     evaluations = build_eval.build_evaluations(
-        config, [own, *start.benchmarks], setup.tokenizer, actor.policy,
+        config, [own, *start.benchmarks], actor.policy,
         rows=config.env.num_envs * config.env.repeats)
     start.console.banner(build.describe(
         config, actor, start.task, start.prompts, device=setup.device, dtype=setup.dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,7 @@ class HeldOut:
     prompts: list[Prompt]
     width: int  # tokens of the longest prompt
     max_tokens: int  # of a response
+    tokenizer: Any  # with the chat template that rendered them
 
     @property
     def length(self) -> int:
@@ -64,36 +66,37 @@ def held_out(
     prompts = build.rendered(config, task, "test", tokenizer,
                              max_prompt_tokens=min(room, config.env.max_prompt_tokens or room))
     return HeldOut(name, config, task, prompts, max(len(prompt.tokens) for prompt in prompts),
-                   max_tokens)
+                   max_tokens, tokenizer)
 
 
 def build_benchmarks(config: Config, tokenizer: Any, *, limit: int) -> list[HeldOut]:
-    """The held-out problems of ``eval.benchmarks``; for ``limit`` see :func:`held_out`."""
+    """The held-out problems of ``eval.benchmarks``; for ``limit`` see :func:`held_out`.
+
+    Each gets a copy of the tokenizer, because a chat template stays with it.
+    """
     tokens = config.eval.benchmark_max_tokens or config.max_tokens
     return [held_out(name, config.model_copy(update={"env": env_recipe(
-        name, config.eval.changes(name), key="eval.benchmarks")}), tokenizer, max_tokens=tokens,
-        limit=limit) for name in config.eval.benchmarks or ()]
+        name, config.eval.changes(name), key="eval.benchmarks")}), copy.copy(tokenizer),
+        max_tokens=tokens, limit=limit) for name in config.eval.benchmarks or ()]
 
 
 def build_evaluations(
-    config: Config, tasks: Sequence[HeldOut], tokenizer: Any, policy: Policy, *, rows: int
+    config: Config, tasks: Sequence[HeldOut], policy: Policy, *, rows: int
 ) -> Evaluations:
     """What a run evaluates: its own task, which is the first, and benchmarks; for ``rows`` see
     :func:`task_evaluator`."""
     names = [one.name if one is tasks[0] or one.name != tasks[0].name else f"{one.name}_2"
              for one in tasks]  # a benchmark may be of the run's own kind, with other options
-    own, *benchmarks = (task_evaluator(replace(one, name=name), tokenizer, policy, rows=rows)
+    own, *benchmarks = (task_evaluator(replace(one, name=name), policy, rows=rows)
                         for name, one in zip(names, tasks, strict=True))
     return Evaluations(own, benchmarks, ks=config.eval.ks, seed=config.eval.seed,
                        at_checkpoints=config.eval.at_checkpoints, model=config.model.name)
 
 
-def task_evaluator(
-    problems: HeldOut, tokenizer: Any, policy: Policy, *, rows: int
-) -> TaskEvaluator:
+def task_evaluator(problems: HeldOut, policy: Policy, *, rows: int) -> TaskEvaluator:
     """The evaluation of a task, ``rows`` completions at a time: greedy, and the samples that
     ``eval.samples`` asks for."""
-    config, options = problems.config, problems.config.eval
+    config, options, tokenizer = problems.config, problems.config.eval, problems.tokenizer
     policy = policy.with_sampling(max_tokens=problems.max_tokens)
 
     def make_env(num_prompts: int, group_size: int) -> VerifiableEnv:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo.envs.prompts import render
 from grpo.envs.rewards import RewardResult, RewardScorer
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Sampling
@@ -17,6 +19,7 @@ from grpo.report.charts import charts_of
 from grpo.report.eval_file import read_tasks
 from grpo.report.history import History
 from grpo.report.loggers import read_jsonl
+from grpo.run import build_eval
 from grpo.training.evaluations import Sampler, without_trace
 
 from . import runs
@@ -145,6 +148,21 @@ def test_longer_benchmarks_make_the_engines_rows_longer(make_config, tmp_path):
     assert trainer.collector.policy.max_model_len == 4 + 9
     assert trainer.evaluator.benchmarks[0].greedy.policy.sampling.max_tokens == 9
     assert trainer.evaluator.policy.sampling.max_tokens == 4
+
+
+def test_the_chat_template_of_a_benchmark_is_its_own(make_config, tokenizer, byte_model):
+    """The run's tokenizer, which checkpoints save, and a later benchmark know nothing of it."""
+    config, own = make_config(eval={"benchmarks": {
+        "arithmetic": {"system_prompt": "Add.", "chat_template": "{{ messages[-1]['content'] }}!"},
+        "countdown": {"task": {"num_train_seeds": 2, "num_test_seeds": 2}}}}), copy.copy(tokenizer)
+    first, second = build_eval.build_benchmarks(config, own, limit=4096)
+    assert own.chat_template == tokenizer.chat_template == second.tokenizer.chat_template
+    assert tokenizer.decode(first.prompts[0].tokens).endswith("=!")
+    assert second.prompts[0].tokens == render(second.prompts[0].problem, tokenizer)
+    policy = TransformersPolicy(byte_model, Sampling(max_tokens=3), pad_token_id=0,
+                                eos_token_ids=(1,), max_model_len=64)
+    evaluator = build_eval.task_evaluator(first, policy, rows=4)
+    assert evaluator.greedy.env.tokenizer.chat_template.endswith("}}!")
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -62,8 +62,7 @@ def evaluate(
             raise ConfigError(f"{too_long[0].name} needs {too_long[0].length} tokens for prompt "
                               f"and response, and the server at url={options.url} takes {limit}; "
                               "lower inference_model.max_tokens, or set env.max_prompt_tokens")
-        evaluations = build_evaluations(config, problems, setup.tokenizer, policy,
-                                        rows=options.batch_size)
+        evaluations = build_evaluations(config, problems, policy, rows=options.batch_size)
         seconds["start"] = time.perf_counter() - began
         began = time.perf_counter()
         listen = _writer(folder, at_end) if options.completions else None
