@@ -162,8 +162,8 @@ class Evaluations:
         Raises:
             RewardsFailed: as soon as reward functions failed for too many completions.
         """
-        greedy = self.own.greedy.run()
         with without_trace(self.seed):
+            greedy = self.own.greedy.run()
             tasks = [self.own.sampled(greedy)]
             if checkpoint or not self.at_checkpoints:
                 tasks += [task.run() for task in self.benchmarks]

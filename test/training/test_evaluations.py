@@ -112,6 +112,19 @@ def test_training_is_the_same_to_the_bit_with_samples_and_benchmarks(
     assert "eval/accuracy" in plain[0]
 
 
+def test_training_is_the_same_to_the_bit_however_often_it_is_evaluated(make_config, tmp_path):
+    """The greedy completions, too, have rewards that draw from the generators of the process."""
+    found = []
+    for every in (1, 3):
+        trainer = runs.make_trainer(
+            make_config(iterations=3, reward="by_text_and_chance", env={"reward_workers": 1},
+                        train={"eval_frequency": every, "checkpoint_frequency": 0}),
+            tmp_path / str(every))
+        trainer.fit()
+        found.append(runs.weights(trainer))
+    assert torch.equal(*found)
+
+
 def test_the_file_of_an_evaluation_has_what_the_metrics_say(make_config, tmp_path):
     config = make_config(iterations=2, eval={"samples": 4, "k": [2, 4], "benchmarks": BENCHMARK})
     runs.make_trainer(config, tmp_path).fit()
