@@ -87,7 +87,8 @@ class Sampler:
         for part, problems in answered(self.env, self.policy,
                                        max_reward_errors=self.max_reward_errors):
             correct += part[data.SUCCESS].flatten().tolist()
-            rewards += part[data.REWARD].flatten().tolist()
+            rewards += part[data.REWARD].masked_fill(part[data.REWARD_ERROR], torch.nan
+                                                     ).flatten().tolist()
             errors += int(part[data.REWARD_ERROR].sum())
             answers += map(answer_of, texts_of(self.env, len(part), last_turn=True))
             if listen is not None:

@@ -71,6 +71,7 @@ def test_a_sample_without_a_reward_is_wrong_and_counted(make_sampler):
 
     samples, errors = make_sampler(reward, count=4).run()
     assert 0 < errors == (~samples.correct).sum()
+    assert (np.isnan(samples.rewards) == ~samples.correct).all()
 
 
 def test_random_numbers_go_on_where_they_were():
