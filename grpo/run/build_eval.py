@@ -10,7 +10,7 @@ from typing import Any
 from grpo.config.recipes import env_recipe
 from grpo.config.schema import Config, ConfigError
 from grpo.envs.dialog import environment, named_step
-from grpo.envs.prompts import Prompt
+from grpo.envs.prompts import Prompt, digest
 from grpo.envs.tasks import Task
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
@@ -109,10 +109,13 @@ def task_evaluator(problems: HeldOut, policy: Policy, *, rows: int) -> TaskEvalu
 
     count, errors = len(problems.prompts), config.env.max_reward_errors
     greedy = Evaluator(make_env(min(count, rows), 1), policy, max_reward_errors=errors)
+    asked = {"env": config.env.model_dump(mode="json"), "max_tokens": problems.max_tokens,
+             "reward": config.env.weighted_rewards(problems.task.default_reward),
+             "hashes": [digest(prompt.problem) for prompt in problems.prompts]}
     if options.samples is None:
-        return TaskEvaluator(problems.name, greedy)
+        return TaskEvaluator(problems.name, greedy, asked=asked)
     batches = -(-count // max(1, rows // options.samples))  # of one size, for less in vain
     return TaskEvaluator(problems.name, greedy, Sampler(
         make_env(-(-count // batches), options.samples), policy, seed=options.seed,
         temperature=options.temperature, seeds_rows=config.engine != "in_process",
-        max_reward_errors=errors))
+        max_reward_errors=errors), asked)

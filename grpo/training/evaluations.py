@@ -7,9 +7,9 @@ random numbers are put back.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -100,11 +100,18 @@ class Sampler:
 
 @dataclass(frozen=True)
 class TaskEvaluator:
-    """One task: its greedy accuracy, and its samples if there are any."""
+    """One task: its greedy accuracy, and its samples if there are any.
+
+    Args:
+        name: of the task.
+        greedy, sampler: of its problems.
+        asked: what its results say of how it was asked.
+    """
 
     name: str
     greedy: Evaluator
     sampler: Sampler | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, listen: Told | None = None) -> TaskScores:
         """Both; ``listen`` is told of each completion."""
@@ -112,7 +119,8 @@ class TaskEvaluator:
 
     def sampled(self, greedy: Evaluation, listen: Told | None = None) -> TaskScores:
         """The samples, beside a greedy evaluation that is there already."""
-        scores = TaskScores(self.name, greedy.ids, greedy.solved, errors=greedy.errors)
+        scores = TaskScores(self.name, greedy.ids, greedy.solved, errors=greedy.errors,
+                            asked=self.asked)
         if self.sampler is None:
             return scores
         samples, errors = self.sampler.run(

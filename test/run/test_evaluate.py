@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -11,13 +12,18 @@ import torch
 
 from grpo import data
 from grpo.config.keys import ConfigError
+from grpo.config.schema import Config
 from grpo.envs.embedded import EmbeddedSpec, small_qwen2
+from grpo.envs.prompts import digest
 from grpo.policies.base import Sampling
 from grpo.policies.inprocess import start_engine
 from grpo.policies.openai_server import OpenAIPolicy
 from grpo.policies.vllm import VLLMPolicy
 from grpo.report import eval_page
+from grpo.report.eval_file import TaskScores
 from grpo.report.loggers import read_jsonl
+from grpo.report.paired import compare
+from grpo.run import build
 from grpo.run.evaluate.__main__ import main
 from grpo.run.evaluate.options import split_options
 from grpo.run.evaluate.source import find_source
@@ -161,6 +167,41 @@ def test_results_on_other_problems_are_not_compared(evaluate, tmp_path):
     files = [str(tmp_path / name / "metrics" / "eval_iter_000.json") for name in "ab"]
     with pytest.raises(SystemExit, match=r"asked other problems \(6 and 5"):
         main(["compare", *files])
+
+
+@pytest.mark.parametrize(("key", "message"), [
+    ("env.system_prompt=Add.", "other problems under the same ids, 6 of 6, such as arithmetic/"),
+    ("inference_model.max_tokens=3", "max_tokens is 3 of the one and 5 of the other"),
+    pytest.param("env.reward=exact_match", "reward is {'exact_match': 1.0} of the one",
+                 marks=pytest.mark.slow),
+    pytest.param("env.step=retry", "step is retry of the one and null of the other",
+                 marks=pytest.mark.slow),
+])
+def test_results_of_other_questions_under_the_same_ids_are_not_compared(
+        evaluate, tmp_path, key, message):
+    small = "inference_model.max_tokens=5"
+    evaluate(small, key, out="a")
+    record = evaluate(small, out="b")
+    assert record["tasks"]["arithmetic"]["env"]["task"]["num_test"] == 6
+    files = [str(tmp_path / name / "metrics" / "eval_iter_000.json") for name in "ab"]
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        main(["compare", *files])
+
+
+def test_problems_of_other_options_with_the_same_ids_are_other_problems():
+    config = Config(env={"dataset": "sat", "task": {"num_test_seeds": 3, "num_train_seeds": 3}})
+
+    def scores(difficulty: int) -> TaskScores:
+        task = build.build_task(config.changed(env={"task": {
+            **config.env.task, "difficulty": difficulty}}))
+        problems = task.split("test")
+        return TaskScores("sat", [problem.id for problem in problems], [True] * 3,
+                          asked={"hashes": [*map(digest, problems)]})
+
+    assert scores(0).ids == scores(5).ids
+    compare({"sat": scores(0)}, {"sat": scores(0)})
+    with pytest.raises(ConfigError, match="other problems under the same ids, 3 of 3"):
+        compare({"sat": scores(0)}, {"sat": scores(5)})
 
 
 @pytest.mark.parametrize(("keys", "message"), [
