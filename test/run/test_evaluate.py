@@ -220,6 +220,10 @@ def test_what_an_evaluation_would_not_read_is_refused(keys, message):
     (["eval.samples=4", "eval.k=[8]"], r"eval.k=\[8\] has 8, and eval.samples=4"),
     (["compare", "a.json"], "compare takes two results or two models, not 1"),
     (["compare", "a.json", "b.json", "device=cpu"], "device=cpu is not read where two results"),
+    *((["compare", "a.json", "b.json", key], f"{key} is not read where two results") for key in (
+        "eval.samples=80", "eval.samples=8", "batch_size=256")),
+    (["--config-name", "grpo_gsm8k", "compare", "a.json", "b.json"],
+     "--config-name grpo_gsm8k is not read where two results"),
     (["compare", "a.json", "b.json"], "a.json is no result of an evaluation"),
     (["compare", "a", "b", "model.name=c"], "model.name is not read by compare"),
     (["model.nam=x"], "model.nam"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo.config.recipes import env_recipe
 from grpo.envs.prompts import render
 from grpo.envs.rewards import RewardResult, RewardScorer
 from grpo.envs.verifiable import VerifiableEnv
@@ -179,6 +180,11 @@ def test_the_chat_template_of_a_benchmark_is_its_own(make_config, tokenizer, byt
     assert evaluator.greedy.env.tokenizer.chat_template.endswith("}}!")
 
 
+def test_null_is_not_given():
+    assert env_recipe("gsm8k", {"task": None}, key="eval.benchmarks") == env_recipe(
+        "gsm8k", {}, key="eval.benchmarks")
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ({"samples": 4, "k": [1, 8]}, r"eval.k=\[1, 8\] has 8, and eval.samples=4"),
     ({"k": [1]}, "eval.k=.* is not read because eval.samples is null"),
@@ -187,6 +193,15 @@ def test_the_chat_template_of_a_benchmark_is_its_own(make_config, tokenizer, byt
     ({"benchmarks": ["gsm9k"]}, "no recipe 'gsm9k'; known: arithmetic"),
     ({"benchmarks": {"arithmetic": {"repaets": 3}}}, "eval.benchmarks=arithmetic"),
     ({"benchmarks": BENCHMARK, "benchmark_max_tokens": 62}, "nothing is left"),
+    *(({"benchmarks": {"arithmetic": keys}}, f"eval.benchmarks=arithmetic: {message}")
+      for keys, message in [
+          ({"repeats": 3}, "env.repeats=3 is not read by a benchmark"),
+          ({"num_envs": 7}, "env.num_envs=7 is not read by a benchmark"),
+          ({"url": "http://h"}, "env.url=http://h is not read by env.dataset=arithmetic"),
+          ({"max_steps": 3}, "env.max_steps=3 is not read because env.step is null"),
+          ({"task": 5}, "(.|\n)*task\n.*valid dictionary"),
+      ]),
+    ({"benchmarks": {"arithmetic": {"path": "foo"}}}, "'arithmetic' has no option 'path'"),
 ])
 def test_what_cannot_be_evaluated_is_refused(make_config, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):

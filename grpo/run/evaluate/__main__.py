@@ -52,6 +52,9 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError(f"{names[0]}: has no value; write {names[0]}=VALUE")
         options, keys = split_options(overrides)
         if compared:
+            if all(Path(name).suffix == ".json" for name in names):
+                chosen = args.config_name
+                _refuse([f"--config-name {chosen}"] * (chosen != "grpo") + overrides)
             _compare(names, options, args.config_name, keys)
         else:
             _evaluate(_config(args.config_name, keys), options)
@@ -101,6 +104,12 @@ def _evaluate(config: Any, options: EvaluateOptions) -> Any:
     return found
 
 
+def _refuse(typed: list[str]) -> None:
+    """What was typed beside two results, of which nothing is sampled."""
+    if unread := [text for text in typed if not text.startswith("out=")]:
+        raise ConfigError(f"{unread[0]} is not read where two results are compared; remove it")
+
+
 def _compare(names: list[str], options: EvaluateOptions, recipe: str, keys: list[str]) -> None:
     from rich.console import Console
 
@@ -111,11 +120,6 @@ def _compare(names: list[str], options: EvaluateOptions, recipe: str, keys: list
     if any(text.startswith("model.name=") for text in keys):
         raise ConfigError("model.name is not read by compare, which is given two; remove it")
     files = [Path(name).suffix == ".json" for name in names]
-    given = [text for text in keys if not text.startswith("eval.samples=8")]
-    if all(files) and (unread := [*given, *(
-            f"{key}={value}" for key, value in options.model_dump(exclude_defaults=True).items()
-            if key != "out")]):
-        raise ConfigError(f"{unread[0]} is not read where two results are compared; remove it")
     sides = []
     for number, (name, is_file) in enumerate(zip(names, files, strict=True), start=1):
         if is_file:
