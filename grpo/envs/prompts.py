@@ -81,6 +81,20 @@ def digest(problem: Problem) -> str:
     return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
+def question(problem: Problem) -> tuple[str, ...]:
+    """What is asked and the answer, whatever the system says before, for finding it elsewhere.
+
+    Examples:
+        >>> plain = Problem("1+1=", "2", "a")
+        >>> question(plain) == question(framed(plain, system_prompt="Add.", thinking_prompt=True))
+        True
+    """
+    if isinstance(problem.prompt, str):
+        return problem.prompt, problem.answer
+    return (*(str(message["content"]) for message in problem.prompt
+              if message["role"] != "system"), problem.answer)
+
+
 def template_text(given: str) -> str:
     """The chat template of ``env.chat_template``, a text or a file.
 

@@ -167,7 +167,8 @@ def _set_up(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Sta
     config = config.for_problems(len(prompts.train))
     benchmarks = build_eval.build_benchmarks(
         config, tokenizer, limit=config.inference_model.max_model_len or build.context_of(
-            config, path) or prompts.max_model_len)
+            config, path) or prompts.max_model_len,
+        trained=build_eval.questions(prompt.problem for prompt in prompts.train))
     setup = Setup(config=config, path=path, tokenizer=tokenizer, device=device, dtype=dtype,
                   max_model_len=max([prompts.max_model_len, *(one.length for one in benchmarks)]),
                   folder=run_dir / "engine", adapter=adapter)

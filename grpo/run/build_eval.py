@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo.config.recipes import env_recipe
 from grpo.config.schema import Config, ConfigError
 from grpo.envs.dialog import environment, named_step
-from grpo.envs.prompts import Prompt, digest
-from grpo.envs.tasks import Task
+from grpo.envs.prompts import Prompt, digest, question
+from grpo.envs.tasks import Problem, Task
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
 from grpo.run import build
 from grpo.training.evaluation import Evaluator
 from grpo.training.evaluations import Evaluations, Sampler, TaskEvaluator
+
+logger = logging.getLogger(__name__)
+
+#: See :func:`questions`.
+Questions = frozenset[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class HeldOut:
 
 def held_out(
     name: str, config: Config, tokenizer: Any, *, max_tokens: int, limit: int,
-    task: Task | None = None,
+    task: Task | None = None, trained: Questions = frozenset(),
 ) -> HeldOut:
     """Render the held-out problems of a task.
 
@@ -49,9 +55,11 @@ def held_out(
         max_tokens: of a response.
         limit: tokens of prompt and response; longer prompts are skipped and counted.
         task: if it has been built.
+        trained: what the model was trained on, which is left out, counted and logged.
 
     Raises:
-        ConfigError: where no prompt fits, or a conversation has nobody who answers.
+        ConfigError: where no prompt fits, all were trained on, or a conversation has nobody who
+            answers.
     """
     task, room = task or build.build_task(config), limit - max_tokens
     if room < 1:
@@ -65,19 +73,35 @@ def held_out(
                           "answers the model; use another step")
     prompts = build.rendered(config, task, "test", tokenizer,
                              max_prompt_tokens=min(room, config.env.max_prompt_tokens or room))
+    kept = [prompt for prompt in prompts if question(prompt.problem) not in trained]
+    if some := len(prompts) - len(kept):
+        message = f"{name}: {some} of {len(prompts)} problems are among the run's training prompts"
+        if not kept:
+            raise ConfigError(f"{message}; nothing is left, choose other options of env, such as "
+                              "another seed, or another benchmark")
+        logger.warning("%s; they are left out", message)
+        prompts = kept
     return HeldOut(name, config, task, prompts, max(len(prompt.tokens) for prompt in prompts),
                    max_tokens, tokenizer)
 
 
-def build_benchmarks(config: Config, tokenizer: Any, *, limit: int) -> list[HeldOut]:
-    """The held-out problems of ``eval.benchmarks``; for ``limit`` see :func:`held_out`.
+def questions(problems: Iterable[Problem]) -> Questions:
+    """What a run trains on. Conversations are not in it: somebody's first words may always be the
+    same."""
+    return frozenset(question(problem) for problem in problems if problem.partner is None)
+
+
+def build_benchmarks(
+    config: Config, tokenizer: Any, *, limit: int, trained: Questions = frozenset()
+) -> list[HeldOut]:
+    """The held-out problems of ``eval.benchmarks``; see :func:`held_out`.
 
     Each gets a copy of the tokenizer, because a chat template stays with it.
     """
     tokens = config.eval.benchmark_max_tokens or config.max_tokens
     return [held_out(name, config.model_copy(update={"env": env_recipe(
         name, config.eval.changes(name), key="eval.benchmarks")}), copy.copy(tokenizer),
-        max_tokens=tokens, limit=limit) for name in config.eval.benchmarks or ()]
+        max_tokens=tokens, limit=limit, trained=trained) for name in config.eval.benchmarks or ()]
 
 
 def build_evaluations(

@@ -148,6 +148,17 @@ def test_the_file_of_an_evaluation_has_what_the_metrics_say(make_config, tmp_pat
     assert charts["at_k_arithmetic_2"].has_data(History.read(tmp_path))
 
 
+def test_what_a_run_trains_on_is_left_out_of_its_benchmarks(make_config, tmp_path, caplog):
+    other_seed = {"arithmetic": {"task": {"max_operand": 9, "num_train": 9, "num_test": 30,
+                                          "seed": 1}}}
+    trainer = runs.make_trainer(make_config(eval={"benchmarks": other_seed}), tmp_path)
+    trained = {prompt.problem.prompt for prompt in trainer.collector.env.stream.prompts}
+    asked = [prompt.problem.prompt
+             for prompt in trainer.evaluator.benchmarks[0].greedy.env.stream.prompts]
+    assert 0 < len(asked) < 30 and not trained & {*asked}
+    assert f"{30 - len(asked)} of 30 problems are among the run's training" in caplog.text
+
+
 def test_benchmarks_can_wait_for_checkpoints(make_config, tmp_path):
     config = make_config(iterations=4, train={"eval_frequency": 1, "checkpoint_frequency": 3},
                          eval={"benchmarks": BENCHMARK, "at_checkpoints": True})
