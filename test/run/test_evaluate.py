@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -131,6 +132,48 @@ def make_config_of(tiny):
 def no_report(monkeypatch):
     monkeypatch.setattr("grpo.report.reporter.write_report",
                         lambda run_dir, **kwargs: run_dir / "none")
+
+
+@pytest.fixture
+def a_run(make_config_of, tiny, tmp_path):
+    """The folder of a run, without training."""
+    run, config = tmp_path / "run", make_config_of().model_dump(mode="json")
+    shutil.copytree(tiny, run / "final_model")
+    checkpoint = run / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "info.json").write_text(json.dumps({"config": config}))
+    return run
+
+
+@pytest.mark.parametrize("part", ["", "final_model"])
+def test_a_run_is_asked_the_problems_that_it_holds_out(evaluate, a_run, part):
+    own = ("device=cpu", TRANSFORMERS, "eval.samples=null")
+    env = evaluate(own=own, name=a_run / part)["tasks"]["arithmetic"]["env"]
+    assert env["task"] == {"max_operand": 9, "num_train": 15, "num_test": 6}
+    assert env["reward"].endswith("by_text")
+    record = evaluate("env.task.num_test=4", own=own, name=a_run / part, out="less")
+    assert record["tasks"]["arithmetic"]["env"] == {**env, "task": {**env["task"], "num_test": 4}}
+    assert record["num_ids"] == 4
+    record = evaluate("env=arithmetic", "env.task.num_test=3", own=own, name=a_run, out="typed")
+    assert record["tasks"]["arithmetic"]["env"]["reward"] is None
+
+
+def test_what_a_run_was_trained_on_is_left_out_of_its_evaluation(evaluate, a_run, caplog):
+    other = "{max_operand: 9, num_train: 9, num_test: 30, seed: 1}"
+    record = evaluate(f"env.task={other}", f"eval.benchmarks={{arithmetic: {{task: {other}}}}}",
+                      "eval.samples=null", own=("device=cpu", TRANSFORMERS), name=a_run)
+    own, benchmark = record["tasks"].values()
+    assert 0 < len(own["ids"]) < 30 and own["ids"] == benchmark["ids"]
+    assert caplog.text.count(f"{30 - len(own['ids'])} of 30 problems are among the run's") == 2
+
+
+def test_a_run_whose_problems_are_gone_is_evaluated_with_a_warning(evaluate, a_run, caplog):
+    info = a_run / "checkpoints" / "step_000001" / "info.json"
+    saved = json.loads(info.read_text())
+    saved["config"]["env"] |= {"dataset": "gsm8k", "data_path": "gone", "task": {}}
+    info.write_text(json.dumps(saved))
+    evaluate("env=arithmetic", own=(*SMALL, TRANSFORMERS), name=a_run)
+    assert "which problems the run was trained on is not known" in caplog.text
 
 
 def test_two_results_are_compared_problem_by_problem(evaluate, tmp_path, tokenizer, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,15 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo.config.env import EnvConfig
 from grpo.config.schema import Config, ConfigError
+from grpo.envs.tasks import Task
 from grpo.report.eval_file import TaskScores, record_of
 from grpo.run import build
 from grpo.run.build_engine import Setup
-from grpo.run.build_eval import build_benchmarks, build_evaluations, held_out
+from grpo.run.build_eval import Questions, build_benchmarks, build_evaluations, held_out, questions
 from grpo.run.evaluate.engine import check, open_policy
 from grpo.run.evaluate.options import EvaluateOptions
-from grpo.run.evaluate.source import Source, find_source
+from grpo.run.evaluate.source import Source, find_source, saved_env
+from grpo.run.model_source import first_line
 from grpo.training.evaluations import without_trace
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,14 +98,29 @@ def prepare(
     if limit is None:
         raise ConfigError("the model does not say how long its context is; set "
                           "inference_model.max_model_len")
+    trained = _trained_on(config, task)
     own = held_out(task.name, config, tokenizer, max_tokens=config.max_tokens, limit=limit,
-                   task=task)
-    problems = [own, *build_benchmarks(config, tokenizer, limit=limit)]
+                   task=task, trained=trained)
+    problems = [own, *build_benchmarks(config, tokenizer, limit=limit, trained=trained)]
     setup = Setup(config=config, path=path, tokenizer=tokenizer, device=device,
                   dtype=build.resolve_dtype(config, device), folder=folder / "engine",
                   max_model_len=config.inference_model.max_model_len or max(
                       one.length for one in problems))
     return problems, setup
+
+
+def _trained_on(config: Config, task: Task) -> Questions:
+    """What the run was trained on whose model is evaluated; empty if it is no run's."""
+    if (saved := saved_env(config.model.name)) is None:
+        return frozenset()
+    try:
+        if (env := EnvConfig.model_validate(saved)) != config.env:
+            task = build.build_task(config.model_copy(update={"env": env}))
+    except (ValueError, OSError, ImportError) as error:
+        logger.warning("which problems the run was trained on is not known (%s); they may be among "
+                       "those that it is asked", first_line(error))
+        return frozenset()
+    return questions(task.train)
 
 
 def _writer(folder: Path, at_end: ExitStack) -> Callable[[dict[str, Any]], None]:
