@@ -204,6 +204,17 @@ def test_two_models_are_evaluated_and_compared(evaluate, tiny, tmp_path, capsys)
                for value in found["differences"].values())
 
 
+@pytest.mark.slow
+def test_a_run_and_its_model_are_compared_on_what_the_run_was_not_trained_on(
+        a_run, evaluate, tiny, tmp_path):
+    other = "{arithmetic: {task: {max_operand: 9, num_train: 9, num_test: 30, seed: 1}}}"
+    main(["compare", str(tiny), str(a_run), "device=cpu", TRANSFORMERS, "eval.samples=null",
+          f"eval.benchmarks={other}", f"out={tmp_path / 'c'}"])
+    own, benchmark = json.loads((tmp_path / "c" / "compare.json").read_text())["tasks"]
+    assert own["problems"] == 6 and 0 < benchmark["problems"] < 30
+    assert own["p_value"] == benchmark["p_value"] == 1.0
+
+
 def test_results_on_other_problems_are_not_compared(evaluate, tmp_path):
     evaluate(out="a")
     evaluate("env.task.num_test=5", out="b")

@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def _model(keys: list[str]) -> str:
     return given[-1].strip("'\"") if given else "embedded"
 
 
-def _evaluate(config: Any, options: EvaluateOptions) -> Any:
+def _evaluate(config: Any, options: EvaluateOptions, beside: Sequence[str] = ()) -> Any:
     from rich.console import Console
 
     from grpo.report.eval_file import write_record
@@ -108,7 +109,8 @@ def _evaluate(config: Any, options: EvaluateOptions) -> Any:
     screen = Console(highlight=False)
     folder = _folder(options)
     screen.print(f"evaluating {config.model.name}", markup=False)
-    found = evaluate(config, options, folder, say=lambda line: screen.print(line, markup=False))
+    found = evaluate(config, options, folder, beside=beside,
+                     say=lambda line: screen.print(line, markup=False))
     path = write_record(folder, found.iteration, found.record)
     write_page(folder, found.tasks, found.record)
     for table in screen_tables(found.record):
@@ -144,7 +146,8 @@ def _compare(names: list[str], options: EvaluateOptions, recipe: str, keys: list
             continue
         folder = _folder(options) / ("first", "second")[number - 1]
         config = _config(recipe, [*keys, f"model.name='{name}'"], run)
-        found = _evaluate(config, options.model_copy(update={"out": str(folder)}))
+        found = _evaluate(config, options.model_copy(update={"out": str(folder)}),
+                          names)
         sides.append({task.name: task for task in found.tasks})
     found = compare(*sides)
     screen = Console(highlight=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,8 @@ class Result:
 
 
 def evaluate(
-    config: Config, options: EvaluateOptions, folder: Path, *, say: Callable[[str], None]
+    config: Config, options: EvaluateOptions, folder: Path, *, say: Callable[[str], None],
+    beside: Sequence[str] = (),
 ) -> Result:
     """Measure a model on the held-out problems of its task and of benchmarks.
 
@@ -47,6 +48,7 @@ def evaluate(
         options: of the command.
         folder: of the result; it gets the completions, if they are asked for.
         say: is told what goes on.
+        beside: models with which it is compared; what they were trained on is left out, too.
 
     Raises:
         ConfigError: for a configuration that cannot work, naming key and fix.
@@ -58,7 +60,7 @@ def evaluate(
     source = find_source(config.model.name)
     began, seconds = time.perf_counter(), {}
     with ExitStack() as at_end:
-        problems, setup = prepare(config, source, options, folder)
+        problems, setup = prepare(config, source, options, folder, beside)
         for one in problems:
             say(f"{one.name}: {len(one.prompts):,} held-out problems, completions of at most "
                 f"{one.max_tokens:,} tokens")
@@ -85,7 +87,8 @@ def evaluate(
 
 
 def prepare(
-    config: Config, source: Source, options: EvaluateOptions, folder: Path
+    config: Config, source: Source, options: EvaluateOptions, folder: Path,
+    beside: Sequence[str] = (),
 ) -> tuple[list[Any], Setup]:
     """The rendered problems, the run's own first, and what an engine is started from."""
     device = build.resolve_device(config)
@@ -98,7 +101,8 @@ def prepare(
     if limit is None:
         raise ConfigError("the model does not say how long its context is; set "
                           "inference_model.max_model_len")
-    trained = _trained_on(config, task)
+    trained = frozenset[tuple[str, ...]]().union(*(
+        _trained_on(name, config, task) for name in {config.model.name, *beside}))
     own = held_out(task.name, config, tokenizer, max_tokens=config.max_tokens, limit=limit,
                    task=task, trained=trained)
     problems = [own, *build_benchmarks(config, tokenizer, limit=limit, trained=trained)]
@@ -109,9 +113,9 @@ def prepare(
     return problems, setup
 
 
-def _trained_on(config: Config, task: Task) -> Questions:
-    """What the run was trained on whose model is evaluated; empty if it is no run's."""
-    if (saved := saved_env(config.model.name)) is None:
+def _trained_on(name: str, config: Config, task: Task) -> Questions:
+    """What the run was trained on whose model this is; empty if it is no run's."""
+    if (saved := saved_env(name)) is None:
         return frozenset()
     try:
         if (env := EnvConfig.model_validate(saved)) != config.env:
