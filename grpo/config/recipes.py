@@ -10,6 +10,19 @@ from omegaconf import OmegaConf
 import grpo
 from grpo.config.env import EnvConfig
 from grpo.config.keys import ConfigError
+from grpo.config.section import Section
+from grpo.config.unread import Unread, refuse_unread
+
+#: Of groups, which held-out problems do not have.
+_TRAINING = ("num_envs", "repeats")
+_BENCHMARK = (Unread(lambda c: True, "by a benchmark;",
+                     " ".join(f"env.{name}" for name in _TRAINING)),)
+
+
+class _Section(Section):
+    """Section ``env`` alone, where its own rules find it."""
+
+    env: EnvConfig
 
 
 def recipes() -> Path:
@@ -24,11 +37,11 @@ def env_recipe(name: str, changes: dict[str, Any], *, key: str) -> EnvConfig:
 
     Args:
         name: of ``config/env/NAME.yaml``.
-        changes: keys that are otherwise; those of ``task`` are merged.
+        changes: keys that are otherwise; those of ``task`` are merged, null is none.
         key: that names the task, for messages.
 
     Raises:
-        ConfigError: if there is no such recipe, or a value is wrong.
+        ConfigError: if there is no such recipe, a value is wrong, or a key that is not read is set.
 
     Examples:
         >>> env_recipe("arithmetic", {"task": {"num_test": 8}}, key="eval.benchmarks").task["seed"]
@@ -39,8 +52,14 @@ def env_recipe(name: str, changes: dict[str, Any], *, key: str) -> EnvConfig:
     if name not in known:
         raise ConfigError(f"{key}: there is no recipe {name!r}; known: {', '.join(known)}")
     recipe = OmegaConf.to_container(OmegaConf.load(path))
-    task = {**recipe["task"], **changes.get("task", {})}
+    task = {} if changes.get("task") is None else changes["task"]
+    if isinstance(task, dict):  # anything else is refused as what it is
+        task = {**recipe["task"], **task}
     try:
-        return EnvConfig.model_validate({**recipe, **changes, "task": task})
+        env = EnvConfig.model_validate({**recipe, **changes, "task": task})
+        refuse_unread(_Section(env=EnvConfig(**{
+            name: value for name, value in env if name in changes or name not in _TRAINING})),
+            _BENCHMARK)
     except ValueError as error:
         raise ConfigError(f"{key}={name}: {error}") from error
+    return env

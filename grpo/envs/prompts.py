@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import random
 from collections.abc import Sequence
@@ -63,6 +65,34 @@ def framed(
     if first := f"{first}\n\n{thinking}".strip():
         messages.insert(0, {"role": "system", "content": first})
     return replace(problem, prompt=tuple(messages))
+
+
+def digest(problem: Problem) -> str:
+    """A short name of what a problem asks and how it is answered, whatever its id; the same for
+    every tokenizer.
+
+    Examples:
+        >>> digest(Problem("1+1=", "2", "a")) == digest(Problem("1+1=", "2", "b"))
+        True
+        >>> digest(Problem("1+1=", "2", "a")) == digest(Problem("1+2=", "3", "a"))
+        False
+    """
+    asked = json.dumps([problem.prompt, problem.answer, problem.tools], sort_keys=True, default=str)
+    return hashlib.sha256(asked.encode()).hexdigest()[:16]
+
+
+def question(problem: Problem) -> tuple[str, ...]:
+    """What is asked and the answer, whatever the system says before, for finding it elsewhere.
+
+    Examples:
+        >>> plain = Problem("1+1=", "2", "a")
+        >>> question(plain) == question(framed(plain, system_prompt="Add.", thinking_prompt=True))
+        True
+    """
+    if isinstance(problem.prompt, str):
+        return problem.prompt, problem.answer
+    return (*(str(message["content"]) for message in problem.prompt
+              if message["role"] != "system"), problem.answer)
 
 
 def template_text(given: str) -> str:

@@ -36,7 +36,8 @@ class Samples:
 
     Args:
         correct: bool ``[P, n]``; a sample without a reward is not correct.
-        rewards: float ``[P, n]``; None: 1 for what is correct, else 0.
+        rewards: float ``[P, n]``, not a number for a sample without one; None: 1 for what is
+            correct, else 0.
         answers: what each sample answered, ``[P][n]``; None where it gave none. Answers of a
             problem that are equal are the same answer.
 
@@ -139,17 +140,29 @@ def _rewards(samples: Samples) -> Values:
     return samples.correct.astype(np.float64) if samples.rewards is None else samples.rewards
 
 
+def _lowest(rewards_PN: Values) -> float:
+    """The lowest reward of all samples, 0 if none has one."""
+    return float(np.nanmin(rewards_PN)) if not np.isnan(rewards_PN).all() else 0.0
+
+
 def _mean(samples: Samples, k: int) -> Values:
-    """The mean reward of the first ``k``."""
-    return _rewards(samples)[:, :k].mean(1)
+    """The mean reward of the first ``k`` that have one, the lowest of all where none has."""
+    rewards_PN = _rewards(samples)
+    first_PK = np.take_along_axis(
+        rewards_PN, np.isnan(rewards_PN).argsort(axis=1, kind="stable")[:, :k], axis=1)
+    known_P = (~np.isnan(first_PK)).sum(1)
+    means_P = np.nansum(first_PK, axis=1) / np.maximum(1, known_P)
+    return np.where(known_P > 0, means_P, _lowest(rewards_PN))
 
 
 def _best(samples: Samples, k: int) -> Values:
     """The expected greatest reward of ``k``: the ``i``-th smallest of ``n`` is the greatest of
-    ``C(i - 1, k - 1)`` of the ``C(n, k)`` subsets."""
-    n = samples.n
+    ``C(i - 1, k - 1)`` of the ``C(n, k)`` subsets. A sample without a reward is never better than
+    one that has a reward."""
+    n, rewards_PN = samples.n, _rewards(samples)
+    rewards_PN = np.where(np.isnan(rewards_PN), _lowest(rewards_PN), rewards_PN)
     weights = [math.comb(i, k - 1) / math.comb(n, k) for i in range(n)]
-    return np.sort(_rewards(samples), axis=1) @ np.array(weights)
+    return np.sort(rewards_PN, axis=1) @ np.array(weights)
 
 
 def _distinct(samples: Samples, k: int) -> Values:

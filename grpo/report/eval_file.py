@@ -8,8 +8,8 @@ right, from which two evaluations are compared problem by problem.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from grpo.report.at_k import Estimate, Samples, Values, all_at_k, estimates
 from grpo.report.loggers import write_atomically
 
 FOLDER = "metrics"
+#: What the file says of how a task was asked: section ``env``, tokens of a response at most,
+#: rewards and their weights, and of each problem :func:`grpo.envs.prompts.digest`.
+ASKED = ("env", "max_tokens", "reward", "hashes")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class TaskScores:
         greedy: bool ``[P]``, whether the greedy completion was right.
         samples: ``n`` of each problem; None: no more was drawn.
         errors: completions without a reward, which count as wrong.
+        asked: what was asked and how it was scored, see :data:`ASKED`; empty where that is not
+            known.
     """
 
     name: str
@@ -39,6 +44,7 @@ class TaskScores:
     greedy: Sequence[bool]
     samples: Samples | None = None
     errors: int = 0
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     def per_problem(self, ks: Sequence[int]) -> dict[str, Values]:
         """Each figure of each problem, float ``[P]``, by its name."""
@@ -74,6 +80,7 @@ def record_of(
             "estimates": {name: value._asdict() for name, value in found[task.name].items()},
             "ids": list(task.ids), "greedy": bits(task.greedy),
             "samples": None if task.samples is None else [*map(bits, task.samples.correct)],
+            **task.asked,
         } for task in tasks}}
 
 
@@ -111,7 +118,8 @@ def read_tasks(path: Path) -> dict[str, TaskScores]:
             name, task["ids"], [one == "1" for one in task["greedy"]],
             task["samples"] and Samples(np.array([[one == "1" for one in row]
                                                   for row in task["samples"]])),
-            task["errors"]) for name, task in found.items()}
+            task["errors"], {key: task[key] for key in ASKED if key in task})
+            for name, task in found.items()}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} is no result of an evaluation ({type(error).__name__}: {error}"
                           "); give a metrics/eval_iter_NNN.json") from error

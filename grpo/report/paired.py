@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from grpo.config.keys import ConfigError
+from grpo.config.unread import typed
 from grpo.report.at_k import Estimate, estimates, mcnemar
 from grpo.report.eval_file import TaskScores
 
@@ -44,7 +45,8 @@ def compare(
     results of a problem together.
 
     Raises:
-        ConfigError: if they have no task in common, or other problems in one.
+        ConfigError: if they have no task in common, or in one other problems, rewards, turns or
+            lengths of a response.
     """
     common = [name for name in first if name in second]
     if not common:
@@ -58,6 +60,7 @@ def _compare(first: TaskScores, second: TaskScores, seed: int) -> Comparison:
         named = f"; {sorted(missing)[0]} is one of them" if isinstance(missing, set) else ""
         raise ConfigError(f"{first.name}: the two were asked other problems ({len(first.ids)} and "
                           f"{len(second.ids)}{named}); evaluate both with the same options of env")
+    _check_asked_the_same(first, second)
     a, b = np.array(first.greedy, dtype=bool), np.array(second.greedy, dtype=bool)
     ks = [] if None in (first.samples, second.samples) else sorted(
         {1, min(first.samples.n, second.samples.n)})
@@ -68,6 +71,21 @@ def _compare(first: TaskScores, second: TaskScores, seed: int) -> Comparison:
     return Comparison(
         first.name, len(a), int((a & b).sum()), only_first, only_second, int((~a & ~b).sum()),
         mcnemar(only_first, only_second), estimates(differences, seed=seed))
+
+
+def _check_asked_the_same(first: TaskScores, second: TaskScores) -> None:
+    """Refuse what cannot be compared, as far as both results say it; older ones do not."""
+    hashes = [one.asked.get("hashes") for one in (first, second)]
+    if None not in hashes and (others := [
+            name for name, a, b in zip(first.ids, *hashes, strict=True) if a != b]):
+        raise ConfigError(f"{first.name}: the two were asked other problems under the same ids, "
+                          f"{len(others)} of {len(first.ids)}, such as {others[0]}; evaluate both "
+                          "with the same options of env")
+    ours, theirs = ({**one.asked.get("env", {}), **one.asked} for one in (first, second))
+    for key in ("max_tokens", "reward", "reward_options", "step", "max_steps"):
+        if key in ours and key in theirs and ours[key] != theirs[key]:
+            raise ConfigError(f"{first.name}: {key} is {typed(ours[key])} of the one and "
+                              f"{typed(theirs[key])} of the other; evaluate both with the same")
 
 
 def comparison_tables(found: Sequence[Comparison], names: tuple[str, str]) -> Iterator[Table]:

@@ -171,7 +171,8 @@ def _set_up(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Sta
     config = config.for_problems(len(prompts.train))
     benchmarks = build_eval.build_benchmarks(
         config, tokenizer, limit=config.inference_model.max_model_len or build.context_of(
-            config, path) or prompts.max_model_len)
+            config, path) or prompts.max_model_len,
+        trained=build_eval.questions(prompt.problem for prompt in prompts.train))
     setup = Setup(config=config, path=path, tokenizer=tokenizer, device=device, dtype=dtype,
                   max_model_len=max([prompts.max_model_len, *(one.length for one in benchmarks)]),
                   folder=run_dir / "engine", adapter=adapter)
@@ -205,9 +206,9 @@ def _trainer(
                     prompts=checked * workers,  # each worker gets all of them
                     tolerance=canary_tolerance(setup.dtype, setup.device))
     own = HeldOut(start.task.name, config, start.task, start.prompts.test, start.prompts.width,
-                  config.max_tokens)
+                  config.max_tokens, setup.tokenizer)
     evaluations = build_eval.build_evaluations(
-        config, [own, *start.benchmarks], setup.tokenizer, actor.policy,
+        config, [own, *start.benchmarks], actor.policy,
         rows=config.env.num_envs * config.env.repeats)
     start.console.banner(build.describe(
         config, actor, start.task, start.prompts, device=setup.device, dtype=setup.dtype,

@@ -209,7 +209,7 @@ def build_evaluator(start: Start, policy: Policy) -> Evaluations | None:
         return None
     problems = held_out(start.task.name, config, setup.tokenizer, limit=setup.max_model_len,
                         max_tokens=config.atropos.eval_max_tokens or 128, task=start.task)
-    return build_evaluations(config, [problems], setup.tokenizer, policy, rows=ENGINE_ROWS)
+    return build_evaluations(config, [problems], policy, rows=ENGINE_ROWS)
 
 
 def describe(

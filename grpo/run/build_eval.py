@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo.config.recipes import env_recipe
 from grpo.config.schema import Config, ConfigError
 from grpo.envs.dialog import environment, named_step
-from grpo.envs.prompts import Prompt
-from grpo.envs.tasks import Task
+from grpo.envs.prompts import Prompt, digest, question
+from grpo.envs.tasks import Problem, Task
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
 from grpo.policies.fleet import FleetPolicy
 from grpo.run import build
 from grpo.training.evaluation import Evaluator
 from grpo.training.evaluations import Evaluations, Sampler, TaskEvaluator
+
+logger = logging.getLogger(__name__)
+
+#: See :func:`questions`.
+Questions = frozenset[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,7 @@ class HeldOut:
     prompts: list[Prompt]
     width: int  # tokens of the longest prompt
     max_tokens: int  # of a response
+    tokenizer: Any  # with the chat template that rendered them
 
     @property
     def length(self) -> int:
@@ -38,7 +46,7 @@ class HeldOut:
 
 def held_out(
     name: str, config: Config, tokenizer: Any, *, max_tokens: int, limit: int,
-    task: Task | None = None,
+    task: Task | None = None, trained: Questions = frozenset(),
 ) -> HeldOut:
     """Render the held-out problems of a task.
 
@@ -48,9 +56,11 @@ def held_out(
         max_tokens: of a response.
         limit: tokens of prompt and response; longer prompts are skipped and counted.
         task: if it has been built.
+        trained: what the model was trained on, which is left out, counted and logged.
 
     Raises:
-        ConfigError: where no prompt fits, or a conversation has nobody who answers.
+        ConfigError: where no prompt fits, all were trained on, or a conversation has nobody who
+            answers.
     """
     task, room = task or build.build_task(config), limit - max_tokens
     if room < 1:
@@ -64,37 +74,54 @@ def held_out(
                           "answers the model; use another step")
     prompts = build.rendered(config, task, "test", tokenizer,
                              max_prompt_tokens=min(room, config.env.max_prompt_tokens or room))
+    kept = [prompt for prompt in prompts if question(prompt.problem) not in trained]
+    if some := len(prompts) - len(kept):
+        message = f"{name}: {some} of {len(prompts)} problems are among the run's training prompts"
+        if not kept:
+            raise ConfigError(f"{message}; nothing is left, choose other options of env, such as "
+                              "another seed, or another benchmark")
+        logger.warning("%s; they are left out", message)
+        prompts = kept
     return HeldOut(name, config, task, prompts, max(len(prompt.tokens) for prompt in prompts),
-                   max_tokens)
+                   max_tokens, tokenizer)
 
 
-def build_benchmarks(config: Config, tokenizer: Any, *, limit: int) -> list[HeldOut]:
-    """The held-out problems of ``eval.benchmarks``; for ``limit`` see :func:`held_out`."""
+def questions(problems: Iterable[Problem]) -> Questions:
+    """What a run trains on. Conversations are not in it: somebody's first words may always be the
+    same."""
+    return frozenset(question(problem) for problem in problems if problem.partner is None)
+
+
+def build_benchmarks(
+    config: Config, tokenizer: Any, *, limit: int, trained: Questions = frozenset()
+) -> list[HeldOut]:
+    """The held-out problems of ``eval.benchmarks``; see :func:`held_out`.
+
+    Each gets a copy of the tokenizer, because a chat template stays with it.
+    """
     tokens = config.eval.benchmark_max_tokens or config.max_tokens
     return [held_out(name, config.model_copy(update={"env": env_recipe(
-        name, config.eval.changes(name), key="eval.benchmarks")}), tokenizer, max_tokens=tokens,
-        limit=limit) for name in config.eval.benchmarks or ()]
+        name, config.eval.changes(name), key="eval.benchmarks")}), copy.copy(tokenizer),
+        max_tokens=tokens, limit=limit, trained=trained) for name in config.eval.benchmarks or ()]
 
 
 def build_evaluations(
-    config: Config, tasks: Sequence[HeldOut], tokenizer: Any, policy: Policy, *, rows: int
+    config: Config, tasks: Sequence[HeldOut], policy: Policy, *, rows: int
 ) -> Evaluations:
     """What a run evaluates: its own task, which is the first, and benchmarks; for ``rows`` see
     :func:`task_evaluator`."""
     names = [one.name if one is tasks[0] or one.name != tasks[0].name else f"{one.name}_2"
              for one in tasks]  # a benchmark may be of the run's own kind, with other options
-    own, *benchmarks = (task_evaluator(replace(one, name=name), tokenizer, policy, rows=rows)
+    own, *benchmarks = (task_evaluator(replace(one, name=name), policy, rows=rows)
                         for name, one in zip(names, tasks, strict=True))
     return Evaluations(own, benchmarks, ks=config.eval.ks, seed=config.eval.seed,
                        at_checkpoints=config.eval.at_checkpoints, model=config.model.name)
 
 
-def task_evaluator(
-    problems: HeldOut, tokenizer: Any, policy: Policy, *, rows: int
-) -> TaskEvaluator:
+def task_evaluator(problems: HeldOut, policy: Policy, *, rows: int) -> TaskEvaluator:
     """The evaluation of a task, ``rows`` completions at a time: greedy, and the samples that
     ``eval.samples`` asks for."""
-    config, options = problems.config, problems.config.eval
+    config, options, tokenizer = problems.config, problems.config.eval, problems.tokenizer
     policy = policy.with_sampling(max_tokens=problems.max_tokens)
 
     def make_env(num_prompts: int, group_size: int) -> VerifiableEnv:
@@ -107,11 +134,14 @@ def task_evaluator(
 
     count, errors = len(problems.prompts), config.env.max_reward_errors
     greedy = Evaluator(make_env(min(count, rows), 1), policy, max_reward_errors=errors)
+    asked = {"env": config.env.model_dump(mode="json"), "max_tokens": problems.max_tokens,
+             "reward": config.env.weighted_rewards(problems.task.default_reward),
+             "hashes": [digest(prompt.problem) for prompt in problems.prompts]}
     if options.samples is None:
-        return TaskEvaluator(problems.name, greedy)
+        return TaskEvaluator(problems.name, greedy, asked=asked)
     batches = -(-count // max(1, rows // options.samples))  # of one size, for less in vain
     return TaskEvaluator(problems.name, greedy, Sampler(
         make_env(-(-count // batches), options.samples), policy, seed=options.seed,
         temperature=options.temperature,
         seeds_rows=config.engine != "in_process" or isinstance(policy, FleetPolicy),
-        max_reward_errors=errors))
+        max_reward_errors=errors), asked)

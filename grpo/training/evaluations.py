@@ -7,9 +7,9 @@ random numbers are put back.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,8 @@ class Sampler:
         for part, problems in answered(self.env, self.policy,
                                        max_reward_errors=self.max_reward_errors):
             correct += part[data.SUCCESS].flatten().tolist()
-            rewards += part[data.REWARD].flatten().tolist()
+            rewards += part[data.REWARD].masked_fill(part[data.REWARD_ERROR], torch.nan
+                                                     ).flatten().tolist()
             errors += int(part[data.REWARD_ERROR].sum())
             answers += map(answer_of, texts_of(self.env, len(part), last_turn=True))
             if listen is not None:
@@ -99,11 +100,18 @@ class Sampler:
 
 @dataclass(frozen=True)
 class TaskEvaluator:
-    """One task: its greedy accuracy, and its samples if there are any."""
+    """One task: its greedy accuracy, and its samples if there are any.
+
+    Args:
+        name: of the task.
+        greedy, sampler: of its problems.
+        asked: what its results say of how it was asked.
+    """
 
     name: str
     greedy: Evaluator
     sampler: Sampler | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, listen: Told | None = None) -> TaskScores:
         """Both; ``listen`` is told of each completion."""
@@ -111,7 +119,8 @@ class TaskEvaluator:
 
     def sampled(self, greedy: Evaluation, listen: Told | None = None) -> TaskScores:
         """The samples, beside a greedy evaluation that is there already."""
-        scores = TaskScores(self.name, greedy.ids, greedy.solved, errors=greedy.errors)
+        scores = TaskScores(self.name, greedy.ids, greedy.solved, errors=greedy.errors,
+                            asked=self.asked)
         if self.sampler is None:
             return scores
         samples, errors = self.sampler.run(
@@ -162,8 +171,8 @@ class Evaluations:
         Raises:
             RewardsFailed: as soon as reward functions failed for too many completions.
         """
-        greedy = self.own.greedy.run()
         with without_trace(self.seed):
+            greedy = self.own.greedy.run()
             tasks = [self.own.sampled(greedy)]
             if checkpoint or not self.at_checkpoints:
                 tasks += [task.run() for task in self.benchmarks]

@@ -43,6 +43,19 @@ def test_expectations_are_means_over_all_subsets(samples, data):
                                    atol=1e-12, err_msg=name)
 
 
+def test_a_sample_without_a_reward_is_no_reward_of_zero():
+    """It is left out of means, and is the lowest of all where the best is looked for."""
+    none = math.nan
+    rewards = np.array([[-1.0, none, -3.0], [none, -2.0, -2.0], [none, none, none]])
+    samples = Samples(np.zeros((3, 3), bool), rewards)
+    assert samples.per_problem("mean", 3).tolist() == [-2.0, -2.0, -3.0]
+    assert samples.per_problem("mean", 1).tolist() == [-1.0, -2.0, -3.0]
+    assert samples.per_problem("best", 3).tolist() == [-1.0, -2.0, -3.0]
+    assert samples.per_problem("best", 1) == pytest.approx([-7 / 3, -7 / 3, -3.0])
+    nothing = Samples(np.zeros((1, 2), bool), np.full((1, 2), none))
+    assert nothing.per_problem("mean", 2) == nothing.per_problem("best", 2) == [0.0]
+
+
 def by_votes(correct, rewards, answers) -> float:
     counts = {answer: answers.count(answer) for answer in answers if answer is not None}
     first = [answer for answer, count in counts.items() if count == max(counts.values())]

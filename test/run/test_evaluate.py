@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
 
 import numpy as np
@@ -11,13 +13,18 @@ import torch
 
 from grpo import data
 from grpo.config.keys import ConfigError
+from grpo.config.schema import Config
 from grpo.envs.embedded import EmbeddedSpec, small_qwen2
+from grpo.envs.prompts import digest
 from grpo.policies.base import Sampling
 from grpo.policies.inprocess import start_engine
 from grpo.policies.openai_server import OpenAIPolicy
 from grpo.policies.vllm import VLLMPolicy
 from grpo.report import eval_page
+from grpo.report.eval_file import TaskScores
 from grpo.report.loggers import read_jsonl
+from grpo.report.paired import compare
+from grpo.run import build
 from grpo.run.evaluate.__main__ import main
 from grpo.run.evaluate.options import split_options
 from grpo.run.evaluate.source import find_source
@@ -127,6 +134,48 @@ def no_report(monkeypatch):
                         lambda run_dir, **kwargs: run_dir / "none")
 
 
+@pytest.fixture
+def a_run(make_config_of, tiny, tmp_path):
+    """The folder of a run, without training."""
+    run, config = tmp_path / "run", make_config_of().model_dump(mode="json")
+    shutil.copytree(tiny, run / "final_model")
+    checkpoint = run / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "info.json").write_text(json.dumps({"config": config}))
+    return run
+
+
+@pytest.mark.parametrize("part", ["", "final_model"])
+def test_a_run_is_asked_the_problems_that_it_holds_out(evaluate, a_run, part):
+    own = ("device=cpu", TRANSFORMERS, "eval.samples=null")
+    env = evaluate(own=own, name=a_run / part)["tasks"]["arithmetic"]["env"]
+    assert env["task"] == {"max_operand": 9, "num_train": 15, "num_test": 6}
+    assert env["reward"].endswith("by_text")
+    record = evaluate("env.task.num_test=4", own=own, name=a_run / part, out="less")
+    assert record["tasks"]["arithmetic"]["env"] == {**env, "task": {**env["task"], "num_test": 4}}
+    assert record["num_ids"] == 4
+    record = evaluate("env=arithmetic", "env.task.num_test=3", own=own, name=a_run, out="typed")
+    assert record["tasks"]["arithmetic"]["env"]["reward"] is None
+
+
+def test_what_a_run_was_trained_on_is_left_out_of_its_evaluation(evaluate, a_run, caplog):
+    other = "{max_operand: 9, num_train: 9, num_test: 30, seed: 1}"
+    record = evaluate(f"env.task={other}", f"eval.benchmarks={{arithmetic: {{task: {other}}}}}",
+                      "eval.samples=null", own=("device=cpu", TRANSFORMERS), name=a_run)
+    own, benchmark = record["tasks"].values()
+    assert 0 < len(own["ids"]) < 30 and own["ids"] == benchmark["ids"]
+    assert caplog.text.count(f"{30 - len(own['ids'])} of 30 problems are among the run's") == 2
+
+
+def test_a_run_whose_problems_are_gone_is_evaluated_with_a_warning(evaluate, a_run, caplog):
+    info = a_run / "checkpoints" / "step_000001" / "info.json"
+    saved = json.loads(info.read_text())
+    saved["config"]["env"] |= {"dataset": "gsm8k", "data_path": "gone", "task": {}}
+    info.write_text(json.dumps(saved))
+    evaluate("env=arithmetic", own=(*SMALL, TRANSFORMERS), name=a_run)
+    assert "which problems the run was trained on is not known" in caplog.text
+
+
 def test_two_results_are_compared_problem_by_problem(evaluate, tmp_path, tokenizer, capsys):
     other = runs.save_tiny(tmp_path / "other", tokenizer, seed=1)
     first, second = evaluate(out="a"), evaluate(name=other, out="b")
@@ -155,12 +204,58 @@ def test_two_models_are_evaluated_and_compared(evaluate, tiny, tmp_path, capsys)
                for value in found["differences"].values())
 
 
+@pytest.mark.slow
+def test_a_run_and_its_model_are_compared_on_what_the_run_was_not_trained_on(
+        a_run, evaluate, tiny, tmp_path):
+    other = "{arithmetic: {task: {max_operand: 9, num_train: 9, num_test: 30, seed: 1}}}"
+    main(["compare", str(tiny), str(a_run), "device=cpu", TRANSFORMERS, "eval.samples=null",
+          f"eval.benchmarks={other}", f"out={tmp_path / 'c'}"])
+    own, benchmark = json.loads((tmp_path / "c" / "compare.json").read_text())["tasks"]
+    assert own["problems"] == 6 and 0 < benchmark["problems"] < 30
+    assert own["p_value"] == benchmark["p_value"] == 1.0
+
+
 def test_results_on_other_problems_are_not_compared(evaluate, tmp_path):
     evaluate(out="a")
     evaluate("env.task.num_test=5", out="b")
     files = [str(tmp_path / name / "metrics" / "eval_iter_000.json") for name in "ab"]
     with pytest.raises(SystemExit, match=r"asked other problems \(6 and 5"):
         main(["compare", *files])
+
+
+@pytest.mark.parametrize(("key", "message"), [
+    ("env.system_prompt=Add.", "other problems under the same ids, 6 of 6, such as arithmetic/"),
+    ("inference_model.max_tokens=3", "max_tokens is 3 of the one and 5 of the other"),
+    pytest.param("env.reward=exact_match", "reward is {'exact_match': 1.0} of the one",
+                 marks=pytest.mark.slow),
+    pytest.param("env.step=retry", "step is retry of the one and null of the other",
+                 marks=pytest.mark.slow),
+])
+def test_results_of_other_questions_under_the_same_ids_are_not_compared(
+        evaluate, tmp_path, key, message):
+    small = "inference_model.max_tokens=5"
+    evaluate(small, key, out="a")
+    record = evaluate(small, out="b")
+    assert record["tasks"]["arithmetic"]["env"]["task"]["num_test"] == 6
+    files = [str(tmp_path / name / "metrics" / "eval_iter_000.json") for name in "ab"]
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        main(["compare", *files])
+
+
+def test_problems_of_other_options_with_the_same_ids_are_other_problems():
+    config = Config(env={"dataset": "sat", "task": {"num_test_seeds": 3, "num_train_seeds": 3}})
+
+    def scores(difficulty: int) -> TaskScores:
+        task = build.build_task(config.changed(env={"task": {
+            **config.env.task, "difficulty": difficulty}}))
+        problems = task.split("test")
+        return TaskScores("sat", [problem.id for problem in problems], [True] * 3,
+                          asked={"hashes": [*map(digest, problems)]})
+
+    assert scores(0).ids == scores(5).ids
+    compare({"sat": scores(0)}, {"sat": scores(0)})
+    with pytest.raises(ConfigError, match="other problems under the same ids, 3 of 3"):
+        compare({"sat": scores(0)}, {"sat": scores(5)})
 
 
 @pytest.mark.parametrize(("keys", "message"), [
@@ -179,6 +274,10 @@ def test_what_an_evaluation_would_not_read_is_refused(keys, message):
     (["eval.samples=4", "eval.k=[8]"], r"eval.k=\[8\] has 8, and eval.samples=4"),
     (["compare", "a.json"], "compare takes two results or two models, not 1"),
     (["compare", "a.json", "b.json", "device=cpu"], "device=cpu is not read where two results"),
+    *((["compare", "a.json", "b.json", key], f"{key} is not read where two results") for key in (
+        "eval.samples=80", "eval.samples=8", "batch_size=256")),
+    (["--config-name", "grpo_gsm8k", "compare", "a.json", "b.json"],
+     "--config-name grpo_gsm8k is not read where two results"),
     (["compare", "a.json", "b.json"], "a.json is no result of an evaluation"),
     (["compare", "a", "b", "model.name=c"], "model.name is not read by compare"),
     (["model.nam=x"], "model.nam"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from grpo.config.recipes import env_recipe
+from grpo.envs.prompts import render
 from grpo.envs.rewards import RewardResult, RewardScorer
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Sampling
@@ -17,6 +20,7 @@ from grpo.report.charts import charts_of
 from grpo.report.eval_file import read_tasks
 from grpo.report.history import History
 from grpo.report.loggers import read_jsonl
+from grpo.run import build_eval
 from grpo.training.evaluations import Sampler, without_trace
 
 from . import runs
@@ -68,6 +72,7 @@ def test_a_sample_without_a_reward_is_wrong_and_counted(make_sampler):
 
     samples, errors = make_sampler(reward, count=4).run()
     assert 0 < errors == (~samples.correct).sum()
+    assert (np.isnan(samples.rewards) == ~samples.correct).all()
 
 
 def test_random_numbers_go_on_where_they_were():
@@ -109,6 +114,19 @@ def test_training_is_the_same_to_the_bit_with_samples_and_benchmarks(
     assert "eval/accuracy" in plain[0]
 
 
+def test_training_is_the_same_to_the_bit_however_often_it_is_evaluated(make_config, tmp_path):
+    """The greedy completions, too, have rewards that draw from the generators of the process."""
+    found = []
+    for every in (1, 3):
+        trainer = runs.make_trainer(
+            make_config(iterations=3, reward="by_text_and_chance", env={"reward_workers": 1},
+                        train={"eval_frequency": every, "checkpoint_frequency": 0}),
+            tmp_path / str(every))
+        trainer.fit()
+        found.append(runs.weights(trainer))
+    assert torch.equal(*found)
+
+
 def test_the_file_of_an_evaluation_has_what_the_metrics_say(make_config, tmp_path):
     config = make_config(iterations=2, eval={"samples": 4, "k": [2, 4], "benchmarks": BENCHMARK})
     runs.make_trainer(config, tmp_path).fit()
@@ -130,6 +148,17 @@ def test_the_file_of_an_evaluation_has_what_the_metrics_say(make_config, tmp_pat
     assert charts["at_k_arithmetic_2"].has_data(History.read(tmp_path))
 
 
+def test_what_a_run_trains_on_is_left_out_of_its_benchmarks(make_config, tmp_path, caplog):
+    other_seed = {"arithmetic": {"task": {"max_operand": 9, "num_train": 9, "num_test": 30,
+                                          "seed": 1}}}
+    trainer = runs.make_trainer(make_config(eval={"benchmarks": other_seed}), tmp_path)
+    trained = {prompt.problem.prompt for prompt in trainer.collector.env.stream.prompts}
+    asked = [prompt.problem.prompt
+             for prompt in trainer.evaluator.benchmarks[0].greedy.env.stream.prompts]
+    assert 0 < len(asked) < 30 and not trained & {*asked}
+    assert f"{30 - len(asked)} of 30 problems are among the run's training" in caplog.text
+
+
 def test_benchmarks_can_wait_for_checkpoints(make_config, tmp_path):
     config = make_config(iterations=4, train={"eval_frequency": 1, "checkpoint_frequency": 3},
                          eval={"benchmarks": BENCHMARK, "at_checkpoints": True})
@@ -147,6 +176,26 @@ def test_longer_benchmarks_make_the_engines_rows_longer(make_config, tmp_path):
     assert trainer.evaluator.policy.sampling.max_tokens == 4
 
 
+def test_the_chat_template_of_a_benchmark_is_its_own(make_config, tokenizer, byte_model):
+    """The run's tokenizer, which checkpoints save, and a later benchmark know nothing of it."""
+    config, own = make_config(eval={"benchmarks": {
+        "arithmetic": {"system_prompt": "Add.", "chat_template": "{{ messages[-1]['content'] }}!"},
+        "countdown": {"task": {"num_train_seeds": 2, "num_test_seeds": 2}}}}), copy.copy(tokenizer)
+    first, second = build_eval.build_benchmarks(config, own, limit=4096)
+    assert own.chat_template == tokenizer.chat_template == second.tokenizer.chat_template
+    assert tokenizer.decode(first.prompts[0].tokens).endswith("=!")
+    assert second.prompts[0].tokens == render(second.prompts[0].problem, tokenizer)
+    policy = TransformersPolicy(byte_model, Sampling(max_tokens=3), pad_token_id=0,
+                                eos_token_ids=(1,), max_model_len=64)
+    evaluator = build_eval.task_evaluator(first, policy, rows=4)
+    assert evaluator.greedy.env.tokenizer.chat_template.endswith("}}!")
+
+
+def test_null_is_not_given():
+    assert env_recipe("gsm8k", {"task": None}, key="eval.benchmarks") == env_recipe(
+        "gsm8k", {}, key="eval.benchmarks")
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ({"samples": 4, "k": [1, 8]}, r"eval.k=\[1, 8\] has 8, and eval.samples=4"),
     ({"k": [1]}, "eval.k=.* is not read because eval.samples is null"),
@@ -155,6 +204,15 @@ def test_longer_benchmarks_make_the_engines_rows_longer(make_config, tmp_path):
     ({"benchmarks": ["gsm9k"]}, "no recipe 'gsm9k'; known: arithmetic"),
     ({"benchmarks": {"arithmetic": {"repaets": 3}}}, "eval.benchmarks=arithmetic"),
     ({"benchmarks": BENCHMARK, "benchmark_max_tokens": 62}, "nothing is left"),
+    *(({"benchmarks": {"arithmetic": keys}}, f"eval.benchmarks=arithmetic: {message}")
+      for keys, message in [
+          ({"repeats": 3}, "env.repeats=3 is not read by a benchmark"),
+          ({"num_envs": 7}, "env.num_envs=7 is not read by a benchmark"),
+          ({"url": "http://h"}, "env.url=http://h is not read by env.dataset=arithmetic"),
+          ({"max_steps": 3}, "env.max_steps=3 is not read because env.step is null"),
+          ({"task": 5}, "(.|\n)*task\n.*valid dictionary"),
+      ]),
+    ({"benchmarks": {"arithmetic": {"path": "foo"}}}, "'arithmetic' has no option 'path'"),
 ])
 def test_what_cannot_be_evaluated_is_refused(make_config, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):

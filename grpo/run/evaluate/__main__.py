@@ -4,7 +4,9 @@
     python -m grpo.run.evaluate compare FIRST SECOND
 
 ``model.name`` is a folder, a hub id, a run, one of its checkpoints, or embedded. Keys are those of
-a run that say what is asked and what generates: env, model, eval, inference_model. Several tasks:
+a run that say what is asked and what generates: env, model, eval, inference_model. A run has its
+section env with it, where env= and --config-name are not given; two that are compared have that of
+the first that is a run. Several tasks:
 eval.benchmarks=[gsm8k]. ``compare`` takes two results (metrics/eval_iter_NNN.json) or two models,
 which it evaluates with the keys given. Keys of the command itself:
 
@@ -23,6 +25,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +34,14 @@ from grpo.config.recipes import recipes
 from grpo.run.cli.parser import Parser, errors_in_a_line
 from grpo.run.evaluate.options import EvaluateOptions, split_options
 
+_RECIPE = "grpo"
 _EVALUATIONS = Path("outputs", "evaluations")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Evaluate or compare, and print what was found."""
     parser = Parser(prog="python -m grpo.run.evaluate", description=__doc__)
-    parser.add_argument("--config-name", default="grpo", help="recipe of grpo.py (default: grpo)")
+    parser.add_argument("--config-name", default=_RECIPE, help="recipe of grpo.py (default: grpo)")
     parser.add_argument("keys", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(argv)
     compared = args.keys[:1] == ["compare"]
@@ -52,17 +56,25 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError(f"{names[0]}: has no value; write {names[0]}=VALUE")
         options, keys = split_options(overrides)
         if compared:
+            if all(Path(name).suffix == ".json" for name in names):
+                chosen = args.config_name
+                _refuse([f"--config-name {chosen}"] * (chosen != _RECIPE) + overrides)
             _compare(names, options, args.config_name, keys)
         else:
             _evaluate(_config(args.config_name, keys), options)
 
 
-def _config(recipe: str, keys: list[str]) -> Any:
-    """The checked configuration; imports PyTorch."""
+def _config(recipe: str, keys: list[str], env_of: str | None = None) -> Any:
+    """The checked configuration, of a run's model with its section ``env``; imports PyTorch."""
     from grpo.run.cli.names import with_env_groups
     from grpo.run.cli.script import check_names
+    from grpo.run.evaluate.source import saved_env, with_saved_env
 
-    keys = with_env_groups(keys, recipes())
+    keys, saved = with_env_groups(keys, recipes()), None
+    if recipe == _RECIPE and not any(text.startswith(("env=", "env.dataset=")) for text in keys):
+        saved = saved_env(env_of or _model(keys))
+    if saved is not None and (recipes() / "env" / f"{saved['dataset']}.yaml").is_file():
+        keys = [f"env={saved['dataset']}", *keys]
     check_names(recipes(), recipe, keys)
     import logging
 
@@ -76,11 +88,18 @@ def _config(recipe: str, keys: list[str]) -> Any:
     logging.getLogger("grpo").setLevel(logging.INFO)
     logging.getLogger("vllm").setLevel(logging.ERROR)
     with hydra.initialize_config_dir(str(recipes()), version_base=None):
-        return load_config(hydra.compose(recipe, overrides=keys),
-                           AsyncConfig if "async" in recipe else Config)
+        values = hydra.compose(recipe, overrides=keys)
+    if saved is not None:
+        values = with_saved_env(values, saved, keys)
+    return load_config(values, AsyncConfig if "async" in recipe else Config)
 
 
-def _evaluate(config: Any, options: EvaluateOptions) -> Any:
+def _model(keys: list[str]) -> str:
+    given = [text.partition("=")[2] for text in keys if text.startswith("model.name=")]
+    return given[-1].strip("'\"") if given else "embedded"
+
+
+def _evaluate(config: Any, options: EvaluateOptions, beside: Sequence[str] = ()) -> Any:
     from rich.console import Console
 
     from grpo.report.eval_file import write_record
@@ -90,7 +109,8 @@ def _evaluate(config: Any, options: EvaluateOptions) -> Any:
     screen = Console(highlight=False)
     folder = _folder(options)
     screen.print(f"evaluating {config.model.name}", markup=False)
-    found = evaluate(config, options, folder, say=lambda line: screen.print(line, markup=False))
+    found = evaluate(config, options, folder, beside=beside,
+                     say=lambda line: screen.print(line, markup=False))
     path = write_record(folder, found.iteration, found.record)
     write_page(folder, found.tasks, found.record)
     for table in screen_tables(found.record):
@@ -99,6 +119,12 @@ def _evaluate(config: Any, options: EvaluateOptions) -> Any:
     screen.print(f"{spent}\nresult {path}\nreport {folder / 'report.html'}", markup=False,
                  soft_wrap=True)
     return found
+
+
+def _refuse(typed: list[str]) -> None:
+    """What was typed beside two results, of which nothing is sampled."""
+    if unread := [text for text in typed if not text.startswith("out=")]:
+        raise ConfigError(f"{unread[0]} is not read where two results are compared; remove it")
 
 
 def _compare(names: list[str], options: EvaluateOptions, recipe: str, keys: list[str]) -> None:
@@ -111,19 +137,17 @@ def _compare(names: list[str], options: EvaluateOptions, recipe: str, keys: list
     if any(text.startswith("model.name=") for text in keys):
         raise ConfigError("model.name is not read by compare, which is given two; remove it")
     files = [Path(name).suffix == ".json" for name in names]
-    given = [text for text in keys if not text.startswith("eval.samples=8")]
-    if all(files) and (unread := [*given, *(
-            f"{key}={value}" for key, value in options.model_dump(exclude_defaults=True).items()
-            if key != "out")]):
-        raise ConfigError(f"{unread[0]} is not read where two results are compared; remove it")
-    sides = []
+    from grpo.run.evaluate.source import saved_env
+
+    sides, run = [], next((name for name in names if saved_env(name) is not None), None)
     for number, (name, is_file) in enumerate(zip(names, files, strict=True), start=1):
         if is_file:
             sides.append(read_tasks(Path(name)))
             continue
         folder = _folder(options) / ("first", "second")[number - 1]
-        config = _config(recipe, [*keys, f"model.name='{name}'"])
-        found = _evaluate(config, options.model_copy(update={"out": str(folder)}))
+        config = _config(recipe, [*keys, f"model.name='{name}'"], run)
+        found = _evaluate(config, options.model_copy(update={"out": str(folder)}),
+                          names)
         sides.append({task.name: task for task in found.tasks})
     found = compare(*sides)
     screen = Console(highlight=False)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo.config.env import EnvConfig
 from grpo.config.schema import Config, ConfigError
+from grpo.envs.tasks import Task
 from grpo.report.eval_file import TaskScores, record_of
 from grpo.run import build
 from grpo.run.build_engine import Setup
-from grpo.run.build_eval import build_benchmarks, build_evaluations, held_out
+from grpo.run.build_eval import Questions, build_benchmarks, build_evaluations, held_out, questions
 from grpo.run.evaluate.engine import check, open_policy
 from grpo.run.evaluate.options import EvaluateOptions
-from grpo.run.evaluate.source import Source, find_source
+from grpo.run.evaluate.source import Source, find_source, saved_env
+from grpo.run.model_source import first_line
 from grpo.training.evaluations import without_trace
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class Result:
 
 
 def evaluate(
-    config: Config, options: EvaluateOptions, folder: Path, *, say: Callable[[str], None]
+    config: Config, options: EvaluateOptions, folder: Path, *, say: Callable[[str], None],
+    beside: Sequence[str] = (),
 ) -> Result:
     """Measure a model on the held-out problems of its task and of benchmarks.
 
@@ -41,6 +48,7 @@ def evaluate(
         options: of the command.
         folder: of the result; it gets the completions, if they are asked for.
         say: is told what goes on.
+        beside: models with which it is compared; what they were trained on is left out, too.
 
     Raises:
         ConfigError: for a configuration that cannot work, naming key and fix.
@@ -52,7 +60,7 @@ def evaluate(
     source = find_source(config.model.name)
     began, seconds = time.perf_counter(), {}
     with ExitStack() as at_end:
-        problems, setup = prepare(config, source, options, folder)
+        problems, setup = prepare(config, source, options, folder, beside)
         for one in problems:
             say(f"{one.name}: {len(one.prompts):,} held-out problems, completions of at most "
                 f"{one.max_tokens:,} tokens")
@@ -62,8 +70,7 @@ def evaluate(
             raise ConfigError(f"{too_long[0].name} needs {too_long[0].length} tokens for prompt "
                               f"and response, and the server at url={options.url} takes {limit}; "
                               "lower inference_model.max_tokens, or set env.max_prompt_tokens")
-        evaluations = build_evaluations(config, problems, setup.tokenizer, policy,
-                                        rows=options.batch_size)
+        evaluations = build_evaluations(config, problems, policy, rows=options.batch_size)
         seconds["start"] = time.perf_counter() - began
         began = time.perf_counter()
         listen = _writer(folder, at_end) if options.completions else None
@@ -80,7 +87,8 @@ def evaluate(
 
 
 def prepare(
-    config: Config, source: Source, options: EvaluateOptions, folder: Path
+    config: Config, source: Source, options: EvaluateOptions, folder: Path,
+    beside: Sequence[str] = (),
 ) -> tuple[list[Any], Setup]:
     """The rendered problems, the run's own first, and what an engine is started from."""
     device = build.resolve_device(config)
@@ -93,14 +101,30 @@ def prepare(
     if limit is None:
         raise ConfigError("the model does not say how long its context is; set "
                           "inference_model.max_model_len")
+    trained = frozenset[tuple[str, ...]]().union(*(
+        _trained_on(name, config, task) for name in {config.model.name, *beside}))
     own = held_out(task.name, config, tokenizer, max_tokens=config.max_tokens, limit=limit,
-                   task=task)
-    problems = [own, *build_benchmarks(config, tokenizer, limit=limit)]
+                   task=task, trained=trained)
+    problems = [own, *build_benchmarks(config, tokenizer, limit=limit, trained=trained)]
     setup = Setup(config=config, path=path, tokenizer=tokenizer, device=device,
                   dtype=build.resolve_dtype(config, device), folder=folder / "engine",
                   max_model_len=config.inference_model.max_model_len or max(
                       one.length for one in problems))
     return problems, setup
+
+
+def _trained_on(name: str, config: Config, task: Task) -> Questions:
+    """What the run was trained on whose model this is; empty if it is no run's."""
+    if (saved := saved_env(name)) is None:
+        return frozenset()
+    try:
+        if (env := EnvConfig.model_validate(saved)) != config.env:
+            task = build.build_task(config.model_copy(update={"env": env}))
+    except (ValueError, OSError, ImportError) as error:
+        logger.warning("which problems the run was trained on is not known (%s); they may be among "
+                       "those that it is asked", first_line(error))
+        return frozenset()
+    return questions(task.train)
 
 
 def _writer(folder: Path, at_end: ExitStack) -> Callable[[dict[str, Any]], None]:

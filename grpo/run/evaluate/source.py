@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from grpo.config.env import EnvConfig
 from grpo.config.keys import ConfigError
 from grpo.report.loggers import METRICS_FILE, read_jsonl
 
@@ -44,6 +50,38 @@ def find_source(name: str) -> Source:
         raise ConfigError(f"model.name={name}: its adapter_config.json does not say which model it "
                           "is for; set base_model_name_or_path in it")
     return Source(base, folder, _iteration(folder))
+
+
+def saved_env(name: str) -> dict[str, Any] | None:
+    """Section ``env`` of the run that a folder is or belongs to, from its newest checkpoint; None
+    where there is none."""
+    folder = Path(name).expanduser().resolve()
+    for part in (folder, *folder.parents[:2]) if folder.is_dir() else ():
+        for info in sorted(part.glob("checkpoints/step_*/info.json"), reverse=True):
+            try:
+                env = json.loads(info.read_text())["config"]["env"]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            return {key: value for key, value in env.items() if key in EnvConfig.model_fields}
+    return None
+
+
+def with_saved_env(values: DictConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> DictConfig:
+    """A configuration with section ``env`` as it was saved, and what is typed of it upon that.
+
+    Raises:
+        ConfigError: for a key that is taken away (``~env.task.seed``).
+    """
+    env = OmegaConf.create({**OmegaConf.to_container(values.env), **saved})
+    for one in OverridesParser.create().parse_overrides(
+            [text for text in keys if text.lstrip("+~").startswith("env.")]):
+        if one.is_delete():
+            raise ConfigError(f"{one.input_line} takes a key from section env of the run; type all "
+                              "of it, with env=TASK")
+        OmegaConf.update(env, one.key_or_group.removeprefix("env."), one.value(), force_add=True)
+    values = OmegaConf.create(OmegaConf.to_container(values))
+    values.env = env
+    return values
 
 
 def _iteration(folder: Path) -> int:
