@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from grpo.system.http_call import split_url
@@ -35,10 +36,18 @@ def _rows(table: Path) -> list[list[str]]:
 
 
 def _holds(process: Path, inodes: set[str]) -> bool:
+    links = []
+    with suppress(OSError):  # another user's, or it has just ended
+        links = list((process / "fd").iterdir())
+    return any(_read(link) in inodes for link in links)
+
+
+def _read(link: Path) -> str | None:
+    """Where a link leads; None if it is gone, as that of the list of links itself always is."""
     try:
-        return any(str(link.readlink()) in inodes for link in (process / "fd").iterdir())
-    except OSError:  # another user's, or it has just ended
-        return False
+        return str(link.readlink())
+    except OSError:
+        return None
 
 
 def check_ports(ports: Sequence[int], url: str) -> None:
