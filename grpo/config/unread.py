@@ -68,7 +68,8 @@ ON_A_CPU = (
 #: Where Transformers generates, which depends on what is installed.
 TRANSFORMERS = (
     Unread(lambda c: True, "by inference_model.backend=transformers;",
-           "inference_model.engine inference_model.weight_sync inference_model.max_num_seqs "
+           "inference_model.engine inference_model.url inference_model.weight_sync "
+           "inference_model.max_num_seqs "
            "inference_model.gpu_memory_utilization inference_model.kv_cache_memory_bytes "
            "inference_model.enforce_eager"),
 )

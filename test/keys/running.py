@@ -70,7 +70,7 @@ class Runner:
             if mode.sections.get("atropos", {}).get("evaluate"):
                 common |= {"env": env, "train": common["train"] | {"eval_frequency": 2}}
         elif mode.on_atropos:
-            common["env"] = {"num_envs": 1, "repeats": 2}
+            common["env"] = {"num_envs": 2, "repeats": 2}
             common["train"] |= {"max_steps": ITERATIONS}
             common["inference_model"] = {"max_model_len": 24}
         else:
