@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,20 +128,25 @@ class SharedScoring:
     def take(self) -> list[tuple[int, TensorDictBase]]:
         """Leases and groups that have been scored since the last call."""
         scored = []
+        for report, lease, group in self._answers():
+            group[data.REF_LOG_PROBS] = report.log_probs
+            scored.append((lease, group))
+        for call in self.calls:
+            if self.pool.lost(call):
+                lease, self._waiting[lease] = self._sent.pop(call)
+        return scored
+
+    def _answers(self) -> Iterator[tuple[Scored, int, TensorDictBase]]:
+        """What workers have answered, each with the lease and the group that it is about; one that
+        failed is of no use any more."""
         for call in self.pool.wait(self.calls, timeout=0) if self._sent else ():
             try:
                 report = self.pool.result(call, timeout=60.0)
             except EngineError as error:
                 self.pool.bury(call, str(error))
                 continue
-            lease, group = self._sent.pop(call)
-            group[data.REF_LOG_PROBS] = report.log_probs
             self.reports[call.number] = report
-            scored.append((lease, group))
-        for call in self.calls:
-            if self.pool.lost(call):
-                lease, self._waiting[lease] = self._sent.pop(call)
-        return scored
+            yield report, *self._sent.pop(call)
 
 
 class ShardedScoring(SharedScoring):
@@ -166,14 +171,7 @@ class ShardedScoring(SharedScoring):
     def take(self) -> list[tuple[int, TensorDictBase]]:
         """Leases and groups that all workers have scored since the last call."""
         scored = []
-        for call in self.pool.wait(self.calls, timeout=0) if self._sent else ():
-            try:
-                report = self.pool.result(call, timeout=60.0)
-            except EngineError as error:
-                self.pool.bury(call, str(error))
-                continue
-            lease, group = self._sent.pop(call)
-            self.reports[call.number] = report
+        for report, lease, group in self._answers():
             if report.log_probs is not None:
                 group[data.REF_LOG_PROBS] = report.log_probs
             if lease not in self.leases:
