@@ -69,8 +69,8 @@ def checks() -> list[tuple[str, Check]]:
         ("GPUs", lambda: gpu.check_memory(driver())),
         ("torch", lambda: with_torch(lambda facts: gpu.check_torch(facts, driver()))),
         ("nccl", lambda: with_torch(lambda facts: gpu.check_nccl(facts, facts["devices"]))),
-        ("vllm", lambda: packages.check_vllm(imports.facts().get("vllm"),
-                                             gpus=len(driver().gpus))),
+        ("vllm", lambda: with_torch(lambda _: packages.check_vllm(
+            imports.facts().get("vllm"), gpus=len(driver().gpus)))),
         ("imports", lambda: packages.check_imports(imports.facts())),
     ]
 
