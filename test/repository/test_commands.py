@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import setuptools
-from packaging.requirements import Requirement
 
 from grpo.config.asynchronous import with_workers
 from grpo.report.loggers import read_jsonl
@@ -120,15 +119,6 @@ def test_short_forms_are_those_of_the_console_script(setup_arguments):
             assert function == programs[long]
         else:  # run from the wheel by test_wheel.py
             assert long == {"train": SYNC, "train-async": ASYNC}[name]
-
-
-def test_what_is_installed_is_this_package_with_extras_that_it_has(setup_arguments):
-    lines = [Line.of(text).words for row in of_kind("install") for text in row.here]
-    assert len(lines) > 2
-    for words in lines:
-        wanted = Requirement(words[-1])
-        assert words[:-1] == ["pip", "install"] and wanted.name == setup_arguments["name"]
-        assert wanted.extras and wanted.extras <= set(setup_arguments["extras_require"])
 
 
 # -- runs of grpo.py and grpo-async.py -------------------------------------------------------------

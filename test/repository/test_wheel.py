@@ -7,16 +7,20 @@ environment, without its links to this repository. pip finds the wheel in a fold
 
 from __future__ import annotations
 
+import email
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import grpo
 from grpo.report.loggers import read_jsonl
@@ -25,14 +29,14 @@ from ..support import REPO, commands, finished
 from .test_commands import of_kind
 
 PAGE = (REPO / "docs" / "first-run.md").read_text()
-VENV, INSTALL = "python -m venv .venv", "pip install "
+VENV, ACTIVATE, INSTALL = "python -m venv .venv", "source .venv/bin/activate", "pip install "
 #: What says where this library is, and what belongs to whoever runs these tests.
 _FOREIGN = ("PYTHON", "VIRTUAL_ENV", "PIP_", "HF_", "XDG_", "HYDRA_", "GRPO_", "CONDA")
 SMALLER = ["model.warm_start_steps=5", "env.num_envs=2", "env.repeats=2",
            "inference_model.max_tokens=4", "train.total_dialog_turns=8", "env.task.num_test=8",
-           "inference_model.backend=transformers", "device=cpu"]
+           "device=cpu"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
@@ -77,26 +81,20 @@ class Host:
         return done.stdout.split("@@@\n")[1:]
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory, wheel) -> Host:
-    return Host(tmp_path_factory.mktemp("host"), wheel)
+@pytest.fixture
+def host(tmp_path, wheel) -> Host:
+    return Host(tmp_path, wheel)
 
 
-@pytest.fixture(scope="module")
-def first_run(host) -> dict[str, str]:
-    """Each line of the page, and what it says."""
+def test_the_first_run_page_is_typed_as_it_stands(host):
     pytest.importorskip("vllm")
     lines = commands(PAGE)
-    return dict(zip(lines, host.type(lines), strict=True))
-
-
-def test_the_first_run_page_is_typed_as_it_stands(host, first_run):
-    known = (VENV, "source .venv/bin/activate", INSTALL, "grpo ")
-    assert len(first_run) == 7 and all(line.startswith(known) for line in first_run)
-    installs = [said for line, said in first_run.items() if line.startswith(INSTALL)]
-    assert "Successfully installed torchrl-grpo" in installs[0]
-    assert len(installs) == 2 and not any("does not provide the extra" in said for said in installs)
-    assert re.search(r"^no problems, ", first_run["grpo doctor"], re.MULTILINE)
+    known = (VENV, ACTIVATE, INSTALL, "grpo ")
+    assert len(lines) == 7 and all(line.startswith(known) for line in lines)
+    said = dict(zip(lines, host.type(lines), strict=True))
+    first, _ = (text for line, text in said.items() if line.startswith(INSTALL))
+    assert "Successfully installed torchrl-grpo" in first
+    assert re.search(r"^no problems, ", said["grpo doctor"], re.MULTILINE)
     run, evaluation = host.work / "first-run", host.work / "first-evaluation"
     rewards = [row["reward/mean"] for row in read_jsonl(run / "metrics.jsonl")
                if "reward/mean" in row]
@@ -107,39 +105,39 @@ def test_the_first_run_page_is_typed_as_it_stands(host, first_run):
     assert json.loads(record.read_text())["tasks"]
 
 
-def test_the_package_is_that_of_the_wheel(host, first_run):
-    said = host.type(["source .venv/bin/activate", "python -c 'import grpo; print(grpo.__file__)'",
-                      "grpo --version"])
-    place, = host.work.glob(".venv/lib/*/site-packages/grpo/__init__.py")
-    assert Path(said[1].strip()) == place and said[2] == f"torchrl-grpo {grpo.__version__}\n"
-    assert str(REPO) not in "".join(first_run.values())
-
-
-def test_workers_ranks_and_plans_are_those_of_the_wheel(host, first_run):
-    """Workers on Ray, ranks and a sweep: processes that find the package by themselves."""
+def test_processes_that_commands_start_find_the_package_of_the_wheel(host):
+    """Workers on Ray, ranks, an engine and the jobs of a sweep."""
     pytest.importorskip("ray")
-    small = " ".join(SMALLER)
+    pytest.importorskip("vllm")
+    small, transformers = " ".join(SMALLER), "inference_model.backend=transformers"
     said = host.type([
-        "source .venv/bin/activate",
-        f"grpo train-async hydra.run.dir=workers inference_model.num_devices=2 {small}",
-        f"grpo train hydra.run.dir=ranks train_model.num_devices=2 {small}",
-        f"grpo train --multirun --config-name grpo hydra.sweep.dir=sweep train.seed=0,1 {small}",
-        "grpo train --help", "grpo serve --help",
+        VENV, ACTIVATE, next(line for line in commands(PAGE) if line.startswith(INSTALL)),
+        "python -c 'import grpo; print(grpo.__file__)'", "grpo --version",
+        "grpo train-async hydra.run.dir=workers train_model.num_devices=2 "
+        f"inference_model.num_devices=2 {small} {transformers}",
+        f"grpo train hydra.run.dir=engine inference_model.engine=process {small}",
+        "grpo train --multirun --config-name grpo hydra.sweep.dir=sweep train.seed=0,1 "
+        f"{small} {transformers}",
         "grpo plan model.name=Qwen/Qwen2.5-1.5B-Instruct num_gpus=2 gpu_memory_gib=80 --rows 2"])
-    assert "2 workers on Ray" in said[1] and "2 ranks" in said[2]
-    assert "config/" not in said[4] or "grpo train [" in said[4]
-    assert "grpo train" in said[6]
-    for name in ("workers", "ranks", "sweep/0", "sweep/1"):
+    place, = host.work.glob(".venv/lib/*/site-packages/grpo/__init__.py")
+    assert Path(said[3].strip()) == place and said[4] == f"torchrl-grpo {grpo.__version__}\n"
+    assert "2 workers on Ray" in said[5] and "CPU, 2 ranks" in said[5]
+    assert "\n  grpo train" in said[8]
+    for name in ("workers", "engine", "sweep/0", "sweep/1"):
         assert (host.work / name / "final_model").is_dir(), name
         log = "grpo-async.log" if name == "workers" else "grpo.log"
         assert (host.work / name / log).exists()
 
 
-def test_lines_of_pip_in_the_table_of_commands_name_extras_of_the_wheel(host, first_run):
-    lines = [text for row in of_kind("install") for text in row.here]
-    said = host.type(["source .venv/bin/activate", *(f"{line} --dry-run" for line in lines)])
-    assert len(said) == len(lines) + 1 > 2
-    assert "does not provide the extra" not in "".join(said)
-    unknown = host.type(["source .venv/bin/activate",
-                         'pip install "torchrl-grpo[no-such]" --dry-run'])
-    assert "does not provide the extra" in unknown[1]
+def test_lines_of_pip_name_extras_of_the_wheel(wheel):
+    lines = [line for line in commands(PAGE) if line.startswith(INSTALL)]
+    lines += [text for row in of_kind("install") for text in row.here]
+    with zipfile.ZipFile(wheel) as archive:
+        name, = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        found = email.message_from_bytes(archive.read(name))
+        programs = archive.read(name.replace("METADATA", "entry_points.txt")).decode()
+    assert "grpo = grpo.run.cli.console:main" in programs and len(lines) > 4
+    for line in lines:
+        wanted = Requirement(shlex.split(line)[2])
+        assert wanted.name == found["Name"]
+        assert wanted.extras and wanted.extras <= set(found.get_all("Provides-Extra"))

@@ -198,6 +198,15 @@ def test_what_would_run_is_shown_wherever_the_option_stands(quick):
     assert done.returncode == 0 and "seed: 7" in done.stdout and "lr: 0.5" in done.stdout
 
 
+@pytest.mark.parametrize("script, name", [(GRPO, "grpo train"), (ASYNC, "grpo train-async")])
+def test_grpo_train_would_run_what_the_script_does(quick, script, name):
+    """With the same log, folders and sweeps, which are Hydra's."""
+    typed = ["train.seed=7", "--cfg", "all"]
+    of_script, of_console = quick(script, *typed), quick(OF_CONSOLE[name], *typed)
+    assert of_console.returncode == 0 and "seed: 7" in of_console.stdout
+    assert of_console.stdout == of_script.stdout
+
+
 def test_a_python_without_the_packages_is_told_which_environment(tmp_path):
     bare = [sys.executable, "-I", "-S", *GRPO]
     done = subprocess.run(bare, capture_output=True, text=True, timeout=60, cwd=tmp_path)
