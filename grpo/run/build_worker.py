@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from grpo.run.build import build_dialog, load_tokenizer, quiet_libraries, reward
 from grpo.run.build_engine import Setup, start_engine_of
 from grpo.run.build_model import load_model
 from grpo.run.build_objective import scoring_budget
+from grpo.run.placement import KEEPS_DEVICES
 from grpo.training.parallel import ShardedReference
 from grpo.training.ranks import Ranks
 from grpo.weights.adapters import make_lora
@@ -110,6 +112,9 @@ def _start_engine(
         return policy, None, TransformersSampler(policy)
     from grpo.policies.lifecycle import end_compile_workers
 
+    # Ray has read it. vLLM keeps compiled layers and kernels by all such variables, and without it
+    # finds those of `grpo.py` on the same host.
+    os.environ.pop(KEEPS_DEVICES, None)
     parallel = {} if setup.tensor_parallel_size == 1 else {
         "separate_process": True, "tensor_parallel_size": setup.tensor_parallel_size}
     llm = start_engine_of(shared, max_num_seqs=setup.rows, seed=config.train.seed + number,
