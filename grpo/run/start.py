@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -26,6 +26,9 @@ from grpo.run.placement import Places
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.trainer import Trainer
 
+if TYPE_CHECKING:
+    from grpo.training.harness import HarnessTask
+
 
 class Start(NamedTuple):
     """What a run begins with, before anything is launched."""
@@ -37,7 +40,7 @@ class Start(NamedTuple):
     checkpoint: Checkpoint | None  # that the run goes on from
     asked: dict[str, Any]  # the configuration as given, by which a later run recognises its own
     console: Console
-    benchmarks: Sequence[HeldOut] = ()  # beside the run's own task
+    benchmarks: Sequence[HeldOut | HarnessTask] = ()  # beside the run's own task
 
 
 def with_fast_defaults(

@@ -62,8 +62,7 @@ def evaluate(
     with ExitStack() as at_end:
         problems, setup = prepare(config, source, options, folder, beside)
         for one in problems:
-            say(f"{one.name}: {len(one.prompts):,} held-out problems, completions of at most "
-                f"{one.max_tokens:,} tokens")
+            say(one.described)
         policy = open_policy(setup, source, options, at_end)
         limit = min(policy.max_model_len, setup.max_model_len)
         if too_long := [one for one in problems if one.length > limit]:
@@ -76,10 +75,11 @@ def evaluate(
         listen = _writer(folder, at_end) if options.completions else None
         with without_trace(config.eval.seed):
             tasks = [task.run(listen) for task in (evaluations.own, *evaluations.benchmarks)]
+            lm_eval = evaluations.run_harness()
         seconds["sampling and rewards"] = time.perf_counter() - began
     sampled = config.eval.samples is not None
     record = record_of(
-        tasks, ks=config.eval.ks, seed=config.eval.seed, model=config.model.name,
+        tasks, ks=config.eval.ks, seed=config.eval.seed, model=config.model.name, lm_eval=lm_eval,
         temperature=config.eval.temperature if sampled else None,
         engine=options.url or build.resolve_backend(config), batch_size=options.batch_size,
         seconds={name: round(value, 2) for name, value in seconds.items()})
