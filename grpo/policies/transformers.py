@@ -105,8 +105,10 @@ class TransformersPolicy(Policy):
             stopped_B = stopped_B | (running_B & torch.isin(tokens_B, eos))
             if on_row is not None:
                 ended_B = running_B & (stopped_B | (step + 1 == room_B))
-                for row in ended_B.nonzero().flatten().tolist():
-                    on_row(row, torch.stack([drawn_B[row] for drawn_B in sampled]).tolist())
+                rows = ended_B.nonzero().flatten()
+                for row, said in zip(rows.tolist(), torch.stack(sampled, 1)[rows].tolist(),
+                                     strict=True):
+                    on_row(row, said)
             tokens = tokens_B[:, None]
             attention = torch.cat([attention, torch.ones_like(tokens)], dim=-1)
             position_ids = position_ids[:, -1:] + 1

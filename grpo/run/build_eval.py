@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -97,9 +98,20 @@ def held_out(
 
 
 def questions(problems: Iterable[Problem]) -> Questions:
-    """What a run trains on. Conversations are not in it: somebody's first words may always be the
-    same."""
-    return frozenset(question(problem) for problem in problems if problem.partner is None)
+    """What a run trains on. Conversations that begin alike and are about the same, as far as their
+    data says, cannot be told apart: they are not in it, which is logged."""
+    times = Counter[tuple[str, ...]]()
+    partners = set[tuple[str, ...]]()
+    for problem in problems:
+        times[asked := question(problem)] += 1
+        if problem.partner is not None:
+            partners.add(asked)
+    alike = {asked for asked in partners if times[asked] > 1}
+    if alike:
+        logger.warning("%d training conversations cannot be told from one another by what they "
+                       "begin with; whether held-out ones are among them is not known",
+                       sum(times[asked] for asked in alike))
+    return frozenset(times.keys() - alike)
 
 
 def build_benchmarks(
