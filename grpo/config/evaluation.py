@@ -12,6 +12,8 @@ from grpo.config.unread import Unread, only_with
 
 #: Before the name of a task of lm-eval.
 LM_EVAL = "lm_eval:"
+#: What has them, as pip is told; also the extra lm-eval.
+LM_EVAL_PACKAGE = "lm-eval>=0.4.13,<0.5"
 
 _SAMPLED = only_with("eval.samples")
 _BENCHMARKED = Unread(lambda c: not c.eval.benchmarks,

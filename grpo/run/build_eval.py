@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo.config.evaluation import LM_EVAL
 from grpo.config.recipes import env_recipe
@@ -21,9 +21,7 @@ from grpo.policies.fleet import FleetPolicy
 from grpo.run import build
 from grpo.training.evaluation import Evaluator
 from grpo.training.evaluations import Evaluations, Sampler, TaskEvaluator
-
-if TYPE_CHECKING:
-    from grpo.training.harness import HarnessTask
+from grpo.training.harness import HarnessTask
 
 logger = logging.getLogger(__name__)
 
@@ -125,24 +123,14 @@ def build_benchmarks(
 
     def build_one(name: str) -> HeldOut | HarnessTask:
         if name.startswith(LM_EVAL):
-            return _harness_task(name, config, tokenizer, limit)
+            return HarnessTask.named(
+                name, config.eval.lm_eval_options(name), copy.copy(tokenizer), limit=limit,
+                folder=config.eval.lm_eval_path, max_tokens=config.eval.benchmark_max_tokens)
         env = env_recipe(name, config.eval.changes(name), key="eval.benchmarks")
         return held_out(name, config.model_copy(update={"env": env}), copy.copy(tokenizer),
                         max_tokens=tokens, limit=limit, trained=trained)
 
     return [build_one(name) for name in config.eval.benchmarks or ()]
-
-
-def _harness_task(name: str, config: Config, tokenizer: Any, limit: int) -> HarnessTask:
-    try:
-        from grpo.training.harness import HarnessTask
-    except ImportError as error:
-        raise ConfigError(f"eval.benchmarks: {name} needs lm-eval ({error}); pip install "
-                          "'lm-eval>=0.4.13,<0.5', or the extra lm-eval of this package"
-                          ) from error
-    return HarnessTask.named(
-        name, config.eval.lm_eval_options(name), copy.copy(tokenizer), limit=limit,
-        folder=config.eval.lm_eval_path, max_tokens=config.eval.benchmark_max_tokens)
 
 
 def build_evaluations(

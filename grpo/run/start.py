@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -24,10 +24,8 @@ from grpo.run.device_memory import shards_reference
 from grpo.run.ledger import Ledger
 from grpo.run.placement import Places
 from grpo.training.checkpoint import Checkpoint
+from grpo.training.harness import HarnessTask
 from grpo.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    from grpo.training.harness import HarnessTask
 
 
 class Start(NamedTuple):

@@ -17,13 +17,8 @@ from io import StringIO
 from typing import Any
 from unittest import mock
 
-from lm_eval import evaluator, utils
-from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.tasks import TaskManager
-
 from grpo import data
-from grpo.config.evaluation import LM_EVAL, LmEvalOptions
+from grpo.config.evaluation import LM_EVAL, LM_EVAL_PACKAGE, LmEvalOptions
 from grpo.config.keys import ConfigError
 from grpo.policies.base import Policy
 
@@ -43,8 +38,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _SAMPLERS = ("top_p", "top_k", "min_p")  # which greedy decoding does not read
 
 
-class PolicyLM(TemplateLM):
-    """A policy as a model of lm-eval.
+class PolicyLM:
+    """A policy as a model of lm-eval, with what ``lm_eval.evaluator.evaluate`` asks of one.
 
     Args:
         policy: what generates and scores.
@@ -54,23 +49,20 @@ class PolicyLM(TemplateLM):
         seed: of what a task wants sampled.
     """
 
+    rank, world_size = 0, 1
+
     def __init__(self, policy: Policy | None, tokenizer: Any, *, rows: int = 1,
-                 max_tokens: int = 256, seed: int = 0, max_length: int = 2**31) -> None:
-        super().__init__()
+                 max_tokens: int = 256, seed: int = 0) -> None:
         self.policy, self.tokenizer, self.rows = policy, tokenizer, rows
         self.max_tokens, self.seed, self.calls = max_tokens, seed, 0
         # An engine that scores a prompt samples one token behind it.
-        self.max_length = max_length if policy is None else policy.max_model_len - 1
-
-    @property
-    def eot_token_id(self) -> int:
-        return self.tokenizer.eos_token_id
+        self.max_length = 2**31 if policy is None else policy.max_model_len - 1
 
     @property
     def prefix_token_id(self) -> int:
         """What stands before a text that has nothing before it."""
         bos = self.tokenizer.bos_token_id
-        return self.eot_token_id if bos is None else bos
+        return self.tokenizer.eos_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
@@ -83,26 +75,36 @@ class PolicyLM(TemplateLM):
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt)
 
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
-    ) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with what the tokenizer puts before a text that does not have it."""
         bos = self.tokenizer.bos_token
-        if add_special_tokens is None and bos and string.startswith(bos):
-            add_special_tokens = False  # it has them from a chat template
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens is not False)
+        return self.tokenizer.encode(
+            text, add_special_tokens=not (bos and text.startswith(bos)))
 
-    def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
-    ) -> list[tuple[float, bool]]:
-        return self._scored([(context, answer) for _, context, answer in requests])
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        return self._scored([self.pair(*request.args) for request in requests])
 
-    def loglikelihood_rolling(
-        self, requests: list[Any], disable_tqdm: bool = False
-    ) -> list[float]:
+    def pair(self, context: str, answer: str) -> tuple[list[int], list[int]]:
+        """Tokens of both, cut where the context's own tokens end; spaces between them belong to
+        the answer, as words begin with theirs."""
+        if not context:
+            tokens = self.tokenizer.encode(answer, add_special_tokens=False)
+            has_prefix = tokens[:1] == [self.prefix_token_id]
+            return [self.prefix_token_id], tokens[1:] if has_prefix else tokens
+        before = context.rstrip()
+        if not before:
+            before = context
+        size = len(self.encode(before))
+        whole = self.encode(context + answer)
+        return whole[:size], whole[size:]
+
+    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+        from lm_eval import utils
+
         windows, owners = [], []
         for number, request in enumerate(requests):
             found = [*map(utils.make_disjoint_window, utils.get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id,
+                token_list=self.encode(request.args[0]), prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length, context_len=1))]
             windows += found
             owners += [number] * len(found)
@@ -121,7 +123,7 @@ class PolicyLM(TemplateLM):
                 for context, answer in pairs]
         return [score for part in self._parts(rows) for score in self.policy.score(part)]
 
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list[Any]) -> list[str]:
         answers: list[str] = [""] * len(requests)
         alike: dict[tuple[float, int], list[int]] = {}
         wanted = [self.wanted(request) for request in requests]
@@ -142,6 +144,8 @@ class PolicyLM(TemplateLM):
         Raises:
             ConfigError: for a way to sample that no policy has.
         """
+        from lm_eval.models.utils import normalize_gen_kwargs
+
         context, options = request.args
         options = dict(normalize_gen_kwargs(options, default_max_gen_toks=self.max_tokens))
         limit, stops = options.pop("max_gen_toks"), options.pop("until")
@@ -152,7 +156,7 @@ class PolicyLM(TemplateLM):
                 raise ConfigError(f"{LM_EVAL}{request.task_name} generates with {name}={value}, "
                                   "which the engine here does not have; take it out of the task's "
                                   "generation_kwargs, in a copy in eval.lm_eval_path")
-        return self.tok_encode(context), limit, temperature, stops
+        return self.encode(context), limit, temperature, stops
 
     def _generated(self, prompts: list[list[int]], stops: list[list[str]], limit: int,
                    temperature: float) -> list[str]:
@@ -218,8 +222,14 @@ class HarnessTask:
         """Load a task.
 
         Raises:
-            ConfigError: if there is none of the name, its data cannot be had, or it runs code.
+            ConfigError: without the package, if there is none of the name, its data cannot be had, or it runs code.
         """
+        try:
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            raise ConfigError(f"eval.benchmarks: {name} needs lm-eval ({error}); pip install "
+                              f"'{LM_EVAL_PACKAGE}', or the extra lm-eval of this package"
+                              ) from error
         with _quiet():
             manager = TaskManager(include_path=folder)
         known = name.removeprefix(LM_EVAL)
@@ -285,7 +295,7 @@ class HarnessTask:
                         "the task does not say, or inference_model.max_model_len")
                 longest = max(longest, len(prompt) + most)
             else:  # and one token that an engine samples behind it
-                longest = max(longest, len(model.tok_encode("".join(request.args))) + 1)
+                longest = max(longest, len(model.encode("".join(request.args))) + 1)
         return min(longest + 1, self.limit)
 
     @property
@@ -326,6 +336,8 @@ class HarnessEvaluator:
     def run(self) -> dict[str, dict[str, Any]]:
         """Of the task, or each of a group: ``problems``, ``num_fewshot``, ``version`` and
         ``metrics``, each with its ``value`` and ``stderr`` (None where it has none)."""
+        from lm_eval import evaluator
+
         self.model.calls, chat = 0, self.task.options.apply_chat_template
         for task in self.task.loaded["tasks"].values():
             task.set_fewshot_seed(seed=_FEWSHOT_SEED)

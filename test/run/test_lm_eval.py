@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from types import SimpleNamespace
 
@@ -138,6 +139,13 @@ def test_what_cannot_be_asked_is_refused(tasks, model_folder, tmp_path, name, sa
         main([f"model.name={model_folder}", *SMALL, "inference_model.backend=transformers",
               f"out={tmp_path}", f'eval.benchmarks=["{name}"]', f"eval.lm_eval_path={tasks}"])
     assert said in str(ended.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="it is installed")
+def test_without_the_package_a_message_says_how_to_get_it(model_folder, tmp_path):
+    with pytest.raises(SystemExit, match="pip install 'lm-eval>=0.4.13,<0.5', or the"):
+        main([f"model.name={model_folder}", *SMALL, "inference_model.backend=transformers",
+              f"out={tmp_path}", ASKED])
 
 
 def test_options_of_a_task_are_checked_before_anything_is_loaded():
