@@ -222,7 +222,8 @@ class HarnessTask:
         """Load a task.
 
         Raises:
-            ConfigError: without the package, if there is none of the name, its data cannot be had, or it runs code.
+            ConfigError: without the package, if there is none of the name, its data cannot be had,
+                or it runs code.
         """
         try:
             from lm_eval.tasks import TaskManager
