@@ -24,6 +24,8 @@ REASONING_GYM = ["reasoning-gym>=0.1.25"]
 MATH = ["latex2sympy2-extended>=1.10", "math-verify>=0.9"]
 # Later ones have no load_environment at their top, or ask for another version of MCP than vLLM.
 VERIFIERS = ["verifiers>=0.1.14,<0.2"]
+# Not in dev: where scikit-learn is installed, which it brings, Transformers imports it each time.
+LM_EVAL = ["lm-eval>=0.4.13,<0.5"]
 
 EXTRAS = {
     "vllm": ["vllm>=0.25.1,<0.33", *SERVER],
@@ -36,6 +38,7 @@ EXTRAS = {
     "ifeval": IFEVAL,
     "reasoning-gym": REASONING_GYM,
     "math": MATH,
+    "lm-eval": LM_EVAL,
     "verifiers": VERIFIERS,
     "logging": LOGGING,
     "dev": ["hypothesis>=6.100", "import-linter>=2.6", "pytest>=8", "pytest-timeout>=2.3",

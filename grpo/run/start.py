@@ -24,6 +24,7 @@ from grpo.run.device_memory import shards_reference
 from grpo.run.ledger import Ledger
 from grpo.run.placement import Places
 from grpo.training.checkpoint import Checkpoint
+from grpo.training.harness import HarnessTask
 from grpo.training.trainer import Trainer
 
 
@@ -37,7 +38,7 @@ class Start(NamedTuple):
     checkpoint: Checkpoint | None  # that the run goes on from
     asked: dict[str, Any]  # the configuration as given, by which a later run recognises its own
     console: Console
-    benchmarks: Sequence[HeldOut] = ()  # beside the run's own task
+    benchmarks: Sequence[HeldOut | HarnessTask] = ()  # beside the run's own task
 
 
 def with_fast_defaults(

@@ -117,6 +117,7 @@ ELSEWHERE = {
     "ray.address": "test_config_async.py: test_without_an_address_ray_is_the_runs_own",
     "env.environment": "test/end_to_end/test_atropos.py: it starts a hub and an environment",
     "env.step": "a mode of its own here, 'dialog', whose model ends its turns",
+    "eval.lm_eval_path": "test/run/test_lm_eval.py: it is read with a task of lm-eval alone",
     "atropos.evaluate": "a mode of its own here, 'atropos, one copy, evaluated'",
 }
 

