@@ -199,6 +199,8 @@ def launched(tmp_path, small_env, model_folder, gsm8k_rows) -> Iterator[Terminal
     terminals = Terminals(tmp_path, str(model), None, small_env | {
         "PATH": f"{programs}:{scripts}:{small_env['PATH']}", "GRPO_REPO": str(REPO),
         "PYTHON": sys.executable, "RAY_PORT": str(free_ports(1)[0])})
+    terminals.env["VLLM_PORT"] = str(terminals.engine)
+    terminals.env["VLLM_MODEL"] = str(model)  # where a line has the default
     terminals.smaller = [*SMALLER, f"env.data_path={gsm8k_rows}", "hydra.run.dir=run"]
     yield terminals
     terminals.end()
@@ -208,7 +210,8 @@ def launched(tmp_path, small_env, model_folder, gsm8k_rows) -> Iterator[Terminal
 def test_a_launcher_for_one_machine_runs(row, launched):
     launched.run(row.here[0].replace("VLLM_PORT=8000", f"VLLM_PORT={launched.engine}"),
                  *launched.smaller)
-    check_run(launched.folder / "run")
+    trained = check_run(launched.folder / "run")
+    assert ("advantage/weight_entropy" in trained[-1]) == ("MAXENT=1" in row.here[0])
     assert all((launched.folder / "logs" / f"{name}.log").stat().st_size
                for name in ("server", "trainer"))
 
@@ -216,8 +219,8 @@ def test_a_launcher_for_one_machine_runs(row, launched):
 @pytest.mark.parametrize("row", of_kind("job"), ids=named)
 def test_a_job_runs(row, launched):
     nodes = "--nodes" in row.here[0]
-    launched.env["VLLM_PORT"] = str(launched.engine)
-    launched.run(row.here[0], *launched.smaller,
+    # On a CPU an engine is one process.
+    launched.run(row.here[0].replace("VLLM_TP_SIZE=2", "VLLM_TP_SIZE=1"), *launched.smaller,
                  *["inference_model.backend=transformers"] * nodes)
     check_run(launched.folder / "run")
     logs = {path.name for path in (launched.folder / "slurm-1").iterdir()}
