@@ -15,6 +15,7 @@ import pytest
 
 from grpo.envs.embedded import EmbeddedSpec, embedded_model
 from grpo.envs.tasks import make_task
+from grpo.report.legacy_names import LEGACY_NAMES
 from grpo.report.loggers import read_jsonl
 
 from ..support import REPO, environment, finished, free_ports, wait_until
@@ -145,13 +146,15 @@ def terminals(tmp_path, cache, small_env, python) -> Iterator[Terminals]:
     terminals.end()
 
 
-def check_atropos(folder: Path, *, adapters: bool) -> None:
+def check_atropos(folder: Path, *, adapters: bool) -> dict[str, float]:
+    """The metrics of the one step of a run that has left all that it should."""
     saved = folder / "trained_model_checkpoints"
     (row,) = [row for row in read_jsonl(saved / "metrics.jsonl") if row["step"] > 0]
     assert row["step"] == 1 and row["train/grad_norm"] > 0
     kind = "adapter" if adapters else "model"
     assert {f"final_{kind}", "adapter_step_1" if adapters else "step_1", "checkpoints"} <= {
         path.name for path in saved.iterdir()}
+    return row
 
 
 @pytest.mark.parametrize("number, row", list(enumerate(of_kind("trainer"))),
@@ -177,8 +180,10 @@ def test_an_atropos_trainer_runs_beside_api_and_environment(number, row, termina
 @pytest.mark.parametrize("row", of_kind("launcher"), ids=named)
 def test_an_atropos_launcher_runs(row, terminals, python):
     terminals.run(row.here[0], *SHORT, "--env-python", str(python), "--env-flag",
-                  "env.group_size=4")
-    check_atropos(terminals.folder, adapters=False)
+                  "env.group_size=4", "logging.legacy_names=atropos")
+    logged = check_atropos(terminals.folder, adapters=False)
+    for theirs, ours in LEGACY_NAMES["atropos"].items():
+        assert logged[theirs] == logged[ours], theirs
 
 
 # -- Slurm, and servers ----------------------------------------------------------------------------
