@@ -14,6 +14,7 @@ from grpo.config.schema import Config
 from grpo.envs.tasks.base import Task
 from grpo.policies.model_shape import ModelShape
 from grpo.report.console import Console
+from grpo.report.legacy_names import WithLegacyNames
 from grpo.report.loggers import LoggerGroup, MetricLogger, make_loggers
 from grpo.report.reporter import Reporter
 from grpo.run import build, fast_defaults
@@ -78,6 +79,8 @@ def open_loggers(start: Start, run_dir: Path, *own: MetricLogger) -> LoggerGroup
         project=options.wandb_project or "grpo", name=options.wandb_run_name,
         group=options.wandb_group, wandb_mode=options.wandb_mode or "online",
         resume_step=start.checkpoint.step if start.checkpoint else None)
+    if options.legacy_names:
+        return LoggerGroup([WithLegacyNames(group, options.legacy_names), *own])
     return LoggerGroup([*group.loggers, *own])
 
 

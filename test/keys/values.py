@@ -77,6 +77,7 @@ VALUES = {key: [value] for key, value in {
     "optimizer.relative_step": True,
     "logging.backends": ["tensorboard"], "logging.wandb_project": "p", "logging.wandb_group": "g",
     "logging.wandb_run_name": "n", "logging.wandb_mode": "offline", "logging.num_samples": 2,
+    "logging.legacy_names": "atropos",
     "eval.samples": 4, "eval.temperature": 0.5, "eval.k": [2], "eval.seed": 3,
     "eval.benchmarks": {"arithmetic": {"task": {"num_test": 3}}},
     "eval.benchmark_max_tokens": 3, "eval.at_checkpoints": True,

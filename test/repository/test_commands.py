@@ -3,10 +3,12 @@ here, those that have others beside them in test_commands_served.py."""
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -156,11 +158,25 @@ def on_less_work(words: list[str], model: Path, problems: Path, *smaller: str) -
         elif numbered and key.endswith("_model.devices"):
             role = key.removesuffix(".devices")
             arguments[place] = f"{role}.num_devices={devices(words, role)}"
-    more = [f"env.data_path={problems}"] if "--config-name" in arguments else [
-        "env.task.num_test=8"]
+    more = few_problems(arguments, problems)
     if not any(word.startswith("model.name=") for word in arguments):
         more.append("model.warm_start_steps=5")
     return [str(REPO / script), *arguments, *SMALLER, *more, *smaller]
+
+
+def few_problems(arguments: list[str], problems: Path) -> list[str]:
+    """Rows of our own in the place of the hub's, and few to be evaluated on."""
+    if "env.dataset=countdown" in arguments:
+        return ["env.task.num_test_seeds=4"]
+    if not {"env.dataset=ifeval", "grpo_ifeval"} & {*arguments}:
+        return [f"env.data_path={problems}"] if "--config-name" in arguments else [
+            "env.task.num_test=8"]
+    rows = problems / "ifeval.jsonl"
+    rows.write_text("".join(json.dumps({
+        "key": n, "prompt": f"Write about {n} without commas.",
+        "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}) + "\n"
+        for n in range(40)))
+    return [f"env.data_path={rows}", "env.task.num_test=4"]
 
 
 def check_run(folder: Path, *, iterations: int = 2) -> list[dict]:
@@ -199,8 +215,24 @@ def run_rows(tmp_path, cache, model_folder, gsm8k_rows) -> Callable[[list[list[s
     return lambda commands: run_all(commands, tmp_path, cache, model_folder, gsm8k_rows)
 
 
+@pytest.mark.slow
 def test_rows_in_one_process_run(run_rows):
     run_rows(ALONE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", of_kind("sweep"), ids=lambda row: row.here[0].split()[-1])
+def test_each_job_of_a_sweep_runs(row, tmp_path, cache, model_folder, gsm8k_rows):
+    pytest.importorskip("ray")
+    words = Line.of(row.here[0]).words[1:]
+    finished([sys.executable, *on_less_work(
+        words, model_folder, gsm8k_rows, "inference_model.backend=transformers",
+        "hydra.sweep.dir=sweep")], tmp_path, environment(cache))
+    jobs = prod(word.count(",") + 1 for word in words[2:])
+    folders = sorted((tmp_path / "sweep").glob("[0-9]*"))
+    assert len(folders) == jobs > 1
+    for folder in folders:
+        check_run(folder)
 
 
 @pytest.mark.parametrize("words", ALL_ROLES, ids=lambda words: Path(words[0]).name)
