@@ -377,7 +377,8 @@ def describe(
 
 def describe_length(config: Config, *, problems: int) -> str:
     """The length of a run in all its units, with the keys that count in them."""
-    steps, warmup = config.optimizer_steps, config.optimizer.warmup_steps
+    steps = config.optimizer_steps
+    warmup = config.optimizer.warmup(steps)
     too_short = f" (all of them in the warm-up of {warmup})" if warmup >= steps else ""
     epochs = config.total_turns / config.env.repeats / problems
     drawn = "at least " if config.train.max_sampling_rounds else ""
