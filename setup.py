@@ -87,10 +87,13 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     # The Hydra recipes stay at the top of the repository, where scripts and readers expect them,
-    # and are installed as grpo/run/recipes, where the commands find them.
-    packages=[*find_packages(include=["grpo", "grpo.*"]), "grpo.run.recipes"],
-    package_dir={"grpo.run.recipes": "config"},
-    package_data={"grpo.run.recipes": ["*.yaml", "**/*.yaml"], "grpo.report": ["*.html"]},
+    # and are installed as grpo/run/recipes, where the commands find them; so are the files of
+    # --config.
+    packages=[*find_packages(include=["grpo", "grpo.*"]), "grpo.run.recipes",
+              "grpo.run.recipe_files"],
+    package_dir={"grpo.run.recipes": "config", "grpo.run.recipe_files": "recipes"},
+    package_data={"grpo.run.recipes": ["*.yaml", "**/*.yaml"], "grpo.report": ["*.html"],
+                  "grpo.run.recipe_files": ["*.yaml"]},
     install_requires=[
         "torch>=2.11,<2.14",
         "torchrl>=0.14,<0.15",

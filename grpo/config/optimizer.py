@@ -42,8 +42,8 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _warmup_is_steps_or_a_share(self) -> OptimizerConfig:
         if self.warmup_steps > 1 and self.warmup_steps != int(self.warmup_steps):
-            raise ValueError(f"optimizer.warmup_steps={self.warmup_steps} must be a whole number of "
-                             "steps, or a share of the run below 1")
+            raise ValueError(f"optimizer.warmup_steps={self.warmup_steps} must be a whole number "
+                             "of steps, or a share of the run below 1")
         return self
 
     def warmup(self, total_steps: int) -> int:

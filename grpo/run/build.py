@@ -20,6 +20,7 @@ from grpo.envs.rewards import RewardFn, RewardScorer, get_reward
 from grpo.envs.rewards.length import judged_by
 from grpo.envs.rewards.registry import options_of as reward_options
 from grpo.envs.rewards.registry import with_options
+from grpo.envs.rewards.trl import as_trl_reward, is_trl_reward
 from grpo.envs.tasks import Task, make_task, options_of
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
@@ -320,7 +321,8 @@ def named_reward(name: str, options: Mapping[str, Any]) -> RewardFn:
         raise ConfigError(f"env.reward={name}: its module cannot be imported: "
                           f"{type(error).__name__}: {error}") from error
     try:
-        return with_options(fn, options)
+        chosen = with_options(fn, options)
+        return as_trl_reward(fn, name) if chosen is fn and is_trl_reward(fn) else chosen
     except ValueError as error:
         raise ConfigError(f"env.reward_options: {error}") from error
 

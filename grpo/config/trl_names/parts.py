@@ -40,8 +40,10 @@ def data(values: Values) -> dict[str, Any]:
                           "data set; give dataset_name or datasets, too")
     if keys:
         keys["env.prompt_column"] = column or "prompt"
-        keys["env.system_prompt"] = values.given.get("system_prompt", "")
-        keys["env.task.chat"] = column is not None or bool(keys["env.system_prompt"])
+        first = values.given.get("system_prompt", "")
+        keys["env.task.chat"] = chat = column is not None or bool(first)
+        if chat:
+            keys["env.system_prompt"] = first
     for given, key in (("dataset_config", "config"), ("dataset_train_split", "train_split"),
                        ("dataset_test_split", "test_split")):
         if values.named(given):

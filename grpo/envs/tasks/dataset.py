@@ -50,8 +50,8 @@ class DatasetTask(Task):
         num_test: held-out problems; None: 100, or all of ``test_split``.
         seed: of the shuffle.
         system_prompt: first message, where a chat does not bring one; None: there is none.
-        chat: whether a prompt that is a text becomes the user's message; False: the model continues
-            it as it stands, and a system prompt goes before chats alone.
+        chat: whether a prompt that is a text becomes the user's message; False: prompts are as they
+            stand, the model continues a text, and chats get no system prompt of the default.
 
     Raises:
         FileNotFoundError: if a file, a folder or a data set is not there.
@@ -83,6 +83,8 @@ class DatasetTask(Task):
         for key, value in (("num_train", num_train), ("num_test", num_test), ("seed", seed)):
             if value is not None:
                 check_count(f"env.task.{key}", value)
+        if not chat and system_prompt == SYSTEM_PROMPT:
+            system_prompt = None
         if (path is None) == (dataset_mixture is None):
             raise ValueError(f"env.path={_shown(path)}, env.dataset_mixture={dataset_mixture}: "
                              "give one of them, a data set or several")
