@@ -23,6 +23,7 @@ IFEVAL = ["langdetect>=1.0.9", "nltk>=3.9"]
 REASONING_GYM = ["reasoning-gym>=0.1.25"]
 MATH = ["latex2sympy2-extended>=1.10", "math-verify>=0.9"]
 # Later ones have no load_environment at their top, or ask for another version of MCP than vLLM.
+TRL = ["trl>=1.16,<1.17"]  # beside which the loss of its names is tested
 VERIFIERS = ["verifiers>=0.1.14,<0.2"]
 
 EXTRAS = {
@@ -40,7 +41,7 @@ EXTRAS = {
     "logging": LOGGING,
     "dev": ["hypothesis>=6.100", "import-linter>=2.6", "pytest>=8", "pytest-timeout>=2.3",
             "pytest-xdist>=3.6", "ruff>=0.6", *LOGGING, *LORA, *QUANTIZATION, *RAY,
-            *IFEVAL, *REASONING_GYM, *MATH],
+            *IFEVAL, *REASONING_GYM, *MATH, *TRL],
 }
 
 

@@ -1,4 +1,4 @@
-"""The loss and its gradient, of TRL's names, beside TRL's own trainer: that of an optimizer step."""
+"""The loss and its gradient, of TRL's names, beside TRL's own trainer: of an optimizer step."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def theirs(names: dict, model, batch) -> torch.Tensor:
         get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask, use_vllm=given["use_vllm"],
         importance_sampling_level=given["importance_sampling_level"], beta=given["beta"],
         loss_type=given["loss_type"], epsilon_low=given["epsilon"], epsilon_high=high,
-        vllm_importance_sampling_correction=given["vllm_importance_sampling_correction"], max_completion_length=MOST,
+        vllm_importance_sampling_correction=given["vllm_importance_sampling_correction"],
+        max_completion_length=MOST,
         current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
         _metrics={"train": defaultdict(list)},
         accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, autocast=nullcontext,

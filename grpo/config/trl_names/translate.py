@@ -8,6 +8,7 @@ they change results.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,7 +159,7 @@ _WORDS = ("null", "true", "false", "nan", "inf")
 
 
 def _text(value: str) -> str:
-    plain = value and all(char.isalnum() or char in "_./:-" for char in value)
+    plain = value and re.fullmatch(r"[\w./:-]+", value, re.ASCII)
     if plain and not value[0].isdigit() and value[0] not in ".-:" and value.lower() not in _WORDS:
         return value
     # A quote is written as \\", and only the backslashes before one, or at the end, are doubled.
