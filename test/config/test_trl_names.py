@@ -229,44 +229,11 @@ def test_a_recipe_of_this_library_is_a_run(name):
     assert "# " in (recipe_folder() / name).read_text().splitlines()[0]
 
 
-OPEN_R1 = """
-model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct
-model_revision: main
-torch_dtype: bfloat16
-dataset_name: open-r1/OpenR1-Math-220k
-dataset_prompt_column: problem
-system_prompt: "Think.\\n\\"Then\\" answer: 1 ' 2\\n"
-bf16: true
-use_vllm: true
-do_eval: false
-gradient_accumulation_steps: 4
-gradient_checkpointing_kwargs: {use_reentrant: false}
-hub_model_id: mine
-learning_rate: 2.0e-05
-log_level: info
-lr_scheduler_type: cosine
-max_completion_length: 1024
-max_steps: -1
-num_generations: 16
-num_train_epochs: 1
-output_dir: data/mine
-overwrite_output_dir: true
-per_device_train_batch_size: 16
-push_to_hub: true
-report_to: [wandb]
-reward_funcs: [accuracy, format, tag_count]
-reward_weights: [1.0, 1.0, 1.0]
-save_strategy: "epoch"
-seed: 42
-temperature: 0.7
-warmup_ratio: 0.1
-"""
+OPEN_R1 = Path(__file__).with_name("open_r1.yaml")
 
 
-def test_a_recipe_in_the_form_of_open_r1_runs_as_it_is_and_what_is_behind_it_wins(tmp_path, capsys):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(OPEN_R1)
-    config = loaded(f"--config={path}", "--learning_rate", "1e-5", "env.num_envs=2",
+def test_a_recipe_in_the_form_of_open_r1_runs_as_it_is_and_what_is_behind_it_wins(capsys):
+    config = loaded(f"--config={OPEN_R1}", "--learning_rate", "1e-5", "env.num_envs=2",
                     "train.max_steps=7", "--report-to", "none")
     said = capsys.readouterr().out
     assert config.optimizer.lr == 1e-5 and config.env.num_envs == 2
@@ -277,7 +244,7 @@ def test_a_recipe_in_the_form_of_open_r1_runs_as_it_is_and_what_is_behind_it_win
     assert "push_to_hub=true has no effect" in said and "env.num_envs=2" in said
     # In either order, and with flags as TRL's scripts take them.
     assert loaded("env.num_envs=2", "--report_to=none", "train.max_steps=7", "learning_rate=1e-5",
-                  "--config", str(path)) == config
+                  "--config", str(OPEN_R1)) == config
 
 
 def test_with_a_preset_trls_defaults_of_the_objective_are_not_taken(tmp_path):
