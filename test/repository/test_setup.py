@@ -139,7 +139,8 @@ def build(tmp_path):
 
 
 def test_a_wheel_tells_an_index_what_it_is(build, tmp_path):
-    (tmp_path / "config").mkdir()
+    for name in ("config", "recipes"):
+        (tmp_path / name).mkdir()
     build("dist_info")
     path, = tmp_path.glob("*.dist-info/METADATA")
     found = email.message_from_string(path.read_text())
