@@ -139,6 +139,7 @@ MEANS = [
                                        "train.clip_epsilon": (0.2, 0.28)}),
     ("preset=maxent_listwise maxent_tau=0.3", {"maxent.tau": 0.3}),
     ("beta=0.04", {"train.kl_to_ref_coeff": 0.04, "train.kl_estimator": "unbiased_k3"}),
+    ("train.kl_to_ref_coeff=0.1 use_bias_correction_kl=false", {"train.kl_estimator": "k3"}),
     ("preset=grpo beta=0", {"train.kl_to_ref_coeff": None, "train.kl_estimator": None}),
     ("scale_rewards=false", {"train.advantage_estimator": "group_mean"}),
     ("use_adaptive_entropy=true", {"entropy_controller.target": 0.2, "train.entropy_coeff": 0.0}),
@@ -206,6 +207,9 @@ def test_names_mean_these_keys(line, keys):
     ("steps_per_generation=2 generation_batch_size=8", "give one"),
     ("save_steps=0.2", "a share of the run"),
     ("lr_scheduler_type=polynomial", "known are"), ("optim=sgd", "known are"),
+    ("per_device_train_batch_size=auto", "expected a whole number above 0"),
+    ("num_generations=0", "expected a whole number above 0"), ("use_vllm=1", "true or false"),
+    ("epsilon=low", "epsilon=low: expected a number"),
     ("report_to=trackio", "report_to=trackio"), ("vllm_mode=both", "colocate and server"),
     ("reward_funcs=think_format_reward", "write format"),
     ("datasets=[{path:a,data_dir:b}]", "data_dir is not read"),
@@ -254,6 +258,13 @@ def test_with_a_preset_trls_defaults_of_the_objective_are_not_taken(tmp_path):
     assert config.train.clip_epsilon == (0.2, 0.28) and config.train.mismatch is None
     assert config.env.dataset == "gsm8k" and config.train.proof_interval == 2
     assert config.env.num_envs * config.env.repeats == 8 and config.optimizer.schedule == "linear"
+
+
+def test_no_is_a_strategy_in_a_file(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("eval_strategy: no\nsave_strategy: no\n")
+    config = loaded("--config", str(path))
+    assert config.train.eval_frequency == config.train.checkpoint_frequency == 0
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path):

@@ -107,7 +107,9 @@ def every(values: Values) -> dict[str, Any]:
     """How often the run evaluates and saves."""
     keys: dict[str, Any] = {}
     name = "evaluation_strategy" if values.named("evaluation_strategy") else "eval_strategy"
-    when = "steps" if values.named("eval_steps") and not values.named(name) else str(values[name])
+    when = _when(values[name])
+    if values.named("eval_steps") and not values.named(name):
+        when = "steps"
     if when == "steps":
         steps = values["eval_steps"] or 10  # as often as it logs
         keys["train.eval_frequency"] = _iterations(values, "eval_steps", steps)
@@ -115,7 +117,7 @@ def every(values: Values) -> dict[str, Any]:
         keys["train.eval_frequency"] = 0
     elif when == "epoch":
         values.notes.append(f"  {name}=epoch: train.eval_frequency says how often, in iterations")
-    when, saves = str(values["save_strategy"]), values.any("save_strategy", "save_steps")
+    when, saves = _when(values["save_strategy"]), values.any("save_strategy", "save_steps")
     if when == "no":
         keys["train.checkpoint_frequency"] = 0
     elif when == "steps" and saves:
@@ -126,6 +128,10 @@ def every(values: Values) -> dict[str, Any]:
     if when != "no" and values["save_total_limit"]:
         keys["train.keep_checkpoints"] = values["save_total_limit"]
     return keys
+
+
+def _when(strategy: Any) -> str:
+    return "no" if strategy is False else str(strategy)  # which YAML makes of no
 
 
 def _iterations(values: Values, name: str, steps: float) -> int:

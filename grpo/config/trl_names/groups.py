@@ -97,9 +97,10 @@ def advantage(values: Values) -> dict[str, Any]:
 def kl(values: Values) -> dict[str, Any]:
     """The KL to the reference."""
     beta, corrected = values["beta"], values["use_bias_correction_kl"]
+    if not values.any("beta"):
+        return {"train.kl_estimator": "unbiased_k3" if corrected else "k3"}
     if not beta:
-        return {"train.kl_to_ref_coeff": None, "train.kl_estimator": None} if (
-            values.any("beta")) else {}
+        return {"train.kl_to_ref_coeff": None, "train.kl_estimator": None}
     if corrected and values["importance_sampling_level"] == "sequence":
         raise ConfigError(f"beta={beta} importance_sampling_level=sequence: TRL weighs the KL by "
                           "the ratio of the sequence, which is not here; write "

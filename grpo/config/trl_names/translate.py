@@ -74,6 +74,7 @@ trained; leave it out
     for name, value in given.items():
         if name not in FIELDS:
             raise ConfigError(unknown_name(name, value))
+        _check_kind(name, value, FIELDS[name])
     out = Translated()
     for name, value in given.items():
         _alone(out, name, value, FIELDS[name])
@@ -101,6 +102,20 @@ trained; leave it out
         out.keys |= taken
         out.defaults |= taken.keys()
     return out
+
+
+def _check_kind(name: str, value: Any, one: Field) -> None:
+    """Of what is computed with, or asked for; a key's value is the schema's to check."""
+    if one.rule != "joint" or not isinstance(one.default, int | float):
+        return
+    kind = bool if isinstance(one.default, bool) else int if isinstance(
+        one.default, int) and one.group in ("batch", "length") else float
+    fits = isinstance(value, bool) if kind is bool else (
+        isinstance(value, int | float) and not isinstance(value, bool)
+        and (kind is float or int(value) == value and (value > 0 or one.default < 0)))
+    if not fits:
+        what = {bool: "true or false", int: "a whole number above 0", float: "a number"}[kind]
+        raise ConfigError(f"{name}={typed(value)}: expected {what}")
 
 
 def _alone(out: Translated, name: str, value: Any, one: Field) -> None:
