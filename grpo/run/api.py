@@ -131,8 +131,8 @@ def compose(keys: Mapping[str, Any], recipe: str = "grpo") -> Config:
     a folder of ``config/`` are groups.
 
     Examples:
-        >>> compose({"preset": "dapo", "env.repeats": 4}).train.overlong_buffer
-        0.2
+        >>> compose({"env": "countdown", "env.repeats": 4}).env.dataset
+        'countdown'
     """
     keys = dict(keys)
     if "env" not in keys and (recipes() / "env" / f"{keys.get('env.dataset')}.yaml").is_file():
