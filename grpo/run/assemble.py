@@ -208,9 +208,9 @@ def _trainer(
                     tolerance=canary_tolerance(setup.dtype, setup.device))
     own = HeldOut(start.task.name, config, start.task, start.prompts.test, start.prompts.width,
                   config.max_tokens, setup.tokenizer)
-    evaluations = build_eval.build_evaluations(
+    evaluations = None if config.train.eval_frequency == "never" else build_eval.build_evaluations(
         config, [own, *start.benchmarks], actor.policy,
-        rows=config.env.num_envs * config.env.repeats)
+        rows=config.eval.batch_size or config.env.num_envs * config.env.repeats)
     start.console.banner(build.describe(
         config, actor, start.task, start.prompts, device=setup.device, dtype=setup.dtype,
         backend=start.backend, run_dir=run_dir) | (described or {}))
