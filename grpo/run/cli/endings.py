@@ -25,8 +25,8 @@ from grpo.weights.channel import TransferError
 
 #: What may end a run that is not a mistake in the code.
 ENDINGS = (EngineError, StaleWeightsError, FloatingPointError, NotSavedError, RewardsFailed,
-           AtroposError, EnvironmentProcessError, TimeoutError)
-ASYNC_ENDINGS = (*ENDINGS, RolloutsFailed, WorkersLost, TransferError)
+           AtroposError, EnvironmentProcessError, TimeoutError, TransferError)
+ASYNC_ENDINGS = (*ENDINGS, RolloutsFailed, WorkersLost)
 
 
 @contextmanager
