@@ -21,7 +21,7 @@ from grpo.config.unread import Unread, only_with, refuse_unread, typed
 _SERVERS = {"vllm_server": "vllm", "sglang_server": "sglang", "grpo_server": "own"}
 _NEUTRAL = {"top_p": (1.0,), "top_k": (-1, 0), "repetition_penalty": (1.0,)}
 _AGGREGATION = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "dr_grpo"}
-_DAPO_CLIP = (0.2, 0.28)
+_DAPO_CLIP, _HORIZON = (0.2, 0.28), 10.0
 
 _SERVED = Unread(lambda c: c.generation.backend not in _SERVERS, "by generation.backend="
                  "{generation.backend}; use a server, or")
@@ -92,6 +92,7 @@ class OfflineTrain(Section):
     kl_target: Annotated[float | None, only_with("train.kl_coef")] = Field(None, gt=0)
     """Nats a token that ``kl_coef`` is adapted to; null: it stays."""
     kl_horizon: Annotated[float | None, only_with("train.kl_target")] = Field(None, gt=0)
+    """Iterations in which it follows; null: 10."""
     entropy_coef: float = Field(0.0, ge=0)
     clip_epsilon: float | tuple[float, float] | None = None
     variant: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "grpo"
@@ -240,23 +241,23 @@ def translate(offline: OfflineConfig) -> Config:
         if not isinstance(keys, Mapping) or section not in Config.model_fields:
             raise ConfigError(f"run.{section}: has no keys of grpo.py; write run.SECTION.KEY, "
                               "such as run.train_model.lora.enabled=true")
-        for key, value in keys.items():
-            held = values.setdefault(section, {})
-            if isinstance(held.get(key), dict) and isinstance(value, Mapping):  # env.task
-                if twice := held[key].keys() & value.keys():
-                    key = f"{key}.{min(twice)}"
-                else:
-                    held[key] = {**held[key], **value}
-                    continue
-            elif key not in held:
-                held[key] = value
-                continue
-            raise ConfigError(f"run.{section}.{key}={typed(value)}: the offline trainer has a key "
-                              f"for that, {in_offline_keys(f'{section}.{key}')}; give that")
+        _add(values.setdefault(section, {}), keys, section)
     try:
         return load_config(values)
     except ConfigError as error:
         raise ConfigError(in_offline_keys(str(error))) from None
+
+
+def _add(held: dict[str, Any], keys: Mapping[str, Any], path: str) -> None:
+    """Add keys of a section, of which none may be there."""
+    for key, value in keys.items():
+        if isinstance(held.get(key), dict) and isinstance(value, Mapping):  # env.task
+            _add(held[key], value, f"{path}.{key}")
+        elif key in held:
+            raise ConfigError(f"run.{path}.{key}={typed(value)}: the offline trainer has a key for "
+                              f"that, {in_offline_keys(f'{path}.{key}')}; give that")
+        else:
+            held[key] = value
 
 
 def _values(offline: OfflineConfig) -> dict[str, Any]:
@@ -287,8 +288,7 @@ def _values(offline: OfflineConfig) -> dict[str, Any]:
         "logging": {"backends": ["wandb"], "wandb_project": offline.logging.project,
                     "wandb_run_name": offline.logging.run_name} if offline.logging.wandb else {},
         "kl_controller": {} if train.kl_target is None else {
-            "kind": "horizon", "target": train.kl_target,
-            **({} if train.kl_horizon is None else {"horizon": train.kl_horizon})}}
+            "kind": "horizon", "target": train.kl_target, "horizon": train.kl_horizon or _HORIZON}}
     if evaluated.enabled:
         values["eval"] = {"batch_size": evaluated.batch_size}
         if evaluated.do_sample:
@@ -368,7 +368,7 @@ KEYS = {
 }
 _SECTIONS = "|".join(name for name, field in Config.model_fields.items()
                      if hasattr(field.annotation, "given"))
-_A_KEY = re.compile(rf"(?<![\w.])(?:(?:{_SECTIONS})\.[a-z]\w*(?:\.[a-z]\w*)*|device(?==))")
+_A_KEY = re.compile(rf"(?<![\w./])(?:(?:{_SECTIONS})\.[a-z]\w*(?:\.[a-z]\w*)*|device(?==))")
 
 
 def in_offline_keys(message: str) -> str:

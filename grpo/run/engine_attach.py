@@ -56,12 +56,10 @@ def with_server_kind(config: Config) -> Config:
     if inference.url is None or inference.server != "auto" or config.engine != "server":
         return config
     try:
-        server = stock_server(inference.url)
+        kind = stock_server(inference.url).kind
     except EngineCallError:
         return config
-    if server.kind is None or EngineClient(inference.url, timeout=10.0).answers("/bridge/info"):
-        return config
-    return config.changed(inference_model={"server": server.kind})
+    return config if kind is None else config.changed(inference_model={"server": kind})
 
 
 def stock_server(url: str) -> StockServer:
