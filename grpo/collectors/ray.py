@@ -214,6 +214,7 @@ class RayCollector:
             pending.remove(call)
             try:
                 report = self.pool.result(call, timeout=60.0)
+                outcomes = report.outcomes()
             except EngineError as error:
                 self.pool.bury(call, str(error))
                 with self._changed:
@@ -223,10 +224,9 @@ class RayCollector:
             with self._changed:
                 self._latest[call.number] = report
                 self._failures = first_failures([self._failures, report.failures])
-                if report.groups:
+                for outcome in outcomes:
                     self._late.pop(call.life, None)
-                for group in report.groups:
-                    self._take_back(call.number, *group)
+                    self._take_back(call.number, *outcome)
                 self._changed.notify_all()
 
     def _take_back(self, number: int, lease: int, group: TensorDictBase | None,

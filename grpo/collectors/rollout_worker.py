@@ -3,29 +3,23 @@
 A :class:`RolloutWorker` is a plain object; :mod:`grpo.policies.ray_engine` runs it as a Ray actor.
 Groups come in by number and go out finished and scored. Its engine belongs to one thread
 (:class:`~grpo.policies.driver.EngineDriver`), in which weights arrive, too; rewards have threads of
-their own, so that no request waits for a score.
+their own (:class:`~grpo.collectors.group_scoring.GroupScoring`).
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
-from grpo.collectors.sync import DROPPED
-from grpo.envs.dialog import Dialog
+from grpo.collectors.group_scoring import Asked, Environments, GroupScoring, Outcome, ScoredGroups
 from grpo.envs.prompts import Prompt
-from grpo.envs.rewards.batch import first_failures
-from grpo.envs.tasks.base import Problem
-from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Completions, Policy
 from grpo.policies.converse import hold
 from grpo.policies.driver import EngineDriver, Job
@@ -64,8 +58,7 @@ class WorkerParts:
     policy: Policy
     engine: InProcessEngine | None  # the policy's, for new weights; None with Transformers
     sampler: TransformersSampler | VLLMSampler  # what the thread of the engine drives
-    # One for each thread that scores, and one to begin groups in; none where others begin them.
-    environments: list[VerifiableEnv]
+    environments: Environments | None  # None where others begin groups
     groups_a_call: int  # that are begun together
     group_rows: int  # completions of a prompt
 
@@ -74,14 +67,17 @@ class WorkerParts:
 class Report:
     """What a worker has to say."""
 
-    #: ``(lease, group, error)`` of each finished group: its rows, or None and the reason.
-    groups: list[tuple[int, TensorDictBase | None, str | None]]
+    scored: list[ScoredGroups]  # finished since the report before
     busy: float  # seconds that the engine has been at work since the worker started
     tokens: int  # sampled since then
     seconds: float  # since then
     started: float  # Unix time of that start, which tells a worker from the one that it replaces
     #: Of the rewards of those groups, as of :class:`~grpo.envs.rewards.RewardBatch`.
     failures: dict[str, str] = field(default_factory=dict)
+
+    def outcomes(self) -> list[Outcome]:
+        """Of each finished group."""
+        return [outcome for groups in self.scored for outcome in groups.outcomes()]
 
 
 class RolloutWorker:
@@ -98,17 +94,11 @@ class RolloutWorker:
                  setup: WorkerSetup, number: int, prompts: list[Prompt]) -> None:
         parts = build(setup, number, prompts)
         self.setup, self.policy, self.engine = setup, parts.policy, parts.engine
-        threads = max(1, len(parts.environments) - 1)
-        self._envs: queue.SimpleQueue[VerifiableEnv] = queue.SimpleQueue()
-        for environment in parts.environments:
-            self._envs.put(environment)
         self._groups_a_call, self._group_rows = parts.groups_a_call, parts.group_rows
         self.driver = EngineDriver(parts.sampler)
+        self.scoring = parts.environments and GroupScoring(parts.policy, parts.environments)
         self._slot: AdapterSlot | None = None
         self._jobs: dict[int, Job] = {}
-        self._finished: queue.SimpleQueue[tuple[int, Any, str | None]] = queue.SimpleQueue()
-        self._failures: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
-        self._scoring = ThreadPoolExecutor(threads, thread_name_prefix="scoring")
         # A conversation has a thread, which nearly always waits for the engine.
         self._talking = ThreadPoolExecutor(_MOST_TALKS, thread_name_prefix="dialog")
         self._started, self._started_at = time.monotonic(), time.time()
@@ -127,17 +117,15 @@ class RolloutWorker:
             try:
                 self._start(lease, number)
             except Exception as error:  # nobody waits for this call
-                self._finished.put((lease, None, f"{type(error).__name__}: {error}"))
+                self.scoring.fail(lease, error)
 
     def _start(self, lease: int, number: int) -> None:
-        batch, dialog, problems = self._with_env(
-            number, lambda env, batch: (batch, env.dialog, env.current_problems))
-        prompts = self.policy.prompts_of(batch)
-        if dialog is None:
-            self._sample(lease, number, prompts).add_done_callback(
+        asked = self.scoring.begin(number)
+        if asked.dialog is None:
+            self._sample(lease, number, asked.prompts).add_done_callback(
                 lambda future: self._sampled(lease, number, future))
         else:
-            self._talking.submit(self._converse, lease, number, prompts, dialog, problems)
+            self._talking.submit(self._converse, lease, number, asked)
 
     def _sample(self, lease: int, number: int, prompts: list[list[int]], *, turn: int = 0,
                 limit: int | None = None) -> Future:
@@ -165,57 +153,34 @@ class RolloutWorker:
         """
         if not self.driver.alive():
             self.driver.call(lambda: None, timeout=timeout)  # raises with the reason
-        groups = []
-        with suppress(queue.Empty):
-            groups.append(self._finished.get(timeout=timeout))
-        groups += _all_of(self._finished)
-        return Report(groups, self.driver.busy, self.driver.sampler.tokens,
-                      time.monotonic() - self._started, self._started_at,
-                      first_failures(_all_of(self._failures)))
+        scored, failures = self.scoring.taken(timeout)
+        return Report(scored, self.driver.busy, self.driver.sampler.tokens,
+                      time.monotonic() - self._started, self._started_at, failures)
 
     def _sampled(self, lease: int, number: int, future: Future) -> None:
         self._jobs.pop(lease, None)
-        if not future.cancelled():
-            self._scoring.submit(self._score, lease, number, future.result)
+        self._finish(lease, number, future.result)
 
-    def _converse(self, lease: int, number: int, prompts: list[list[int]], dialog: Dialog,
-                  problems: list[Problem]) -> None:
+    def _converse(self, lease: int, number: int, asked: Asked) -> None:
         def speak(prompts: list[list[int]], limit: int, turn: int) -> TensorDictBase:
             if turn and lease not in self._jobs:
                 raise CancelledError  # between two turns
             future = self._sample(lease, number, prompts, turn=turn, limit=limit)
             return self.policy.write(self.policy.pad_prompts(prompts), future.result())
 
-        self._score(lease, number, lambda: hold(
-            speak, prompts, dialog, problems, max_tokens=self.policy.sampling.max_tokens))
+        self._finish(lease, number, lambda: hold(
+            speak, asked.prompts, asked.dialog, asked.problems,
+            max_tokens=self.policy.sampling.max_tokens))
         self._jobs.pop(lease, None)
 
-    def _score(self, lease: int, number: int, sampled: Callable[[], Completions]) -> None:
+    def _finish(self, lease: int, number: int, sampled: Callable[[], Completions]) -> None:
+        """Have a group scored, unless it was cancelled or has failed."""
         try:
-            completions = sampled()
-            group = self._with_env(number, lambda env, batch: self._step(env, batch, completions))
+            self.scoring.add(lease, number, sampled())
         except CancelledError:
             return
-        except Exception as error:  # one group's; the trainer decides what becomes of it
-            self._finished.put((lease, None, f"{type(error).__name__}: {error}"))
-        else:
-            self._finished.put((lease, group, None))
-
-    def _step(self, env: VerifiableEnv, batch: TensorDictBase, completions: Completions
-              ) -> TensorDictBase:
-        group = env.step(self.policy.write(batch, completions)).exclude(*DROPPED).flatten()
-        if env.failures:  # first, so that they are there when the group is
-            self._failures.put(env.failures)
-        return group
-
-    def _with_env(self, number: int, use: Callable[[VerifiableEnv, TensorDictBase], Any]) -> Any:
-        """Use an environment, which is set to a group; each is used by one thread at a time."""
-        env = self._envs.get()
-        try:
-            env.seek(number)
-            return use(env, env.reset())
-        finally:
-            self._envs.put(env)
+        except Exception as error:  # of one group
+            self.scoring.fail(lease, error)
 
     def generate(self, job: Job, timeout: float) -> Completions:
         """Sample rows for the trainer, such as an evaluation's; they join what is running.
@@ -339,14 +304,8 @@ class RolloutWorker:
 
     def close(self) -> None:
         """End engine and threads."""
-        for threads in (self._scoring, self._talking):
-            threads.shutdown(wait=False, cancel_futures=True)
+        if self.scoring is not None:
+            self.scoring.close()
+        self._talking.shutdown(wait=False, cancel_futures=True)
         self.driver.close()
 
-
-def _all_of(waiting: queue.SimpleQueue) -> list[Any]:
-    """What is in a queue now."""
-    taken = []
-    while not waiting.empty():
-        taken.append(waiting.get_nowait())
-    return taken

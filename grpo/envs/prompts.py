@@ -226,6 +226,11 @@ class PromptStream:
         epoch, position = divmod(number, len(self.prompts))
         self.load_state_dict({"epoch": epoch, "position": position})
 
+    def at(self, number: int) -> Prompt:
+        """The prompt of this number; the stream goes on behind it."""
+        self.seek(number)
+        return self.take(1)[0]
+
     def _make_order(self) -> list[int]:
         order = list(range(len(self.prompts)))
         if self.shuffle:

@@ -94,6 +94,7 @@ class VerifiableEnv(EnvBase):
         self.failures: dict[str, str] = {}  # of the last step, as of RewardBatch
         self.responses: list[_Response] = []  # of the last step, a row each
         self._current: list[Prompt] = []
+        self._sought: tuple[int, ...] = ()
         self._finished: dict[int, _Response] = {}  # by row
         self._begun: dict[int, _Begun] = {}  # first row of a group -> its scores to come
         self._make_specs(max_prompt_tokens, max_response_tokens, len(tokenizer))
@@ -137,7 +138,11 @@ class VerifiableEnv(EnvBase):
         if tensordict is not None and not tensordict.get("_reset", torch.ones(1)).all():
             raise ValueError("VerifiableEnv resets whole batches, because a group starts together; "
                              "got a partial '_reset' mask")
-        prompts = self.stream.take(self.num_prompts)
+        numbers = self._sought or range(self.groups_started,
+                                        self.groups_started + self.num_prompts)
+        prompts = ([self.stream.at(number) for number in numbers] if self._sought
+                   else self.stream.take(self.num_prompts))
+        self._sought = ()
         self._current = [prompt for prompt in prompts for _ in range(self.group_size)]
         self._finished, self._begun = {}, {}
         rows, width = self.batch_size[0], self.observation_spec[data.PROMPT_TOKENS].shape[-1]
@@ -147,9 +152,8 @@ class VerifiableEnv(EnvBase):
                                                 self.pad_token_id)
         out[data.PROMPT_MASK] = torch.arange(width) < sizes[:, None]
         # Counted on over the whole run, so that rows of different batches never share a group.
-        groups = torch.arange(self.groups_started, self.groups_started + self.num_prompts)
-        out[data.GROUP_ID] = groups.repeat_interleave(self.group_size)
-        self.groups_started += self.num_prompts
+        out[data.GROUP_ID] = torch.tensor(numbers).repeat_interleave(self.group_size)
+        self.groups_started = numbers[-1] + 1
         nothing = RewardBatch.of_rows([Row()] * rows, self.score.labels)
         return out.update(self._entries(nothing))
 
@@ -256,10 +260,19 @@ class VerifiableEnv(EnvBase):
         return [tokens[keep].tolist() for tokens, keep in zip(
             batch[data.TOKENS].cpu(), kept_BT, strict=True)]
 
-    def seek(self, group: int) -> None:
-        """Let the next reset begin with the group of this number of the run."""
-        self.stream.seek(group)
-        self.groups_started = group
+    def seek(self, *groups: int) -> None:
+        """Let the next reset begin with the group of this number of the run, or, where as many are
+        given as a batch has, be of these.
+
+        Raises:
+            ValueError: for another number of them.
+        """
+        if len(groups) not in (1, self.num_prompts):
+            raise ValueError(f"{len(groups)} groups are sought, but a batch has "
+                             f"{self.num_prompts}; give its first, or all")
+        self._sought = groups if len(groups) > 1 else ()
+        self.stream.seek(groups[0])
+        self.groups_started = groups[0]
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -63,6 +64,13 @@ class Completions:
     #: Which of ``tokens`` the policy sampled, where others have spoken in between; ``versions`` are
     #: of those alone. None: all of them.
     sampled: list[list[bool]] | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Completions]) -> Completions:
+        """Those of several batches, which are alike in what is None."""
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        return cls(*(None if column[0] is None else [*itertools.chain(*column)]
+                     for column in columns))
 
 
 class Policy(TensorDictModuleBase):

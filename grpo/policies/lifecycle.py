@@ -49,10 +49,32 @@ def starting() -> Iterator[None]:
     _meet_at_a_file()
     before = torch.distributed.is_initialized()
     try:
-        yield
+        with _only_plain_sampling_tried():
+            yield
     finally:
         if not before:
             _distributed_is_theirs = torch.distributed.is_initialized()
+
+
+@contextmanager
+def _only_plain_sampling_tried() -> Iterator[None]:
+    """Have a starting engine try the sampling of policies alone.
+
+    On a GPU vLLM tries all that it has, top-p, penalties and more, and compiles kernels of which no
+    rollout makes use: 15 s of a start. Somebody who asks for them later waits then.
+    """
+    from vllm import SamplingParams
+
+    tried = SamplingParams.__dict__.get("for_sampler_warmup")
+    if tried is None:  # this vLLM has another way to warm up
+        yield
+        return
+    SamplingParams.for_sampler_warmup = staticmethod(
+        lambda: SamplingParams(temperature=0.9, logprobs=0))
+    try:
+        yield
+    finally:
+        SamplingParams.for_sampler_warmup = tried
 
 
 def end_compile_workers() -> None:

@@ -28,7 +28,7 @@ from grpo.report.starting import Starting
 from grpo.run.build import Prompts, uses_cuda
 from grpo.run.build_engine import Setup, load_trained, quantised_model
 from grpo.run.build_model import prepare_model
-from grpo.run.build_objective import build_learner, build_loss, rows_like_a_group
+from grpo.run.build_objective import build_learner, build_loss, rows_like_a_batch
 from grpo.run.build_team import TrainingActor, start_others
 from grpo.run.build_worker import build_reference, build_worker
 from grpo.run.placement import Kind, Places, plan_devices
@@ -181,7 +181,7 @@ def build_actor(
     if config.train_model.compile and leader is None and not together:
         # Where there are other ranks, they wait for the engines' layout by now.
         with starting.part("compiled layers of the trainer"):
-            learner.warm_up(*rows_like_a_group(
+            learner.warm_up(*rows_like_a_batch(
                 config, prompts.max_model_len if prompts else config.atropos.seq_len))
     pool.meet()
     weights = make_fleet_sync(config, model, pool, backend=backend, device=setup.device,

@@ -87,18 +87,20 @@ def build_learner(config: Config, loss: GRPOLoss, ranks: Ranks | None = None) ->
         width_multiple=GPU_WIDTH_MULTIPLE if on_gpu else 1, proximal=proximal)
 
 
-def rows_like_a_group(config: Config, width: int) -> tuple[Tensor, Tensor]:
-    """Tokens and mask of completions of one prompt, half of each row, that fit into a micro-batch:
-    something to compile for.
+def rows_like_a_batch(config: Config, width: int) -> tuple[Tensor, Tensor]:
+    """Tokens and mask of completions of one prompt, half of each row, as many as a micro-batch has
+    room for: something to compile for. Layers that were compiled for few tokens would be compiled
+    again for many.
 
     Examples:
-        >>> tokens, mask = rows_like_a_group(Config(env={"repeats": 4}), 6)
+        >>> small = Config(env={"repeats": 4, "num_envs": 1})
+        >>> tokens, mask = rows_like_a_batch(small, 6)
         >>> tokens[1].tolist(), mask[1].tolist()
         ([1, 1, 1, 2, 2, 2], [False, False, False, True, True, True])
     """
-    rows = max(1, min(config.env.repeats, scoring_budget(config) // width))
+    rows = max(1, min(config.turns_per_batch, scoring_budget(config) // width))
     tokens_BT = torch.ones(rows, width, dtype=torch.int64)
-    tokens_BT[:, width // 2:] += torch.arange(rows)[:, None]  # or rows would share more
+    tokens_BT[:, width // 2:] += torch.arange(rows)[:, None] % 2  # or rows would share more
     mask_BT = (torch.arange(width) >= width // 2).expand(rows, -1)
     return tokens_BT, mask_BT.clone()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from grpo.collectors.group_scoring import Environments
 from grpo.collectors.rollout_worker import WorkerParts, WorkerSetup
 from grpo.config.schema import ConfigError
 from grpo.config.sent import load_sent
@@ -24,17 +27,22 @@ from grpo.run.build import build_dialog, load_tokenizer, quiet_libraries, reward
 from grpo.run.build_engine import Setup, start_engine_of
 from grpo.run.build_model import load_model
 from grpo.run.build_objective import scoring_budget
+from grpo.run.placement import KEEPS_DEVICES
 from grpo.training.parallel import ShardedReference
 from grpo.training.ranks import Ranks
 from grpo.weights.adapters import make_lora
 from grpo.weights.lora_slot import lora_request
 
-# Groups that are scored at a time, at least, where rewards run side by side.
-_SCORING_THREADS = 4
+# Groups that are scored at a time, at least, where rewards run side by side; at most in one call
+# where they take no time.
+_SCORING_THREADS, _SCORED_TOGETHER = 4, 32
+_SWITCH_SECONDS = 1e-3
 
 
 def build_worker(setup: WorkerSetup, number: int, prompts: list[Prompt]) -> WorkerParts:
     """What the rollout worker of a number works with."""
+    # A call that brings weights waits for the engine's thread to give the interpreter away.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     quiet_libraries()
     config = load_sent(setup.config)
     kind = config.train_model.quantization
@@ -48,21 +56,26 @@ def build_worker(setup: WorkerSetup, number: int, prompts: list[Prompt]) -> Work
                    max_model_len=setup.max_model_len, folder=Path())
     policy, engine, sampler = _start_engine(setup, shared, number)
     if config.env.is_atropos:  # whose environments bring problems and rewards
-        return WorkerParts(policy, engine, sampler, [], groups_a_call=1, group_rows=1)
+        return WorkerParts(policy, engine, sampler, None, groups_a_call=1, group_rows=1)
     # The problems have come with the prompts. The engine's thread draws random numbers, too, so
     # nobody can tell who has drawn.
     give_template(shared.tokenizer, config.env.chat_template, [p.problem for p in prompts])
     score = reward_function(config, task_class(config.env.dataset), try_first=False)
     score.prepare()
-    workers = config.env.reward_workers  # a group waits in its thread while its calls run there
-    threads = 1 if workers == 1 else _SCORING_THREADS + workers // config.env.repeats
     dialog = build_dialog(config, score, shared.tokenizer, policy)
-    environments = [
-        VerifiableEnv(prompts, score, shared.tokenizer, num_prompts=1,
-                      group_size=config.env.repeats, max_prompt_tokens=setup.prompt_width,
-                      max_response_tokens=config.max_tokens,
-                      eos_token_ids=policy.eos_token_ids, seed=config.train.seed, dialog=dialog)
-        for _ in range(threads + 1)]
+
+    def make(groups: int) -> VerifiableEnv:
+        return VerifiableEnv(
+            prompts, score, shared.tokenizer, num_prompts=groups, group_size=config.env.repeats,
+            max_prompt_tokens=setup.prompt_width, max_response_tokens=config.max_tokens,
+            eos_token_ids=policy.eos_token_ids, seed=config.train.seed, dialog=dialog)
+
+    workers = config.env.reward_workers
+    if score.quick:
+        environments = Environments(make, together=_SCORED_TOGETHER)
+    else:  # a group waits in its thread while its calls run
+        environments = Environments(
+            make, threads=1 if workers == 1 else _SCORING_THREADS + workers // config.env.repeats)
     return WorkerParts(policy, engine, sampler, environments,
                        groups_a_call=config.env.num_envs, group_rows=config.env.repeats)
 
@@ -99,6 +112,9 @@ def _start_engine(
         return policy, None, TransformersSampler(policy)
     from grpo.policies.lifecycle import end_compile_workers
 
+    # Ray has read it. vLLM keeps compiled layers and kernels by all such variables, and without it
+    # finds those of `grpo.py` on the same host.
+    os.environ.pop(KEEPS_DEVICES, None)
     parallel = {} if setup.tensor_parallel_size == 1 else {
         "separate_process": True, "tensor_parallel_size": setup.tensor_parallel_size}
     llm = start_engine_of(shared, max_num_seqs=setup.rows, seed=config.train.seed + number,

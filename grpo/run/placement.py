@@ -16,6 +16,8 @@ from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, ConfigError
 
 Kind = Literal["cuda", "cpu"]
+#: Variable that tells Ray to leave a process the devices that it is shown.
+KEEPS_DEVICES = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ class Places:
             return options
         # Set before the process starts, because some imports look for GPUs.
         return options | _environment(CUDA_VISIBLE_DEVICES=visible(devices),
-                                      RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1")
+                                      **{KEEPS_DEVICES: "1"})
 
     def _threads(self) -> dict[str, Any]:
         """Ray's options for a share of this machine's cores, unless the user has given one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,11 +27,11 @@ class Packed:
     """
 
     content: np.ndarray
-    layout: list[tuple[str, str, tuple[int, ...]]]
+    layout: list[tuple[Hashable, str, tuple[int, ...]]]
 
     @classmethod
     @torch.no_grad()
-    def of(cls, values: Mapping[str, Tensor]) -> Packed:
+    def of(cls, values: Mapping[Hashable, Tensor]) -> Packed:
         """A copy of the values as they are now, wherever they are."""
         # Of wide types first, so that each begins at a multiple of its width.
         ordered = sorted(values.items(), key=lambda item: -item[1].itemsize)
@@ -41,7 +41,7 @@ class Packed:
         content = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
         return cls(content.cpu().numpy(), layout)
 
-    def tensors(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    def tensors(self, device: torch.device | str = "cpu") -> dict[Hashable, Tensor]:
         """The values by name, on a device; they share one new piece of memory."""
         # A copy, because a message's own may not be written to.
         content = torch.from_numpy(self.content.copy()).to(device)

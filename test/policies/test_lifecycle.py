@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from grpo.policies.lifecycle import starting
+
 # A worker that has compiled in processes of its own, and is killed together with its children.
 COMPILED = """
 import os, signal, sys
@@ -71,3 +73,16 @@ def test_engines_of_older_releases_need_no_free_port(monkeypatch):
         methods = {module.get_distributed_init_method("127.0.0.1", 29500)
                    for module in (multiproc_executor, uniproc_executor)}
     assert len(methods) == 2 and all(method.startswith("file:///") for method in methods)
+
+
+def test_an_engine_that_starts_tries_plain_sampling_and_no_other():
+    """vLLM's own method has to be there, or starts on GPUs would be slow without a word."""
+    from vllm import SamplingParams
+
+    tried = SamplingParams.for_sampler_warmup
+    with starting():
+        params = SamplingParams.for_sampler_warmup()
+        assert (params.top_p, params.top_k, params.logprobs) == (1.0, 0, 0)
+        assert params.repetition_penalty == 1.0 and params.min_tokens == 0
+    assert SamplingParams.for_sampler_warmup is tried
+    assert SamplingParams.for_sampler_warmup().top_p < 1.0

@@ -18,7 +18,7 @@ from grpo.objectives.aggregate import row_weights
 from grpo.objectives.inputs import loss_mask
 from grpo.objectives.maxent import MaxEntWeights
 from grpo.policies.scoring import ProximalScorer
-from grpo.run.build_objective import rows_like_a_group
+from grpo.run.build_objective import rows_like_a_batch
 from grpo.training.learner import CheckpointingProbe, Learner
 from grpo.training.optim import MasterAdamW
 
@@ -110,7 +110,7 @@ def test_rows_to_warm_up_with_run_the_layers_and_leave_no_trace(model, packing):
     learner = make_learner(model, loss={"packing": packing})
     layer = model.model.layers[0]
     layer.register_full_backward_hook(lambda *_: backward.append(1))
-    learner.warm_up(*rows_like_a_group(Config(env={"repeats": 4}), 10))
+    learner.warm_up(*rows_like_a_batch(Config(env={"repeats": 4}), 10))
     assert backward and all(master.grad is None for master in learner.optimizer.masters)
     assert all(param.grad is None for param in model.parameters())
     learner.update(rollout, iteration=0)

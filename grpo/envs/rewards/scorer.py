@@ -150,6 +150,11 @@ class RewardScorer:
             fn.verdict = self._verdicts[asked]
         return fn
 
+    @property
+    def quick(self) -> bool:
+        """Whether all functions are called on the spot, where they take microseconds."""
+        return all(fn.mark("quick", False) for fn in (*self._functions, *self._verdicts.values()))
+
     def prepare(self) -> None:
         """Begin to start what other processes need, so that the first rewards do not wait for
         it."""
