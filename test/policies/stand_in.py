@@ -41,6 +41,7 @@ class StandIn(ThreadingHTTPServer):
         self.kind, self.routes, self.deaf, self.raw = kind, ROUTES[kind] - without, deaf, raw
         self.lock, self.bodies, self.adapters = threading.Lock(), [], {}
         self.answer: dict | None = None
+        self.context, self.most_at_a_time, self._now = 64, 0, 0
         self._load(folder)
 
     def _load(self, folder: str | Path) -> None:
@@ -63,7 +64,7 @@ class StandIn(ThreadingHTTPServer):
         if path == "/v1/models":
             others = [{"id": name, "parent": "m", "owned_by": self.kind} for name in self.adapters]
             return 200, {"data": [*others, {
-                "id": "m", "owned_by": self.kind, "max_model_len": 64, "parent": None}]}
+                "id": "m", "owned_by": self.kind, "max_model_len": self.context, "parent": None}]}
         if path == "/get_model_info" and self.kind == "sglang":
             return 200, {"model_path": self.folder}
         return (405 if path in self.routes else 404), {}
@@ -72,6 +73,14 @@ class StandIn(ThreadingHTTPServer):
         if path not in self.routes:
             return 404, {}
         self.bodies.append((path, body))
+        self._now += 1
+        self.most_at_a_time = max(self.most_at_a_time, self._now)
+        try:
+            return self._answer(path, body)
+        finally:
+            self._now -= 1
+
+    def _answer(self, path: str, body: dict) -> tuple[int, dict]:
         with self.lock, torch.no_grad():
             if path == "/generate":
                 return 200, self.answer or self._generate(body)
