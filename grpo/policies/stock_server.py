@@ -39,7 +39,8 @@ class StockServer(JsonClient):
         timeout: seconds a call may take unless it is given its own.
 
     Attributes:
-        kind: who answers there; None: somebody else, who takes no weights.
+        owner: who it says it is.
+        kind: the same; None: nobody who takes weights.
         model: name that the base model is served as.
         adapter: name of the adapter that requests ask for; None: the base model.
         max_model_len: tokens of prompt and response; None: it does not say.
@@ -63,8 +64,8 @@ class StockServer(JsonClient):
         cards = self.call("GET", "/v1/models", timeout=_LOOK).get("data") or [{}]
         # Adapters that others have loaded are listed, too.
         card = next((card for card in cards if not card.get("parent")), cards[0])
-        owner = card.get("owned_by")
-        self.kind: Kind | None = owner if owner in get_args(Kind) else None
+        self.owner: str | None = card.get("owned_by")
+        self.kind: Kind | None = self.owner if self.owner in get_args(Kind) else None
         self.model: str = card.get("id", "")
         self.adapter: str | None = None
         self.max_model_len: int | None = card.get("max_model_len")

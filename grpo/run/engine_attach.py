@@ -80,9 +80,8 @@ def open_stock_server(setup: Setup) -> StockServer:
         raise ConfigError(f"inference_model.url={inference.url}: {error}") from error
     where = f"inference_model.url={inference.url}: the server"
     if server.kind != inference.server:
-        raise ConfigError(f"{where} says that it is {server.kind or 'neither vLLM nor SGLang'}, "
-                          f"but inference_model.server={inference.server}; give server=auto, or "
-                          "the address of one that is")
+        raise ConfigError(f"{where} is {server.owner or 'nobody known'}'s, which is not what "
+                          "inference_model.server says; change that, or give another address")
     if (server.max_model_len or setup.max_model_len) < setup.max_model_len:
         raise ConfigError(f"{where} takes {server.max_model_len} tokens, but prompt and response "
                           f"need {setup.max_model_len}; start it with room for them, or lower "

@@ -280,6 +280,7 @@ def test_what_an_evaluation_would_not_read_is_refused(keys, message):
     (["compare", "a", "b", "model.name=c"], "model.name is not read by compare"),
     (["model.nam=x"], "model.nam"),
     (["embedded"], "embedded: has no value"),
+    (["eval.batch_size=3"], "eval.batch_size=3 is not read by an evaluation"),
     (["url=localhost", SMALL[0]], "url=localhost: must begin with http"),
     (["env=atropos", "env.task={}"], "env=atropos needs to know|steps_per_eval"),
 ])

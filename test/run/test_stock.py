@@ -113,7 +113,7 @@ def test_adapters_are_uploaded_under_a_new_name_each_and_the_last_is_unloaded(fo
 
 def test_another_kind_of_server_than_the_key_says_is_refused(folder):
     with StandIn("vllm", folder) as there, pytest.raises(
-            ConfigError, match="says that it is vllm, but inference_model.server=sglang"):
+            ConfigError, match="is vllm's, which is not what inference_model.server says"):
         opened(config_of(there.url, folder, inference_model={"server": "sglang"}))
     with pytest.raises(ConfigError, match="is the server running"):
         opened(config_of("http://127.0.0.1:9", folder, inference_model={"server": "vllm"}))
