@@ -18,4 +18,4 @@ sys.path = [str(HERE.parents[1]), *(p for p in sys.path if Path(p).resolve() != 
 from grpo.run.cli.offline import main
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:], prog=sys.argv[0])

@@ -17,6 +17,7 @@ SERVER = "python -m grpo.server.serve"
 STOCK = "python -m vllm.entrypoints.openai.api_server"
 #: Kind of a row -> how its last command begins, variables left out; longer ones first.
 KINDS = {
+    "install": ("pip install ",),
     "api": (".venv-atropos/bin/run-api ", "python -m grpo.atropos.hub_server "),
     "environment": (".venv-atropos/bin/python path/to/environment.py serve ",),
     "launcher": ("atropos-grpo-run ",),

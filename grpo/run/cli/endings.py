@@ -44,11 +44,11 @@ def endings_in_a_line(said: Callable[[str], str] = in_script_keys) -> Iterator[N
 
 
 def bad_input_in_a_line(
-    *also: type[Exception], said: Callable[[str], str] = in_script_keys
+    said: Callable[[str], str] = in_script_keys
 ) -> AbstractContextManager[None]:
-    """Around all that is done before a run begins."""
-    return errors_in_a_line(ValueError, OSError, ImportError, *also, switch="HYDRA_FULL_ERROR",
-                            said=said)
+    """Around all done before a run begins; some of it shows first in engines and workers."""
+    return errors_in_a_line(ValueError, OSError, ImportError, EngineError, WorkersLost,
+                            switch="HYDRA_FULL_ERROR", said=said)
 
 
 def fit_with_workers(trainer: Trainer, said: Callable[[str], str] = in_script_keys) -> None:
