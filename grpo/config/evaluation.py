@@ -35,7 +35,10 @@ class LmEvalOptions(Section):
 
 class EvalConfig(Section):
     """Samples of held-out problems, and further tasks; greedy accuracy on the run's own task is
-    always measured."""
+    always measured, unless ``train.eval_frequency`` is ``never``."""
+
+    only = Unread(lambda c: c.train.eval_frequency == "never",
+                  "because train.eval_frequency=never; give that a number, or")
 
     samples: int | None = Field(None, ge=1)
     """Completions of each problem beside the greedy one; null: none."""
@@ -45,6 +48,8 @@ class EvalConfig(Section):
     """For which pass@k and its relatives are given; null: 1 and ``eval.samples``."""
     seed: Annotated[int, _SAMPLED] = Field(0, ge=0)
     """Of the samples and of the bootstrap, the same at each evaluation."""
+    batch_size: int | None = Field(None, ge=1)
+    """Completions at a time; null: those of a batch of training."""
     benchmarks: list[str] | dict[str, dict[str, Any]] | None = None
     """Further tasks, by their recipes in ``config/env``; a table ``{gsm8k: {data_path: ...}}`` has
     keys of section ``env`` that differ from the recipe's. ``lm_eval:TASK`` is one of lm-eval, with

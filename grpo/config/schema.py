@@ -50,6 +50,10 @@ _WANDB = Unread(lambda c: "wandb" not in c.logging.backends,
                 "because logging.backends has no 'wandb'; add it, or")
 
 
+_EVALUATED = Unread(lambda c: c.train.eval_frequency == "never",
+                    "because train.eval_frequency=never; give that a number, or")
+
+
 class LoggingConfig(Section):
     """Loggers beside ``metrics.jsonl``, which is always written."""
 
@@ -61,7 +65,7 @@ class LoggingConfig(Section):
     legacy_names: Literal["atropos"] | None = None
     """Metrics also under the names that this trainer gave them, see
     :mod:`grpo.report.legacy_names`."""
-    num_samples: int = Field(6, ge=0)
+    num_samples: Annotated[int, _EVALUATED] = Field(6, ge=0)
     """Completions shown and saved at each evaluation."""
 
 

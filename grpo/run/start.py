@@ -103,7 +103,8 @@ def trainer_of(
         reporter=Reporter(start.console, loggers, setup.tokenizer, run_dir=run_dir,
                           num_samples=config.logging.num_samples),
         tokenizer=setup.tokenizer, run_dir=run_dir, config=start.asked,
-        iterations=config.iterations, eval_frequency=config.train.eval_frequency,
+        iterations=config.iterations,
+        eval_frequency=0 if config.train.eval_frequency == "never" else config.train.eval_frequency,
         checkpoint_frequency=config.train.checkpoint_frequency,
         keep_checkpoints=config.train.keep_checkpoints or 3,
         proof_interval=config.train.proof_interval)

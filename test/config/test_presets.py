@@ -21,7 +21,8 @@ from grpo.run.build_objective import build_advantage, build_loss
 from . import configs
 from .configs import FOLDER
 
-RUNS = sorted(path.stem for path in FOLDER.glob("*.yaml") if "async" not in path.stem)
+RUNS = sorted(path.stem for path in FOLDER.glob("*.yaml")
+              if not {"async", "offline"} & {*path.stem.split("_")})
 NAMES = sorted(path.stem for path in (FOLDER / "preset").glob("*.yaml"))
 composed = functools.cache(configs.composed)
 

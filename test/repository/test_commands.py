@@ -1,5 +1,6 @@
 """Every command in the second columns of docs/commands.md runs to its end: those of the scripts
-here, those that have others beside them in test_commands_served.py."""
+here, those that have others beside them in test_commands_served.py, those of the offline trainer in
+test_commands_offline.py."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from grpo.run.placement import plan_devices
 from ..config.configs import composed_like
 from ..config.test_trl_names import OPEN_R1
 from ..support import REPO, environment, finished, several_runs
-from .commands_page import ASYNC, HEADER, KINDS, SERVER, SYNC, Line, Row, devices, rows
+from .commands_page import ASYNC, HEADER, KINDS, SERVER, STOCK, SYNC, Line, Row, devices, rows
 
 PAGE = (REPO / "docs" / "commands.md").read_text()
 ROWS = rows(PAGE)
@@ -86,9 +87,10 @@ def setup_arguments(monkeypatch):
 
 def test_every_row_is_run_by_a_test():
     kinds = {row.kind for row in ROWS}
-    assert kinds == {*KINDS, "served"}
-    assert all(not row.here[:-1] or row.kind in ("trainer", "served") for row in ROWS)
-    assert all(" ".join(Line.of(text).words).startswith(f"{SERVER} ")
+    assert kinds == {*KINDS, "served", "offline_served"}
+    assert all(not row.here[:-1] or row.kind in ("trainer", "served", "offline_served")
+               for row in ROWS)
+    assert all(" ".join(Line.of(text).words).startswith((f"{SERVER} ", f"{STOCK} "))
                for row in ROWS for text in row.here[:-1])
     assert len(ALL_ROLES + WORKERS + ALONE + OF_TRL) == len(RUNS) == len(of_kind("run"))
     assert [words[0] for words in ALL_ROLES] == [SYNC.split()[1], ASYNC.split()[1]]

@@ -18,6 +18,7 @@ from .warm import COMMANDS, REPO, SCRIPTS
 
 GRPO = [str(SCRIPTS / "grpo.py")]
 ASYNC = [str(SCRIPTS / "grpo-async.py")]
+OFFLINE = [str(SCRIPTS / "grpo-offline.py")]
 # Every command of the library, as it is typed.
 LINES = {name: [str(target)] if isinstance(target, Path) else ["-m", target]
          for name, target in COMMANDS.items()}
@@ -28,7 +29,7 @@ SERVERS = {module: ["-m", module] for module in ("grpo.server.serve", "grpo.atro
 
 
 def is_hydras(name: str) -> bool:
-    return name.endswith(".py") or name.startswith("grpo train")
+    return name.endswith(".py") or name.startswith(("grpo train", "grpo offline"))
 
 
 @pytest.fixture
@@ -68,7 +69,8 @@ def test_the_commands_are_all_there_are():
 def test_help_comes_at_once(quick, name):
     done = quick((LINES | SERVERS | OF_CONSOLE)[name], "--help")
     assert done.returncode == 0, done.stderr
-    assert ("train.seed=" if is_hydras(name) else "--") in done.stdout
+    shown = "train.lr=" if "offline" in name else "train.seed="
+    assert (shown if is_hydras(name) else "--") in done.stdout
     if name in OF_CONSOLE:
         assert done.stdout.lower().startswith(f"usage: {name} [")
 
@@ -104,7 +106,7 @@ def test_what_to_type_is_said_as_it_was_typed(quick):
     assert done.returncode == 2 and "(grpo plan --help lists all)" in done.stderr
 
 
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("name", [name for name in LINES if name != "grpo-offline.py"])
 def test_a_misspelt_key_is_explained_at_once_by_every_command(quick, name):
     model = [] if is_hydras(name) else ["--model-name", "m"]
     done = quick(LINES[name], *model, "optimizer.warmup_step=1", "model.nam=m")
@@ -127,6 +129,10 @@ def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
 
 
 @pytest.mark.parametrize("script, given, expected", [
+    (OFFLINE, ["train.lrr=1"], "train.lrr: unknown key (given 1); did you mean 'lr'?"),
+    (OFFLINE, ["optimizer.eps=1"], "optimizer.eps: unknown key (given 1); did you mean 'run.opt"),
+    (OFFLINE, ["run.train.sead=1"], "run.train.sead: unknown key (given 1); did you mean 'seed'?"),
+    (OFFLINE, ["--config-name", "grpo_x"], "known: offline_grpo, offline_smoke;"),
     (GRPO, ["train.sead=1"], "train.sead: unknown key (given 1); did you mean 'seed'?"),
     (ASYNC, ["train.stalenes=1"], "unknown key (given 1); did you mean 'staleness'?"),
     (GRPO, ["train.staleness=1"], "train.staleness: unknown key (given 1); known keys of train:"),

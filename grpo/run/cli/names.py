@@ -37,13 +37,15 @@ def key_error(path: str, value: object, known: DictConfig, *, adds: bool) -> str
     section = known
     for depth, parent in enumerate(parents, start=1):
         if parent not in section:
+            if depth == 1 and parent in known.get("run", {}):  # of grpo-offline.py
+                return f"{path}: unknown key (given {value!r}); did you mean 'run.{path}'?"
             return unknown_key(".".join(parents[:depth]), value, section)
         section = section[parent]
         if not OmegaConf.is_dict(section):
             return None if adds else (
                 f"{path}: {'.'.join(parents[:depth])} has no keys before it is given one; write "
                 f"'{'.'.join(parents)}={{{name}: {value}}}'")
-    if name in section or (adds and parents == ["env", "task"]):
+    if name in section or (adds and parents[-2:] == ["env", "task"]):
         return None
     if not parents and (close := difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.8)) and (
             not difflib.get_close_matches(name, section, n=1, cutoff=0.7)):

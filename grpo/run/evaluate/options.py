@@ -23,7 +23,7 @@ _ENGINE = ("device", "inference_model.backend", "inference_model.gpu_memory_util
            "inference_model.ignore_eos", "train_model.torch_dtype",
            "train_model.attn_implementation", "train_model.fp32_head")
 _NEVER = ("env.num_envs", "env.repeats", "env.url", "env.environment", "env.port",
-          "env.forward_ports", "eval.at_checkpoints")
+          "env.forward_ports", "eval.at_checkpoints", "eval.batch_size")
 
 
 class EvaluateOptions(Section):
