@@ -24,6 +24,10 @@ REASONING_GYM = ["reasoning-gym>=0.1.25"]
 MATH = ["latex2sympy2-extended>=1.10", "math-verify>=0.9"]
 # Later ones have no load_environment at their top, or ask for another version of MCP than vLLM.
 VERIFIERS = ["verifiers>=0.1.14,<0.2"]
+# The site, whose formulas become MathML, so that it needs no script to show them.
+DOCS = ["latex2mathml>=3.78", "mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10",
+        "mkdocstrings-python>=1.16,<3"]
+NOTEBOOK = ["ipykernel>=6.29", "nbclient>=0.10"]
 
 EXTRAS = {
     "vllm": ["vllm>=0.25.1,<0.33", *SERVER],
@@ -38,9 +42,11 @@ EXTRAS = {
     "math": MATH,
     "verifiers": VERIFIERS,
     "logging": LOGGING,
+    "docs": DOCS,
+    "notebook": NOTEBOOK,
     "dev": ["hypothesis>=6.100", "import-linter>=2.6", "pytest>=8", "pytest-timeout>=2.3",
-            "pytest-xdist>=3.6", "ruff>=0.6", *LOGGING, *LORA, *QUANTIZATION, *RAY,
-            *IFEVAL, *REASONING_GYM, *MATH],
+            "pytest-xdist>=3.6", "ruff>=0.6", *DOCS, *LOGGING, *LORA, *NOTEBOOK,
+            *QUANTIZATION, *RAY, *IFEVAL, *REASONING_GYM, *MATH],
 }
 
 
