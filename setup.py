@@ -118,6 +118,7 @@ setup(
     ],
     extras_require=EXTRAS,
     entry_points={"console_scripts": [
+        "grpo = grpo.run.cli.console:main",
         "atropos-grpo = grpo.run.cli.atropos:main",
         "atropos-grpo-run = grpo.run.cli.launch:main",
     ]},

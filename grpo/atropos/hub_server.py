@@ -19,6 +19,7 @@ from grpo.atropos.hub_state import Limits
 from grpo.system.http_call import is_loopback
 from grpo.system.lifeline import TOKEN_VARIABLE, bind, exit_with_parent
 
+_PROG = "python -m grpo.atropos.hub_server"
 DEFAULT_PORT = 8000  # run-api's
 _START_SECONDS = 30.0
 
@@ -119,10 +120,10 @@ def build(
     return server_of(app, grace=1), opened
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = _PROG) -> argparse.ArgumentParser:
     """The command line; ``--host`` and ``--port`` are those of ``run-api``."""
     parser = argparse.ArgumentParser(
-        prog="python -m grpo.atropos.hub_server", description=__doc__.splitlines()[0],
+        prog=prog, description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--host", default="127.0.0.1")
@@ -142,9 +143,9 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None, *, prog: str = _PROG) -> None:
     """Run the hub until SIGTERM or SIGINT."""
-    options = parser()
+    options = parser(prog)
     args = options.parse_args(argv)
     try:
         limits = Limits(queue_bytes=args.max_queue_mib << 20, env_seconds=args.env_seconds,

@@ -27,7 +27,7 @@ PALETTE = {
 }
 #: Colours of the phases of a step, from the bottom of its bar to the top.
 PHASES = {"generate": "blue", "reward": "amber", "train": "violet", "optimizer": "pink",
-          "sync": "green", "canary": "teal", "eval": "red", "other": "gray"}
+          "border": "amber", "sync": "green", "canary": "teal", "eval": "red", "other": "gray"}
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ more devices'
     step = middle["time/step"]
     waited, resting = middle.get("time/wait", 0.0) / step, sum(idle) / max(1, len(idle))
     overtaken = middle.get("async/overtaken_wait", 0.0) / step
+    border = middle.get("time/border", 0.0) / step
     moved = (middle.get("time/sync", 0.0) + middle.get("time/canary", 0.0)) / step
     scorer = middle.get("async/reference_idle", 1.0)
     if waited >= _MUCH and resting >= _MUCH and scorer < _MUCH:
@@ -116,6 +117,9 @@ more devices'
     if waited >= _MUCH:
         return (f"generation was the bottleneck: the trainer waited {waited:.0%} of the time; give "
                 "inference_model more devices")
+    if border >= _MUCH:
+        return (f"updates waited {border:.0%} of the time for groups that were being generated; "
+                "train.update_at=in_flight lets new weights reach them")
     if moved >= _MUCH:
         return (f"weights and their proof took {moved:.0%} of the time; raise env.num_envs, so "
                 "that there are fewer updates")

@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from vllm.v1.engine.async_llm import AsyncLLM
 
+_PROG = "python -m grpo.server.serve"
 _CPU_KV_CACHE_BYTES = 256 << 20
 _CPU_LORAS = 16  # each takes host memory once it is loaded
 WORKER = "grpo.weights.worker.extension.WeightWorker"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = _PROG) -> argparse.ArgumentParser:
     """The command line; defaults suit one model on one GPU, or on a CPU."""
     parser = argparse.ArgumentParser(
-        prog="python -m grpo.server.serve", description=__doc__.splitlines()[0],
+        prog=prog, description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--model", "--model-name", required=True, help="folder or hub id")
@@ -242,9 +243,9 @@ def _prepare_environment() -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None, *, prog: str = _PROG) -> None:
     """Run the server until SIGTERM or SIGINT."""
-    options = parser()
+    options = parser(prog)
     args = options.parse_args(argv)
     args.token = args.token or os.environ.get(TOKEN_VARIABLE) or None
     try:

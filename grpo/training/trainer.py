@@ -218,6 +218,9 @@ class Trainer:
         with self._timed("sync"):
             # An accuracy is that of its step's model, the last one that of the model that is kept.
             metrics["policy/version"] = self.weights.publish(now=evaluate)
+        if waited := self.weights.waited:  # for groups that run, which is no cost of the weights
+            self._seconds["border"] = waited
+            self._seconds["sync"] -= waited
         first = self._report is None
         kept = evaluate or save or self.step == self.iterations
         self._prove(now=not self.overlap_canary or kept or first, whole=kept)

@@ -255,6 +255,7 @@ class FleetTransfer(FleetSync):
         self._meet()
         self.transfer.version = self.version
         self.version = self.transfer.publish()
+        self.waited = self.transfer.waited
 
     def _refresh(self) -> None:
         self._meet()

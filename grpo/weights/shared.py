@@ -39,11 +39,13 @@ class WeightSync(ABC):
     Attributes:
         version: updates published so far; rollouts carry it as ``policy_version``.
         pending: calls of :meth:`publish` whose update still waits for a later call.
+        waited: seconds of the last :meth:`publish` in which the engine finished what it was at.
         starts_engines: whether each update starts a new engine.
     """
 
     version = 0
     pending = 0
+    waited = 0.0
     starts_engines = False
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -149,7 +150,7 @@ class WeightTransfer(WeightSync):
         try:
             self._connect(deadline)
             deadline.fix = _RETRY
-            self.engine.pause(self.pause_mode, timeout=deadline.left("the engine to pause"))
+            self._pause(deadline)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # the optimizer's writes
             self._path.send(wholes, deadline)
@@ -165,10 +166,16 @@ class WeightTransfer(WeightSync):
         deadline.fix = _RETRY
         with self.trainer.agreed():
             if self.trainer.leads:
-                self.engine.pause(self.pause_mode, timeout=deadline.left("the engine to pause"))
+                self._pause(deadline)
         self._path.send()
         if self.trainer.leads:
             go_on(self.engine, self.version + 1, deadline)
+
+    def _pause(self, deadline: Deadline) -> None:
+        start = time.perf_counter()
+        self.engine.pause(self.pause_mode, timeout=deadline.left("the engine to pause"))
+        if self.pause_mode == "wait":
+            self.waited = time.perf_counter() - start
 
     def _connect(self, deadline: Deadline) -> None:
         if self._path is not None:

@@ -8,7 +8,7 @@ Ray starts and watches the workers; each has an engine, an environment and its r
 be ``train.staleness`` weight updates old and no older; at 0 the run is that of ``grpo.py``. Who
 gets which GPU is decided by ``num_devices`` or ``devices`` of ``train_model``, ``ref_model`` and
 ``inference_model``. A worker that dies is replaced; a run that cannot go on leaves a checkpoint for
-``resume=auto``.
+``resume=auto``. ``grpo train-async`` is this script where only the package is installed.
 """
 
 import sys
@@ -31,27 +31,22 @@ if __name__ == "__main__":  # before PyTorch is imported: help and misspelt keys
 
 import grpo.run.cli  # noqa: F401, I001  shares the cores, before PyTorch is imported
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from grpo.config.asynchronous import AsyncConfig
-from grpo.config.schema import load_config
-from grpo.policies.handle import EngineError
-from grpo.policies.ray_engine import WorkersLost
 from grpo.run.assemble import assemble_async
-from grpo.run.cli.endings import bad_input_in_a_line, endings_in_a_line, fit_with_workers
-from grpo.run.resume import open_run
+from grpo.run.cli.endings import bad_input_in_a_line, endings_in_a_line
+from grpo.run.cli.steps import check_keys, fit, open_folder
 
 
 @hydra.main(version_base=None, config_path="../../config", config_name="grpo_async")
 def main(cfg: DictConfig) -> None:
     with endings_in_a_line(), ExitStack() as at_end:
-        with bad_input_in_a_line(EngineError, WorkersLost):  # some of it shows in the workers first
-            config = load_config(cfg, AsyncConfig)
-            output = Path(HydraConfig.get().runtime.output_dir)
-            run_dir, checkpoint = open_run(config, output, at_end)
+        with bad_input_in_a_line():
+            config = check_keys(cfg, AsyncConfig)
+            run_dir, checkpoint = open_folder(config, at_end)
             trainer = assemble_async(config, run_dir, checkpoint, at_end)
-        fit_with_workers(trainer)
+        fit(trainer, config)  # workers generate all the time, the trainer trains all the time
 
 
 if __name__ == "__main__":

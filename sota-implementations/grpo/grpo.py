@@ -8,7 +8,7 @@ One process holds everything, unless told otherwise: a vLLM engine generates, a 
 trains, and both read the same memory, so a weight update costs no copy. With devices of their own
 (``inference_model.num_devices``, ``ref_model.num_devices``) engines and reference are workers on
 Ray. Every key is in ``config/``; unknown keys and keys that the chosen mode would ignore are
-errors.
+errors. ``grpo train`` is this script where only the package is installed.
 """
 
 import sys
@@ -30,32 +30,22 @@ if __name__ == "__main__":  # before PyTorch is imported: help and misspelt keys
 
 import grpo.run.cli  # noqa: F401, I001  shares the cores, before PyTorch is imported
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from grpo.config.presets import describe_preset
-from grpo.config.schema import load_config
-from grpo.policies.handle import EngineError
-from grpo.policies.ray_engine import WorkersLost
+from grpo.config.schema import Config
 from grpo.run.assemble import assemble
-from grpo.run.cli.endings import bad_input_in_a_line, endings_in_a_line, fit_with_workers
-from grpo.run.resume import open_run
+from grpo.run.cli.endings import bad_input_in_a_line, endings_in_a_line
+from grpo.run.cli.steps import check_keys, fit, open_folder
 
 
 @hydra.main(version_base=None, config_path="../../config", config_name="grpo")
 def main(cfg: DictConfig) -> None:
     with endings_in_a_line(), ExitStack() as at_end:  # a sweep starts the next run in this process
-        with bad_input_in_a_line(EngineError, WorkersLost):
-            config = load_config(cfg)
-            if (preset := HydraConfig.get().runtime.choices.get("preset", "none")) != "none":
-                print("preset", describe_preset(preset, cfg, config_folder=CONFIG))
-            output = Path(HydraConfig.get().runtime.output_dir)
-            run_dir, checkpoint = open_run(config, output, at_end)
+        with bad_input_in_a_line():
+            config = check_keys(cfg, Config)
+            run_dir, checkpoint = open_folder(config, at_end)
             trainer = assemble(config, run_dir, checkpoint, at_end)
-        if config.has_workers:
-            fit_with_workers(trainer)
-        else:
-            trainer.fit()  # generate -> score -> advantages -> update -> publish -> prove -> report
+        fit(trainer, config)  # generate -> score -> compare -> update -> publish -> prove -> report
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ def test_every_role_has_a_line():
     ({"time/wait": 0.8, "async/overtaken_wait": 0.3}, "generation was the bottleneck"),
     ({"async/worker_0_idle": 0.5, "time/wait": 0.5, "async/overtaken_wait": 0.5},
      "would become too old; raise train.staleness"),
-    ({"time/sync": 0.3}, "weights and their proof took 15% of the time; raise env.num_envs")])
+    ({"time/sync": 0.3}, "weights and their proof took 15% of the time; raise env.num_envs"),
+    ({"time/border": 0.3}, "updates waited 15% of the time for groups that were being generated")])
 def test_the_last_line_names_what_was_waited_for_and_a_key(changes, says):
     assert says in bottleneck([row(**changes)] * 2)[-1]
 

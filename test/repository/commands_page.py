@@ -15,6 +15,7 @@ ASYNC = "python sota-implementations/grpo/grpo-async.py"
 SERVER = "python -m grpo.server.serve"
 #: Kind of a row -> how its last command begins, variables left out; longer ones first.
 KINDS = {
+    "install": ("pip install ",),
     "api": (".venv-atropos/bin/run-api ", "python -m grpo.atropos.hub_server "),
     "environment": (".venv-atropos/bin/python path/to/environment.py serve ",),
     "launcher": ("atropos-grpo-run ",),

@@ -3,14 +3,18 @@ here, those that have others beside them in test_commands_served.py."""
 
 from __future__ import annotations
 
+import re
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import setuptools
 
 from grpo.config.asynchronous import with_workers
 from grpo.report.loggers import read_jsonl
+from grpo.run.cli import console
 from grpo.run.placement import plan_devices
 
 from ..config.configs import composed_like
@@ -54,6 +58,15 @@ WORKERS = [words for words in RUNS.values()
 ALONE = [words for words in RUNS.values() if not with_workers_on_ray(words)]
 
 
+@pytest.fixture
+def setup_arguments(monkeypatch):
+    """What setup.py hands to setuptools."""
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+    runpy.run_path(str(REPO / "setup.py"))
+    return given
+
+
 # -- the page --------------------------------------------------------------------------------------
 
 
@@ -91,6 +104,21 @@ def test_a_table_without_its_header_is_an_error():
 def test_a_row_that_nobody_runs_is_an_error():
     with pytest.raises(ValueError, match="nobody has said how .* runs 'verl train'"):
         assert Row("Section", ("x",), ("verl train",), "y").kind
+
+
+def test_short_forms_are_those_of_the_console_script(setup_arguments):
+    short = dict(re.findall(r"`grpo ([\w-]+)`\s+for\s+`([^`]+)`", PAGE.partition("\n## ")[0]))
+    assert len(short) == 6
+    scripts = setup_arguments["entry_points"]["console_scripts"]
+    programs = dict(line.split(" = ") for line in scripts)
+    for name, long in short.items():
+        function = console.COMMANDS[name].function
+        if long.startswith("python -m "):
+            assert function == f"{long.removeprefix('python -m ')}:main"
+        elif long in programs:
+            assert function == programs[long]
+        else:  # run from the wheel by test_wheel.py
+            assert long == {"train": SYNC, "train-async": ASYNC}[name]
 
 
 # -- runs of grpo.py and grpo-async.py -------------------------------------------------------------

@@ -42,18 +42,17 @@ def printed(capsys, *keys: str) -> str:
 
 
 def lines_to_type(text: str) -> list[list[str]]:
-    return [shlex.split(line) for line in re.findall(r"^  (python .*)$", text, re.MULTILINE)]
+    return [shlex.split(line) for line in re.findall(r"^  (grpo .*)$", text, re.MULTILINE)]
 
 
 def composed(command: list[str]) -> AsyncConfig:
     """The configuration that a printed line makes."""
-    python, script, option, recipe, *keys = command
-    assert (python, option) == ("python", "--config-name") and Path(script).name in (
-        "grpo.py", "grpo-async.py")
+    program, name, option, recipe, *keys = command
+    assert (program, option) == ("grpo", "--config-name") and name in ("train", "train-async")
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(recipes()), version_base=None):
         values = hydra.compose(recipe, overrides=keys)
-    if script.endswith("grpo-async.py"):
+    if name == "train-async":
         return load_config(values, AsyncConfig)
     config = load_config(values)
     return with_workers(config) if config.has_workers else config
@@ -93,7 +92,7 @@ def test_memory_is_that_of_the_runs_ledger(tmp_path):
     planner = planner_of(tmp_path, {"num_gpus": 4}, "train.kl_to_ref_coeff=0.1",
                          "inference_model.max_tokens=64")
     plan = planner.plan(Layout(train=2, engines=1, reference=1, staleness=1))
-    config = composed(["python", "grpo-async.py", "--config-name", "grpo_async_gsm8k", MODEL,
+    config = composed(["grpo", "train-async", "--config-name", "grpo_async_gsm8k", MODEL,
                        "train.kl_to_ref_coeff=0.1", "inference_model.max_tokens=64", *plan.keys])
     chosen = config.changed(
         train={"max_tokens_per_micro_batch": plan.training.micro_batch,

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import grpo
+from grpo.run.cli import console
+
 from .warm import COMMANDS, REPO, SCRIPTS
 
 GRPO = [str(SCRIPTS / "grpo.py")]
@@ -18,7 +21,14 @@ ASYNC = [str(SCRIPTS / "grpo-async.py")]
 # Every command of the library, as it is typed.
 LINES = {name: [str(target)] if isinstance(target, Path) else ["-m", target]
          for name, target in COMMANDS.items()}
+CONSOLE = LINES.pop("grpo")
+OF_CONSOLE = {f"grpo {name}": [*CONSOLE, name] for name in console.COMMANDS}
+LINES |= {name: OF_CONSOLE[name] for name in ("grpo train", "grpo train-async", "grpo atropos")}
 SERVERS = {module: ["-m", module] for module in ("grpo.server.serve", "grpo.atropos.hub_server")}
+
+
+def is_hydras(name: str) -> bool:
+    return name.endswith(".py") or name.startswith("grpo train")
 
 
 @pytest.fixture
@@ -27,13 +37,14 @@ def quick(tmp_path):
     for name in ("torch", "vllm"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')\n")
 
-    def start(command: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    def start(command: list[str], *arguments: str, seconds: float = 2.0,
+              ) -> subprocess.CompletedProcess[str]:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, *command, *arguments], capture_output=True, text=True, timeout=60,
             cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO}"})
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 2
+        assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < seconds
         return done
 
     return start
@@ -53,16 +64,49 @@ def test_the_commands_are_all_there_are():
     assert dict([*installed, *scripts]) == COMMANDS
 
 
-@pytest.mark.parametrize("name", [*LINES, *SERVERS])
+@pytest.mark.parametrize("name", [*LINES, *SERVERS, *(OF_CONSOLE.keys() - LINES)])
 def test_help_comes_at_once(quick, name):
-    done = quick((LINES | SERVERS)[name], "--help")
+    done = quick((LINES | SERVERS | OF_CONSOLE)[name], "--help")
     assert done.returncode == 0, done.stderr
-    assert ("train.seed=" if name.endswith(".py") else "--") in done.stdout
+    assert ("train.seed=" if is_hydras(name) else "--") in done.stdout
+    if name in OF_CONSOLE:
+        assert done.stdout.lower().startswith(f"usage: {name} [")
+
+
+@pytest.mark.parametrize("given", [["--help"], []], ids=" ".join)
+def test_the_help_of_grpo_comes_in_half_a_second_and_lists_all_commands(quick, given):
+    done = quick(CONSOLE, *given, seconds=0.5)
+    assert done.returncode == 0, done.stderr
+    for name, command in console.COMMANDS.items():
+        assert re.search(rf"^  {name} +{command.help}$", done.stdout, re.MULTILINE)
+
+
+def test_grpo_says_its_version(quick):
+    assert quick(CONSOLE, "--version").stdout == f"torchrl-grpo {grpo.__version__}\n"
+
+
+@pytest.mark.parametrize("given, expected", [
+    ("trian", "error: trian: unknown command; did you mean train? (grpo --help lists all)"),
+    ("atropos_run", "did you mean atropos-run?"),
+    ("xyz", "error: xyz: unknown command (grpo --help lists all)"),
+    ("train.seed=1", "a command comes first, such as grpo train train.seed=1"),
+    ("--config-name", "a command comes first, such as grpo train --config-name")])
+def test_a_misspelt_command_is_answered_with_the_near_one(quick, given, expected):
+    done = quick(CONSOLE, given)
+    assert done.returncode == 2 and expected in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_to_type_is_said_as_it_was_typed(quick):
+    done = quick(CONSOLE, "compare", "first")
+    assert done.returncode == 1 and "write grpo compare FIRST SECOND" in done.stderr
+    done = quick(CONSOLE, "plan", "--see")
+    assert done.returncode == 2 and "(grpo plan --help lists all)" in done.stderr
 
 
 @pytest.mark.parametrize("name", LINES)
 def test_a_misspelt_key_is_explained_at_once_by_every_command(quick, name):
-    model = [] if name.endswith(".py") else ["--model-name", "m"]
+    model = [] if is_hydras(name) else ["--model-name", "m"]
     done = quick(LINES[name], *model, "optimizer.warmup_step=1", "model.nam=m")
     assert done.returncode == 1
     assert done.stderr.startswith("error: the configuration has 2 errors:")
@@ -152,6 +196,15 @@ def test_a_data_set_by_its_name_brings_all_that_its_group_does(quick, given):
 def test_what_would_run_is_shown_wherever_the_option_stands(quick):
     done = quick(GRPO, "train.seed=7", "--cfg", "job", "optimizer.lr=0.5")
     assert done.returncode == 0 and "seed: 7" in done.stdout and "lr: 0.5" in done.stdout
+
+
+@pytest.mark.parametrize("script, name", [(GRPO, "grpo train"), (ASYNC, "grpo train-async")])
+def test_grpo_train_would_run_what_the_script_does(quick, script, name):
+    """With the same log, folders and sweeps, which are Hydra's."""
+    typed = ["train.seed=7", "--cfg", "all"]
+    of_script, of_console = quick(script, *typed), quick(OF_CONSOLE[name], *typed)
+    assert of_console.returncode == 0 and "seed: 7" in of_console.stdout
+    assert of_console.stdout == of_script.stdout
 
 
 def test_a_python_without_the_packages_is_told_which_environment(tmp_path):

@@ -26,6 +26,7 @@ REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = REPO / "sota-implementations" / "grpo"
 #: What is typed, and the file or module that runs.
 COMMANDS = {
+    "grpo": "grpo.run.cli.console",
     "grpo.py": SCRIPTS / "grpo.py", "grpo-async.py": SCRIPTS / "grpo-async.py",
     "atropos-grpo": "grpo.run.cli.atropos", "atropos-grpo-run": "grpo.run.cli.launch"}
 _IMPORTED = ("grpo.run.build_async", "grpo.run.assemble_atropos", "grpo.run.build_team",

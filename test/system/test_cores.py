@@ -50,11 +50,12 @@ def clean(monkeypatch):
 @pytest.mark.parametrize("start", [
     "runpy.run_path('sota-implementations/grpo/grpo.py', run_name='script')",
     "runpy.run_path('sota-implementations/grpo/grpo-async.py', run_name='script')",
+    "import grpo.run.cli.train, grpo.run.cli.steps",
     "import grpo.run.cli.launch, grpo.run.assemble_atropos",
     "import grpo.run.cli.atropos, grpo.run.assemble_atropos",
     pytest.param(RUN_SERVER, marks=pytest.mark.skipif(
         not inprocess.vllm_available(), reason="needs vLLM"))],
-    ids=["grpo.py", "grpo-async.py", "atropos-grpo-run", "atropos-grpo", "server"])
+    ids=["grpo.py", "grpo-async.py", "grpo train", "atropos-grpo-run", "atropos-grpo", "server"])
 def test_a_command_shares_the_cores_before_openmp_is_loaded(clean, start):
     done = subprocess.run([sys.executable, "-c", PROBE.replace("START", start),
                            ",".join(VARIABLES)], cwd=REPO, capture_output=True, text=True,

@@ -130,6 +130,15 @@ def test_an_update_pauses_sends_resets_counts_and_resumes_in_this_order(model):
     assert calls == ["pause wait", "transfer_receive", "reset_prefix_cache", "version 7", "resume"]
 
 
+@pytest.mark.parametrize("mode, told", [("wait", True), ("keep", False)])
+def test_the_wait_for_what_runs_is_told_apart_from_the_update(model, mode, told, monkeypatch):
+    engine = engine_for(model)
+    monkeypatch.setattr(engine, "pause", lambda mode, *, timeout: time.sleep(0.05))
+    weights = transfer(model, engine, pause_mode=mode)
+    weights.publish()
+    assert (weights.waited >= 0.05) is told
+
+
 # -- the proof -------------------------------------------------------------------------------------
 
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from grpo.config.atropos import AtroposConfig
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = "atropos-grpo") -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(
-        prog="atropos-grpo", description=__doc__.split("\n\n")[0],
+        prog=prog, description=__doc__.split("\n\n")[0],
         epilog="What the flags stand for is configured by key, too: section.key=value. Guide: "
                "examples/atropos/README.md")
     add_flags(parser)
@@ -64,9 +64,9 @@ def errors_as_messages() -> Iterator[None]:
         yield
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None, *, prog: str = "atropos-grpo") -> None:
     """Run until all steps are done."""
-    args = parser().parse_intermixed_args(argv)
+    args = parser(prog).parse_intermixed_args(argv)
     with errors_as_messages(), ExitStack() as at_end:
         config = set_up(args)
         refuse_unread(config, ALONE)

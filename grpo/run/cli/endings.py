@@ -42,10 +42,10 @@ def endings_in_a_line() -> Iterator[None]:
         sys.exit(f"error: {in_script_keys(str(error))}")
 
 
-def bad_input_in_a_line(*also: type[Exception]) -> AbstractContextManager[None]:
-    """Around all that is done before a run begins."""
-    return errors_in_a_line(ValueError, OSError, ImportError, *also, switch="HYDRA_FULL_ERROR",
-                            said=in_script_keys)
+def bad_input_in_a_line() -> AbstractContextManager[None]:
+    """Around all done before a run begins; some of it shows first in engines and workers."""
+    return errors_in_a_line(ValueError, OSError, ImportError, EngineError, WorkersLost,
+                            switch="HYDRA_FULL_ERROR", said=in_script_keys)
 
 
 def fit_with_workers(trainer: Trainer) -> None:

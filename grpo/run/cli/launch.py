@@ -22,10 +22,10 @@ from grpo.run.cli.flags import add_flags
 from grpo.run.cli.parser import Parser
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = "atropos-grpo-run") -> argparse.ArgumentParser:
     """The command line: that of ``atropos-grpo``, and what is started beside it."""
     parser = Parser(
-        prog="atropos-grpo-run", description=__doc__.split("\n\n")[0],
+        prog=prog, description=__doc__.split("\n\n")[0],
         epilog="Guide: examples/atropos/README.md")
     add = parser.add_argument_group("what is started").add_argument
     add("--env", action="append", type=Path, metavar="SCRIPT",
@@ -41,9 +41,9 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None, *, prog: str = "atropos-grpo-run") -> None:
     """Run until all steps are done, then end everything that was started."""
-    args = parser().parse_intermixed_args(argv)
+    args = parser(prog).parse_intermixed_args(argv)
     with errors_as_messages(), ExitStack() as at_end:
         config = set_up(args)
         from grpo.run.assemble_atropos import TOKENIZER, assemble_atropos

@@ -55,11 +55,24 @@ def look_ahead(folder: Path, config_name: str) -> None:
         def show(config: DictConfig) -> None:
             raise AssertionError("Hydra runs nothing where it is asked to show something")
 
-        show.__module__ = Path(sys.argv[0]).stem  # which Hydra calls the application
+        show.__module__ = job_name(config_name)
+        if args.help:
+            typed = f"python {sys.argv[0]}" if sys.argv[0].endswith(".py") else sys.argv[0]
+            sys.argv.append("hydra.help.app_name='{}'".format(typed.replace("'", "\\'")))
         hydra.main(version_base=None, config_path=str(folder), config_name=config_name)(show)()
         sys.exit()
     _check_model(args.overrides)
     _check_run_folder(args.overrides, "hydra.sweep.dir" if args.multirun else "hydra.run.dir")
+
+
+def job_name(config_name: str) -> str:
+    """What Hydra calls a run, and its log: after the script whose recipe it is.
+
+    Examples:
+        >>> job_name("grpo_async")
+        'grpo-async'
+    """
+    return config_name.replace("_", "-")
 
 
 def check_names(folder: Path, config_name: str, overrides: list[str]) -> None:

@@ -38,9 +38,9 @@ _RECIPE = "grpo"
 _EVALUATIONS = Path("outputs", "evaluations")
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None, *, prog: str = "python -m grpo.run.evaluate") -> None:
     """Evaluate or compare, and print what was found."""
-    parser = Parser(prog="python -m grpo.run.evaluate", description=__doc__)
+    parser = Parser(prog=prog, description=__doc__)
     parser.add_argument("--config-name", default=_RECIPE, help="recipe of grpo.py (default: grpo)")
     parser.add_argument("keys", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(argv)
@@ -50,8 +50,9 @@ def main(argv: list[str] | None = None) -> None:
     with errors_in_a_line(ValueError, OSError, ImportError, RuntimeError,
                           switch="HYDRA_FULL_ERROR"):
         if compared and len(names) != 2:
+            typed = prog.removesuffix(" compare")
             raise ConfigError(f"compare takes two results or two models, not {len(names)}; write "
-                              "python -m grpo.run.evaluate compare FIRST SECOND")
+                              f"{typed} compare FIRST SECOND")
         if names and not compared:
             raise ConfigError(f"{names[0]}: has no value; write {names[0]}=VALUE")
         options, keys = split_options(overrides)

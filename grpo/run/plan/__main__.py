@@ -30,9 +30,9 @@ _ROWS = 12
 _BARE = ("device", "preset", "env")
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None, *, prog: str = "python -m grpo.run.plan") -> None:
     """Print a plan."""
-    parser = Parser(prog="python -m grpo.run.plan", description=__doc__)
+    parser = Parser(prog=prog, description=__doc__)
     parser.add_argument("--config-name", default="grpo_async_gsm8k",
                         help="recipe of grpo-async.py (default: grpo_async_gsm8k)")
     parser.add_argument("--rows", type=int, default=_ROWS, help=f"layouts shown (default: {_ROWS})")

@@ -92,10 +92,12 @@ def page(planner: Planner, plans: list[Planned], command: Sequence[str], *, rows
 def command_line(plan: Planned, command: Sequence[str]) -> str:
     """What to type for a layout; ``command`` is a recipe of ``grpo-async.py`` and further keys."""
     recipe, *keys = command
+    program = "train-async"
     if plan.script == "grpo.py":
+        program = "train"
         recipe = recipe.replace("_async", "")
         keys = [key for key in keys if not key.startswith("train.staleness=")]
-    return " ".join([f"python sota-implementations/grpo/{plan.script} --config-name {recipe}",
+    return " ".join([f"grpo {program} --config-name {recipe}",
                      *map(shlex.quote, [*keys, *plan.keys])])
 
 
