@@ -28,6 +28,11 @@ def lengths():
     return benchmark("async_lengths")
 
 
+@pytest.fixture(scope="module")
+def plots():
+    return benchmark("plot_results")
+
+
 def test_the_scaling_table_is_the_one_of_the_results(scaling):
     assert scaling.table() in TEXT
 
@@ -59,10 +64,6 @@ class TestAsyncLengths:
 
 class TestMeasuredPage:
     """docs/measured.md and its charts."""
-
-    @pytest.fixture(scope="class")
-    def plots(self):
-        return benchmark("plot_results")
 
     def test_the_numbers_are_those_of_the_results(self, plots):
         assert plots.PAGE.read_text() == plots.page()
