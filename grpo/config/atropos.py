@@ -63,7 +63,9 @@ class AtroposConfig(Config):
         Unread(lambda c: True, "with Atropos environments, which make their groups themselves, and "
                "an evaluation takes each problem once;", "env.num_envs env.repeats"),
         Unread(lambda c: True, "with Atropos environments; use python -m grpo.run.evaluate on the "
-               "run's checkpoints, and", "eval.benchmarks"),
+               "run's checkpoints, and", "eval.benchmarks eval.batch_size"),
+        Unread(lambda c: True, "with Atropos environments, whose engine is a server of this "
+               "library;", "inference_model.server inference_model.connections"),
         replace(EVALUATED, keys="logging.num_samples eval.samples"))
 
     atropos: AtroposSection = Field(default_factory=AtroposSection)

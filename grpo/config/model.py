@@ -18,6 +18,7 @@ from grpo.system.http_call import is_loopback
 EngineKind = Literal["in_process", "process", "server"]
 Device = Annotated[int, Field(ge=0)]
 Quantization = Literal["int8", "nf4"]
+ServerKind = Literal["own", "vllm", "sglang"]
 Sync = Literal["single_copy", "transfer", "lora", "reload", "restart"]
 
 #: Adapters an engine can hold at a time. A server takes up a new one while requests may still
@@ -35,6 +36,11 @@ _SERVER = Unread(lambda c: c.engine != "server", "by inference_model.engine="
 _STARTED = Unread(lambda c: c.inference_model.url is not None, "because the server at "
                   "inference_model.url={inference_model.url} runs already; start that with the "
                   "option, or")
+_AT_URL = Unread(lambda c: c.inference_model.url is None, "because inference_model.url is null and "
+                 "the run starts its own; give the address of one that runs, or")
+_STOCK = Unread(lambda c: not c.inference_model.is_stock, "by a server of this library, which has "
+                "all of a batch in one call; for others say inference_model.server=vllm or sglang, "
+                "or")
 _SEPARATE = Unread(lambda c: c.train_model.lora.enabled and c.ref_model.name is None,
                    "because with train_model.lora.enabled=true the reference is the trainer's own "
                    "model without its adapters; name another model as ref_model.name, or")
@@ -170,9 +176,13 @@ class InferenceModelConfig(RoleDevices):
     auto: the last where there is a ``url``, the second beside several devices that train."""
     url: Annotated[str | None, _SERVER] = None
     """``http://host:port`` of a server that runs already; null: the run starts its own."""
+    server: Annotated[Literal["auto"] | ServerKind, _AT_URL] = "auto"
+    """Whose server that is: of this library, or a stock one; auto: it is asked."""
+    connections: Annotated[int | None, _STOCK] = Field(None, ge=1)
+    """Requests at a time to a stock server, one a completion; null: 64."""
     weight_sync: Literal["auto"] | Sync = "auto"
     """``auto``: adapters where those are trained, a transfer from several devices, else one copy,
-    else a transfer."""
+    else a transfer; a checkpoint for a stock server."""
     temperature: float = Field(1.0, gt=0)
     max_tokens: int | None = Field(None, ge=1)
     """Longest response; null: 1024, and 128 for the embedded model on problems it cannot solve."""
@@ -193,7 +203,13 @@ class InferenceModelConfig(RoleDevices):
     @property
     def on_this_host(self) -> bool:
         """Whether the engine can share memory with the trainer."""
-        return self.url is None or is_loopback(urlsplit(self.url).hostname or "")
+        return self.url is None or (not self.is_stock
+                                    and is_loopback(urlsplit(self.url).hostname or ""))
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the server is known to be none of this library."""
+        return self.server in ("vllm", "sglang")
 
 
 def resolve_sync(
@@ -214,7 +230,8 @@ def resolve_sync(
         'transfer'
     """
     chosen = inference.weight_sync
-    whole: Sync = "single_copy" if inference.on_this_host and ranks == 1 else "transfer"
+    whole: Sync = "single_copy" if inference.on_this_host and ranks == 1 else (
+        "reload" if inference.is_stock else "transfer")
     own: Sync = "lora" if lora.enabled else whole
     if ranks > 1 and (problem := _obstacle_for_ranks(inference, engine, own)):
         raise ValueError(f"{ranks} devices of train_model share a model: {problem}, or train on "
@@ -232,6 +249,10 @@ def _obstacle(chosen: Sync, inference: InferenceModelConfig, lora: LoRAConfig,
     if chosen == "lora" and not lora.enabled:
         return ("carries adapters, but train_model.lora.enabled is false; set that to true, or "
                 "weight_sync=auto")
+    if inference.is_stock and chosen in ("single_copy", "transfer"):
+        return (f"is not what a stock server takes, and that at inference_model.url={inference.url}"
+                f" is one (inference_model.server={inference.server}); use weight_sync=auto, or "
+                "start a server of this library: python -m grpo.server.serve")
     if lora.enabled and chosen in ("single_copy", "transfer", "reload"):
         return ("carries all weights, but with train_model.lora.enabled=true only adapters are "
                 "trained; use weight_sync=lora, or restart with engine=server")
@@ -254,6 +275,9 @@ def _obstacle_for_ranks(
     inference: InferenceModelConfig, engine: EngineKind, way: Sync
 ) -> str | None:
     """What several training devices cannot work with and what to do; None if they can."""
+    if way == "reload":
+        return ("a stock server takes a checkpoint from one of them; train adapters "
+                "(train_model.lora.enabled=true), use a server of this library")
     if inference.backend == "transformers":
         return ("inference_model.backend=transformers generates with the trainer's model, of which "
                 "each has a part only; use backend=vllm, or give inference_model devices of its "

@@ -50,6 +50,10 @@ _WANDB = Unread(lambda c: "wandb" not in c.logging.backends,
                 "because logging.backends has no 'wandb'; add it, or")
 
 
+_EVALUATED = Unread(lambda c: c.train.eval_frequency == "never",
+                    "because train.eval_frequency=never; give that a number, or")
+
+
 class LoggingConfig(Section):
     """Loggers beside ``metrics.jsonl``, which is always written."""
 
@@ -58,7 +62,10 @@ class LoggingConfig(Section):
     wandb_group: Annotated[str | None, _WANDB] = None
     wandb_run_name: Annotated[str | None, _WANDB] = None
     wandb_mode: Annotated[Literal["online", "offline"] | None, _WANDB] = None
-    num_samples: int = Field(6, ge=0)
+    legacy_names: Literal["atropos"] | None = None
+    """Metrics also under the names that this trainer gave them, see
+    :mod:`grpo.report.legacy_names`."""
+    num_samples: Annotated[int, _EVALUATED] = Field(6, ge=0)
     """Completions shown and saved at each evaluation."""
 
 

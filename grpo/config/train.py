@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -40,7 +40,7 @@ class TrainConfig(ObjectiveConfig):
     """Compute on rows laid end to end without padding, and on what rows of a group begin with once,
     where the model's attention allows that (see :mod:`grpo.objectives.packing`). null: on a GPU,
     for models that were measured, see :mod:`grpo.run.fast_defaults`."""
-    eval_frequency: int = Field(10, ge=0)
+    eval_frequency: Annotated[int, Field(ge=0)] | Literal["never"] = 10
     """Iterations between held-out evaluations; 0: at the start and the end only."""
     checkpoint_frequency: int = Field(100, ge=0)
     """Iterations between checkpoints; 0: none."""

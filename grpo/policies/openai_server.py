@@ -3,7 +3,7 @@
 Prompts are sent as token ids, which vLLM, SGLang and others take, or as text. Servers of vLLM and
 our own answer with the sampled ids; from others the text is tokenised here, so that a completion is
 read as it was written, though not always cut into the same tokens. Log-probs are not asked for: the
-rows cannot be trained on.
+rows cannot be trained on. What can is :class:`~grpo.policies.stock_server.StockPolicy`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import httpx
 
@@ -26,6 +26,14 @@ _PAUSE, _LONGEST_PAUSE, _LOOK = 0.5, 20.0, 10.0  # seconds
 
 class OpenAIServerError(EngineError):
     """The server refused a request, or did not answer before the deadline."""
+
+
+class Row(NamedTuple):
+    """What was sampled for one prompt."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    cut: bool  # by the limit
 
 
 class OpenAIPolicy(Policy):
@@ -95,7 +103,7 @@ class OpenAIPolicy(Policy):
 
     def _generate(self, prompts: list[list[int]], on_row: RowListener | None = None) -> Completions:
         deadline, given_up = time.monotonic() + self.timeout, threading.Event()
-        rows: dict[int, tuple[list[int], bool]] = {}
+        rows: dict[int, Row] = {}
         with ThreadPoolExecutor(self.connections) as pool:
             asked = {pool.submit(self._row, prompt, row, deadline, given_up): row
                      for row, prompt in enumerate(prompts)}
@@ -104,19 +112,17 @@ class OpenAIPolicy(Policy):
                     row = asked[done]
                     rows[row] = done.result()
                     if on_row is not None:
-                        on_row(row, rows[row][0])
+                        on_row(row, rows[row].tokens)
             except BaseException:
                 given_up.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        tokens = [rows[row][0] for row in range(len(prompts))]
-        return Completions(tokens, [[0.0] * len(row) for row in tokens],
-                           [rows[row][1] for row in range(len(prompts))])
+        tokens, log_probs, cut = zip(*(rows[row] for row in range(len(prompts))), strict=True)
+        return Completions([*tokens], [*log_probs], [*cut])
 
     def _row(self, prompt: list[int], row: int, deadline: float,
-             given_up: threading.Event) -> tuple[list[int], bool]:
-        """Tokens of a response, and whether the limit cut it."""
-        limit = min(self.sampling.max_tokens, self.max_model_len - len(prompt))
+             given_up: threading.Event) -> Row:
+        limit = self._limit(prompt)
         greedy = self.sampling.temperature == 0
         body = {"model": self.served, "max_tokens": limit, "n": 1, "top_p": 1.0,
                 "prompt": prompt if self.send == "tokens" else self.tokenizer.decode(prompt),
@@ -133,16 +139,23 @@ class OpenAIPolicy(Policy):
         except (KeyError, IndexError, TypeError) as error:
             raise OpenAIServerError(f"POST {self.url}/completions: the answer has no completion "
                                     f"({error!r}): {str(answer)[:200]}") from error
-        return ids[:self.sampling.max_tokens], cut
+        ids = ids[:self.sampling.max_tokens]
+        return Row(ids, [0.0] * len(ids), cut)
+
+    def _limit(self, prompt: list[int]) -> int:
+        """Tokens of a response at most."""
+        return min(self.sampling.max_tokens, self.max_model_len - len(prompt))
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None, deadline: float,
               given_up: threading.Event | None = None) -> dict[str, Any]:
-        """The JSON of an answer; tried again while the server may still give one."""
-        what, pause, said = f"{method} {self.url}{path}", _PAUSE, "no answer"
+        """The JSON of an answer; tried again while the server may still give one. A ``path`` may
+        be a whole address, for routes beside OpenAI's."""
+        address = path if "://" in path else self.url + path
+        what, pause, said = f"{method} {address}", _PAUSE, "no answer"
         given_up = given_up or threading.Event()
         while (left := deadline - time.monotonic()) > 0:
             try:
-                answer = self._client.request(method, self.url + path, json=body, timeout=left)
+                answer = self._client.request(method, address, json=body, timeout=left)
             except httpx.TransportError as error:
                 said = str(error) or type(error).__name__
             else:

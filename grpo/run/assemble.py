@@ -26,6 +26,7 @@ from grpo.run.build_engine import Setup
 from grpo.run.build_eval import HeldOut
 from grpo.run.build_team import TrainingActor
 from grpo.run.device_memory import available, capacity, check_roles_fit, role_ledgers, run_ledger
+from grpo.run.engine_attach import with_server_kind
 from grpo.run.ledger import Ledger, Saving, check_fits
 from grpo.run.memory_advice import leaner_training, less_held, more_devices, savings, smaller_cache
 from grpo.run.placement import Places, unused_reference
@@ -161,7 +162,7 @@ def _planned(start: Start, places: Places) -> Start:
 
 def _set_up(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Start:
     """What is trained, on what, where."""
-    asked = config.model_dump(mode="json")
+    asked, config = config.model_dump(mode="json"), with_server_kind(config)
     device, backend = build.resolve_device(config), build.resolve_backend(config)
     dtype, task = build.resolve_dtype(config, device), build.build_task(config)
     build.check(config, task, device=device, backend=backend)
@@ -207,9 +208,9 @@ def _trainer(
                     tolerance=canary_tolerance(setup.dtype, setup.device))
     own = HeldOut(start.task.name, config, start.task, start.prompts.test, start.prompts.width,
                   config.max_tokens, setup.tokenizer)
-    evaluations = build_eval.build_evaluations(
+    evaluations = None if config.train.eval_frequency == "never" else build_eval.build_evaluations(
         config, [own, *start.benchmarks], actor.policy,
-        rows=config.env.num_envs * config.env.repeats)
+        rows=config.eval.batch_size or config.env.num_envs * config.env.repeats)
     start.console.banner(build.describe(
         config, actor, start.task, start.prompts, device=setup.device, dtype=setup.dtype,
         backend=start.backend, run_dir=run_dir) | (described or {}))

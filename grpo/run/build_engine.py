@@ -22,16 +22,23 @@ from grpo.policies.client import EngineClient
 from grpo.policies.handle import EngineHandle, InProcessEngine
 from grpo.policies.inprocess import engine_lora_rank, kv_cache_bytes, start_engine, stop_engine
 from grpo.policies.server import ServerPolicy
+from grpo.policies.stock_server import StockPolicy, StockServer
 from grpo.policies.transformers import TransformersPolicy
 from grpo.policies.vllm import VLLMPolicy
 from grpo.run.build_model import eos_token_ids, load_model, prepare_model
-from grpo.run.engine_attach import START_TIMEOUT, bring_to_start, check_device
+from grpo.run.engine_attach import (
+    START_TIMEOUT,
+    bring_to_start,
+    check_device,
+    open_stock_server,
+)
 from grpo.server.engine_process import EngineProcess, server_command
 from grpo.system.child_process import package_environment
 from grpo.system.lifeline import TOKEN_VARIABLE
 from grpo.weights.factory import describe_weights, make_weight_sync, share_weights
 from grpo.weights.quantised import quantise_base, write_base
 from grpo.weights.shared import SameModule, WeightSync
+from grpo.weights.stock import StockLoRA
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -181,6 +188,10 @@ def vllm_policy(setup: Setup, llm: LLM, weights: WeightSync) -> VLLMPolicy:
 
 def _with_server(setup: Setup, on_failure: ExitStack, server: RunServer | None) -> Actor:
     """An engine behind HTTP."""
+    if setup.config.inference_model.is_stock:
+        stock = open_stock_server(setup)
+        model, weights = _connected(setup, stock, None)
+        return Actor(model, stock_policy(setup, stock, weights), weights)
     base = quantised_model(setup)
     client, server = open_server(setup, on_failure, server)
     model, weights = _connected(setup, client, base, server)
@@ -210,8 +221,18 @@ def server_policy(setup: Setup, client: EngineClient, server: RunServer | None) 
                         seeded=setup.seeds_rows, **setup.policy_options())
 
 
+def stock_policy(setup: Setup, server: StockServer, weights: WeightSync) -> StockPolicy:
+    """What generates by a server that is none of this library."""
+    return StockPolicy(
+        server, setup.sampling, tokenizer=setup.tokenizer, seeded=setup.seeds_rows,
+        connections=setup.config.inference_model.connections or 64,
+        max_model_len=setup.max_model_len, version=lambda: weights.version,
+        stop=weights.close if isinstance(weights, StockLoRA) else None, **setup.policy_options())
+
+
 def _connected(
-    setup: Setup, engine: EngineHandle, base: nn.Module | None, server: RunServer | None = None
+    setup: Setup, engine: EngineHandle | StockServer, base: nn.Module | None,
+    server: RunServer | None = None,
 ) -> tuple[nn.Module, WeightSync]:
     """The trainer's model, and the way of its weights to a vLLM engine."""
     config = setup.config

@@ -18,6 +18,7 @@ from grpo.objectives.scorer import TokenScorer
 from grpo.policies.base import Policy
 from grpo.policies.handle import EngineHandle, InProcessEngine
 from grpo.policies.inprocess import stop_engine
+from grpo.policies.stock_server import StockServer
 from grpo.run.build_engine import (
     Actor,
     RunServer,
@@ -26,10 +27,12 @@ from grpo.run.build_engine import (
     open_server,
     server_policy,
     start_engine_of,
+    stock_policy,
     vllm_policy,
 )
 from grpo.run.build_model import load_model, prepare_model
 from grpo.run.build_objective import build_learner, build_loss
+from grpo.run.engine_attach import open_stock_server
 from grpo.run.placement import visible
 from grpo.system.child_process import package_environment, variables_for_children
 from grpo.training.checkpoint import Checkpoint
@@ -144,8 +147,11 @@ def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
 
 def _start_engine(
     setup: Setup, at_end: ExitStack, server: RunServer | None
-) -> tuple[EngineHandle, Callable[[WeightSync], Policy]]:
+) -> tuple[EngineHandle | StockServer, Callable[[WeightSync], Policy]]:
     """The engine, in a process of its own or behind HTTP, and what generates with it."""
+    if setup.config.inference_model.is_stock:
+        stock = open_stock_server(setup)
+        return stock, lambda weights: stock_policy(setup, stock, weights)
     if setup.config.engine == "server":
         client, server = open_server(setup, at_end, server)
         return client, lambda weights: server_policy(setup, client, server)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo.config.atropos import AtroposConfig
-from grpo.config.schema import ConfigError
+from grpo.config.schema import Config, ConfigError
 from grpo.policies.client import EngineCallError, EngineClient, EngineUnreachableError
 from grpo.policies.inprocess import engine_lora_rank
+from grpo.policies.stock_server import StockServer
 from grpo.run.placement import gpu_names, visible
 from grpo.system.lifeline import TOKEN_VARIABLE, bind
 from grpo.weights.handover_file import FILE_NAME, Handover, HandoverError, without_handles
@@ -44,8 +45,68 @@ def server_info(client: EngineClient) -> dict[str, Any]:
             raise ConfigError(f"inference_model.url={client.url}: {error}") from error
         raise ConfigError(
             f"inference_model.url={client.url}: the server has no route GET /bridge/info (status "
-            f"{error.status}), so it is not one of this library but perhaps a stock vLLM or OpenAI "
-            f"server, which takes no new weights from a trainer; {start}") from error
+            f"{error.status}), so it is not one of this library, nor does it say that it is vLLM's "
+            f"or SGLang's; {start}") from error
+
+
+def with_server_kind(config: Config) -> Config:
+    """With ``inference_model.server`` and all that follows from it where a stock server answers at
+    ``inference_model.url``; what does not answer yet is reported later."""
+    inference = config.inference_model
+    if inference.url is None or inference.server != "auto" or config.engine != "server":
+        return config
+    try:
+        kind = stock_server(inference.url).kind
+    except EngineCallError:
+        return config
+    return config if kind is None else config.changed(inference_model={"server": kind})
+
+
+def stock_server(url: str) -> StockServer:
+    """The stock server at an address."""
+    return StockServer(url, token=os.environ.get("OPENAI_API_KEY"))
+
+
+def open_stock_server(setup: Setup) -> StockServer:
+    """The stock server of a run, which must take the weights that the run trains.
+
+    Raises:
+        ConfigError: if it does not, with how to start one that does.
+    """
+    config, inference = setup.config, setup.config.inference_model
+    try:
+        server = stock_server(inference.url)
+    except EngineCallError as error:
+        raise ConfigError(f"inference_model.url={inference.url}: {error}") from error
+    where = f"inference_model.url={inference.url}: the server"
+    if server.kind != inference.server:
+        raise ConfigError(f"{where} is {server.owner or 'nobody known'}'s, which is not what "
+                          "inference_model.server says; change that, or give another address")
+    if (server.max_model_len or setup.max_model_len) < setup.max_model_len:
+        raise ConfigError(f"{where} takes {server.max_model_len} tokens, but prompt and response "
+                          f"need {setup.max_model_len}; start it with room for them, or lower "
+                          "inference_model.max_tokens")
+    if not (server.takes_adapters if config.train_model.lora.enabled else server.reloads):
+        raise ConfigError(f"{where} takes no new weights, so it would go on sampling from the "
+                          f"old ones; {_how_to_start(server, config)}")
+    return server
+
+
+def _how_to_start(server: StockServer, config: Config) -> str:
+    """A command whose server takes the weights of a run."""
+    rank = engine_lora_rank(config.train_model.lora.r)
+    if server.kind == "sglang":
+        return ("start it with --enable-lora" if config.train_model.lora.enabled else
+                "its route /update_weights_from_disk is missing; start a newer SGLang")
+    start = (f"python -m vllm.entrypoints.openai.api_server --model {server.model} --port "
+             f"{server.port} --logprobs-mode processed_logprobs")
+    if config.train_model.lora.enabled:
+        return ("start one that takes adapters: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
+                f"{start} --enable-lora --max-lora-rank {rank}")
+    return (f"start one that reads checkpoints: VLLM_SERVER_DEV_MODE=1 {start}; or train adapters "
+            "with train_model.lora.enabled=true, for which VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and "
+            f"--enable-lora --max-lora-rank {rank} do; or start one of this library: python -m "
+            f"grpo.server.serve --model {server.model} --port {server.port}")
 
 
 def check_port(config: AtroposConfig) -> None:

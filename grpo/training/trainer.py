@@ -53,7 +53,7 @@ class Trainer:
             rollout is trained on, and compare before the next optimizer step; for engines beside
             the trainer.
         evaluator: held-out accuracy; None: nothing is held out here, as where environments
-            evaluate themselves.
+            evaluate themselves, and with ``train.eval_frequency=never``.
         reporter: screen, files and loggers.
         tokenizer: saved beside the model.
         run_dir, config: folder and resolved configuration of the run, saved with checkpoints.
@@ -92,6 +92,8 @@ class Trainer:
         self.iterations, self.eval_frequency = iterations, eval_frequency
         self.checkpoint_frequency, self.keep_checkpoints = checkpoint_frequency, keep_checkpoints
         self.max_reward_errors = max_reward_errors
+        #: Are called with each checkpoint that was written.
+        self.after_saving: list[Callable[[Checkpoint], None]] = []
         self.step = 0
         self.resumed_from: Path | None = None
         self.first_accuracy = self.last_accuracy = float("nan")
@@ -289,6 +291,8 @@ class Trainer:
         self.saved = save_checkpoint(
             self.run_dir, self.step, model=self.model, tokenizer=self.tokenizer, state=state,
             config=self.config, keep=self.keep_checkpoints, protect=self.resumed_from)
+        for tell in self.after_saving:
+            tell(self.saved)
         return self.saved
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from grpo.config.schema import Config
 from grpo.policies.client import EngineClient
 from grpo.policies.handle import EngineHandle, InProcessEngine, PauseMode
 from grpo.policies.ray_engine import WorkerPool
+from grpo.policies.stock_server import StockServer
 from grpo.weights.channel import Transport, address_towards
 from grpo.weights.fleet import FleetLoRA, FleetSync, FleetTransfer, ObjectStoreSync
 from grpo.weights.gather import Tell, tell_nobody
@@ -23,6 +24,7 @@ from grpo.weights.in_flight import PausedUpdates, PeriodicUpdates
 from grpo.weights.lora import HTTPLoRASync, LoRASync
 from grpo.weights.reload import CheckpointReload, EngineRestart
 from grpo.weights.shared import SharedCopy, SingleCopy, WeightSync
+from grpo.weights.stock import StockLoRA, StockReload
 from grpo.weights.transfer import TransferBackend, WeightTransfer
 
 # Seconds for one update of an asynchronous run, beside what it waits for groups.
@@ -69,7 +71,7 @@ def make_weight_sync(
     Args:
         config: of the run.
         model: the trainer's.
-        engine: a handle, or the client of a server.
+        engine: a handle, the client of a server, or a stock server.
         folder: for adapters and checkpoints on their way.
         tokenizer: saved beside a checkpoint.
         shared: from :func:`share_weights`.
@@ -77,6 +79,13 @@ def make_weight_sync(
         server: what ``weight_sync=restart`` stops and starts.
         tell: the other ranks of a sharded trainer to take part.
     """
+    if isinstance(engine, StockServer):
+        weights: WeightSync = StockLoRA(
+            model, engine, folder / "adapters", version=-1, tell=tell,
+        ) if config.train_model.lora.enabled else StockReload(
+            model, tokenizer, engine, folder / "weights", version=-1)
+        weights.publish()  # whatever it serves
+        return weights
     way, served = config.weight_sync, config.engine == "server"
     if config.train_model.lora.enabled:
         if not served:
@@ -94,7 +103,7 @@ def make_weight_sync(
     url = config.inference_model.url
     first = 0 if url is None else -1
     if way == "reload":
-        weights: WeightSync = CheckpointReload(model, tokenizer, engine, folder / "weights",
+        weights = CheckpointReload(model, tokenizer, engine, folder / "weights",
                                                version=first)
     else:
         host = "127.0.0.1" if url is None else address_towards(engine.host, engine.port)

@@ -311,6 +311,7 @@ def test_every_key_of_these_sections_is_covered():
                  "train.checkpoint_frequency", "train.keep_checkpoints", "train.proof_interval",
                  "train.max_sampling_rounds", "inference_model.backend", "inference_model.engine",
                  "inference_model.url", "inference_model.weight_sync", "train_model.num_devices",
+                 "inference_model.server", "inference_model.connections",
                  "train_model.devices", "inference_model.num_devices", "inference_model.devices",
                  "inference_model.tensor_parallel_size"}
     sections = ("train", "optimizer", "train_model", "inference_model", "kl_controller",

@@ -17,12 +17,14 @@ from grpo.run import build
 
 from .configs import FOLDER, MAXENT, SECTIONS, composed, message, small
 
-# Of grpo.py; those of grpo-async.py have another schema, see test_config_async.py.
-RUNS = sorted(path.stem for path in FOLDER.glob("*.yaml") if "async" not in path.stem)
+# Of grpo.py; those of grpo-async.py and grpo-offline.py have schemas of their own, see
+# test_asynchronous.py and test_offline.py.
+RUNS = sorted(path.stem for path in FOLDER.glob("*.yaml")
+              if not {"async", "offline"} & {*path.stem.split("_")})
 # The files of config/preset set keys of several sections, see test_presets.py; so do those of
-# config/with_env.
-GROUPS = sorted(path.name for path in FOLDER.iterdir()
-                if path.is_dir() and path.name not in ("preset", "async", "ray", "with_env"))
+# config/with_env. What is in config/outputs is Hydra's.
+GROUPS = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.name not in (
+    "preset", "async", "ray", "with_env", "outputs"))
 
 
 # -- YAML and schema ------------------------------------------------------------------------------
@@ -47,7 +49,7 @@ def test_every_yaml_of_a_group_has_exactly_the_keys_of_the_schema(group):
     top_level = set(Config.model_fields) - set(SECTIONS)
     expected = top_level if group == "run" else set(SECTIONS[group].model_fields)
     for file in files:
-        assert set(OmegaConf.load(file)) - {"hydra"} == expected, file
+        assert set(OmegaConf.load(file)) - {"hydra", "defaults"} == expected, file
 
 
 def test_every_section_of_the_schema_has_a_yaml_group():

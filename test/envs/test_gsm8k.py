@@ -57,6 +57,14 @@ class TestLocalFiles:
         task = Gsm8kTask(data_path=folder, num_train=2, num_test=1)
         assert task.train == Gsm8kTask(data_path=folder).train[:2]
 
+    def test_a_start_numbers_rows_on_and_on(self, folder):
+        rows = [problem.id for problem in Gsm8kTask(data_path=folder).split("train")]
+        for start in (1, len(rows) + 1, 5 * len(rows)):
+            task = Gsm8kTask(data_path=folder, train_start=start, num_train=len(rows) - 1)
+            first = start % len(rows)
+            assert [problem.id for problem in task.split("train")] == (
+                rows[first:] + rows[:first])[:-1]
+
     def test_blank_lines_and_a_byte_order_mark_are_no_rows(self, tmp_path):
         text = "\ufeff" + json.dumps(ROWS[0]) + "\n\n" + json.dumps(ROWS[1], ensure_ascii=False)
         (tmp_path / "train.jsonl").write_text(text + "\n \n", encoding="utf-8")

@@ -71,6 +71,8 @@ MODES = {
         SERVER, {"inference_model": {"weight_sync": "restart"}})),
     "sync, server at url": Mode("sync", merged(
         SERVER, {"inference_model": {"url": "http://127.0.0.1:9009"}})),
+    "sync, stock server": Mode("sync", merged(
+        SERVER, {"inference_model": {"url": "http://127.0.0.1:9009", "server": "vllm"}})),
     "sync, two ranks": Mode("sync", merged(
         VLLM, {"train_model": {"num_devices": 2}, "inference_model": {"engine": "process"}})),
     "sync, devices for engines": Mode("sync", merged(

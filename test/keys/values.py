@@ -60,7 +60,8 @@ VALUES = {key: [value] for key, value in {
     "train_model.lora.enabled": True, "train_model.lora.r": 3, "train_model.lora.alpha": 5.0,
     "train_model.lora.dropout": 0.3, "train_model.lora.target_modules": ["q_proj"],
     "train_model.lora.layer_indices": [1],
-    "inference_model.url": "http://127.0.0.1:9100", "inference_model.temperature": 0.5,
+    "inference_model.url": "http://127.0.0.1:9100", "inference_model.server": "vllm",
+    "inference_model.connections": 3, "inference_model.temperature": 0.5,
     "inference_model.max_tokens": 4, "inference_model.max_model_len": 40,
     "inference_model.max_num_seqs": 3, "inference_model.gpu_memory_utilization": 0.3,
     "inference_model.kv_cache_memory_bytes": 77777, "inference_model.ignore_eos": True,
@@ -77,7 +78,9 @@ VALUES = {key: [value] for key, value in {
     "optimizer.relative_step": True,
     "logging.backends": ["tensorboard"], "logging.wandb_project": "p", "logging.wandb_group": "g",
     "logging.wandb_run_name": "n", "logging.wandb_mode": "offline", "logging.num_samples": 2,
-    "eval.samples": 4, "eval.temperature": 0.5, "eval.k": [2], "eval.seed": 3,
+    "logging.legacy_names": "atropos",
+    "eval.batch_size": 3, "eval.samples": 4, "eval.temperature": 0.5, "eval.k": [2],
+    "eval.seed": 3,
     "eval.benchmarks": {"arithmetic": {"task": {"num_test": 3}}},
     "eval.benchmark_max_tokens": 3, "eval.at_checkpoints": True,
     "kl_controller.target": 0.2, "kl_controller.horizon": 7.0, "kl_controller.step": 0.7,
@@ -117,6 +120,7 @@ ELSEWHERE = {
     "ray.address": "test_config_async.py: test_without_an_address_ray_is_the_runs_own",
     "env.environment": "test/end_to_end/test_atropos.py: it starts a hub and an environment",
     "env.step": "a mode of its own here, 'dialog', whose model ends its turns",
+    "eval.lm_eval_path": "test/run/test_lm_eval.py: it is read with a task of lm-eval alone",
     "atropos.evaluate": "a mode of its own here, 'atropos, one copy, evaluated'",
 }
 

@@ -12,7 +12,9 @@ SAME = "the same"
 
 SYNC = "python sota-implementations/grpo/grpo.py"
 ASYNC = "python sota-implementations/grpo/grpo-async.py"
+OFFLINE = "python sota-implementations/grpo/grpo-offline.py"
 SERVER = "python -m grpo.server.serve"
+STOCK = "python -m vllm.entrypoints.openai.api_server"
 #: Kind of a row -> how its last command begins, variables left out; longer ones first.
 KINDS = {
     "install": ("pip install ",),
@@ -22,7 +24,10 @@ KINDS = {
     "trainer": ("atropos-grpo ",),
     "local": ("examples/slurm/local.sh ",),
     "job": ("sbatch ",),
+    "sweep": (f"{SYNC} --multirun ",),
     "run": (f"{SYNC} ", f"{ASYNC} "),
+    "offline": (f"{OFFLINE} ",),
+    "tests": ("python -m pytest ",),
 }
 
 _CODE = r"`[^`|]+`"
@@ -67,7 +72,8 @@ class Row:
         last = " ".join(Line.of(self.here[-1]).words)
         for kind, begins in KINDS.items():
             if last.startswith(begins):
-                return "served" if kind == "run" and len(self.here) > 1 else kind
+                served = kind in ("run", "offline") and len(self.here) > 1
+                return {"run": "served", "offline": "offline_served"}[kind] if served else kind
         raise ValueError(f"nobody has said how test_commands.py runs {last!r}; see KINDS")
 
 

@@ -116,8 +116,9 @@ ROWS = {
     # servers
     "stock server": (
         "grpo.py", (*SERVER, "inference_model.url=http://127.0.0.1:{port}"),
-        ("inference_model.url=http://127.0.0.1:{port}: the server has no route GET /bridge/info",
-         "status 404", "stock vLLM", "python -m grpo.server.serve --model")),
+        ("inference_model.url=http://127.0.0.1:{port}: the server takes no new weights",
+         "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model m",
+         "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "python -m grpo.server.serve --model m")),
     "no server": (
         "grpo.py", (*SERVER, "inference_model.url=http://127.0.0.1:9"),
         ("inference_model.url=http://127.0.0.1:9: no server answers", "Connection refused")),
@@ -208,7 +209,8 @@ def port():
     class Stock(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             known = self.path in ("/health", "/v1/models")
-            body = b'{"object": "list", "data": []}' if self.path == "/v1/models" else b""
+            card = b'{"id": "m", "object": "model", "owned_by": "vllm"}'
+            body = b'{"data": [%s]}' % card if self.path == "/v1/models" else b""
             self.send_response(200 if known else 404)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -28,9 +27,8 @@ from grpo.run import build
 from grpo.run.evaluate.__main__ import main
 from grpo.run.evaluate.options import split_options
 from grpo.run.evaluate.source import find_source
-from grpo.system.child_process import Child, log_tail
 
-from ..support import free_port, wait_until
+from ..policies.real_stock import vllm_server
 from ..training import runs
 
 SMALL = ("env.task={max_operand: 9, num_train: 15, num_test: 6}", "device=cpu",
@@ -282,6 +280,7 @@ def test_what_an_evaluation_would_not_read_is_refused(keys, message):
     (["compare", "a", "b", "model.name=c"], "model.name is not read by compare"),
     (["model.nam=x"], "model.nam"),
     (["embedded"], "embedded: has no value"),
+    (["eval.batch_size=3"], "eval.batch_size=3 is not read by an evaluation"),
     (["url=localhost", SMALL[0]], "url=localhost: must begin with http"),
     (["env=atropos", "env.task={}"], "env=atropos needs to know|steps_per_eval"),
 ])
@@ -317,27 +316,8 @@ def talkative(tmp_path, tokenizer):
 def served(talkative, tmp_path):
     """The address of vLLM's OpenAI server with the model."""
     pytest.importorskip("vllm")
-    port, log = free_port(), tmp_path / "server.log"
-    server = Child(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(talkative),
-         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
-         "--max-model-len", "64", "--max-num-seqs", "64", "--kv-cache-memory-bytes",
-         str(64 << 20)], log_path=log,
-        env={"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"})
-    try:
-        import httpx
-
-        def answers() -> bool:
-            try:
-                return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2.0).is_success
-            except httpx.TransportError:
-                assert server.alive(), log_tail(log, 40)
-                return False
-
-        wait_until(answers, seconds=500.0, every=0.5, said=lambda: log_tail(log, 40))
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.stop()
+    with vllm_server(talkative, tmp_path / "server.log", "--max-model-len", "64") as url:
+        yield url
 
 
 @pytest.mark.slow

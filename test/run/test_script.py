@@ -18,6 +18,7 @@ from .warm import COMMANDS, REPO, SCRIPTS
 
 GRPO = [str(SCRIPTS / "grpo.py")]
 ASYNC = [str(SCRIPTS / "grpo-async.py")]
+OFFLINE = [str(SCRIPTS / "grpo-offline.py")]
 # Every command of the library, as it is typed.
 LINES = {name: [str(target)] if isinstance(target, Path) else ["-m", target]
          for name, target in COMMANDS.items()}
@@ -28,7 +29,7 @@ SERVERS = {module: ["-m", module] for module in ("grpo.server.serve", "grpo.atro
 
 
 def is_hydras(name: str) -> bool:
-    return name.endswith(".py") or name.startswith("grpo train")
+    return name.endswith(".py") or name.startswith(("grpo train", "grpo offline"))
 
 
 @pytest.fixture
@@ -68,7 +69,8 @@ def test_the_commands_are_all_there_are():
 def test_help_comes_at_once(quick, name):
     done = quick((LINES | SERVERS | OF_CONSOLE)[name], "--help")
     assert done.returncode == 0, done.stderr
-    assert ("train.seed=" if is_hydras(name) else "--") in done.stdout
+    shown = "train.lr=" if "offline" in name else "train.seed="
+    assert (shown if is_hydras(name) else "--") in done.stdout
     if name in OF_CONSOLE:
         assert done.stdout.lower().startswith(f"usage: {name} [")
 
@@ -104,7 +106,7 @@ def test_what_to_type_is_said_as_it_was_typed(quick):
     assert done.returncode == 2 and "(grpo plan --help lists all)" in done.stderr
 
 
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("name", [name for name in LINES if name != "grpo-offline.py"])
 def test_a_misspelt_key_is_explained_at_once_by_every_command(quick, name):
     model = [] if is_hydras(name) else ["--model-name", "m"]
     done = quick(LINES[name], *model, "optimizer.warmup_step=1", "model.nam=m")
@@ -127,6 +129,10 @@ def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
 
 
 @pytest.mark.parametrize("script, given, expected", [
+    (OFFLINE, ["train.lrr=1"], "train.lrr: unknown key (given 1); did you mean 'lr'?"),
+    (OFFLINE, ["optimizer.eps=1"], "optimizer.eps: unknown key (given 1); did you mean 'run.opt"),
+    (OFFLINE, ["run.train.sead=1"], "run.train.sead: unknown key (given 1); did you mean 'seed'?"),
+    (OFFLINE, ["--config-name", "grpo_x"], "known: offline_grpo, offline_smoke;"),
     (GRPO, ["train.sead=1"], "train.sead: unknown key (given 1); did you mean 'seed'?"),
     (ASYNC, ["train.stalenes=1"], "unknown key (given 1); did you mean 'staleness'?"),
     (GRPO, ["train.staleness=1"], "train.staleness: unknown key (given 1); known keys of train:"),
@@ -136,7 +142,10 @@ def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
     (GRPO, ["train_model.lora.rank=4"], "train_model.lora.rank: unknown key (given 4); known"),
     (GRPO, ["-m", "train.sead=0,1"], "train.sead: unknown key (given '0,1'); did you mean"),
     (GRPO, ["train.sead=1", "env.repeat=2"], "the configuration has 2 errors:\n  train.sead"),
-    (GRPO, ["train.maxent_tau=1"], "train.maxent_tau: is now called maxent.tau"),
+    (GRPO, ["num_generation=4"], "num_generation: unknown key (given 4); did you mean 'num_gene"),
+    (GRPO, ["top_p=0.9"], "top_p=0.9: tokens are sampled from the distribution that is trained"),
+    (GRPO, ["learning_rate=1", "optimizer.lr=2"], "are the same setting; give one"),
+    (GRPO, ["--config", "no.yaml"], "--config no.yaml: there is no such file; give a path, or one"),
     (GRPO, ["train.objective_options.delta=3"], "write 'train.objective_options={delta: 3}'"),
     (GRPO, ["env.dataset=gsm8k", "env.task.max_operand=9"],
      "env.task.max_operand: unknown key (given 9); known keys of env.task: num_train, num_test"),
@@ -169,8 +178,12 @@ def test_a_model_that_is_not_there_is_named_at_once(quick, script):
 @pytest.mark.parametrize("given", [
     ["train.seed=1", "--config-name", "grpo_gsm8k", "+env.task.system_prompt=hello"],
     ["--multirun", "preset=dapo,gspo", "train.clip_epsilon=[0.2,0.3]", "optimizer.lr=1e-5,1e-6"],
-    ["+train.maxent_tau=1", "hydra.run.dir=x", "~env.task.seed", "env.reward={a: 1.0}",
+    ["train.maxent_tau=1", "hydra.run.dir=x", "~env.task.seed", "env.reward={a: 1.0}",
      "train.mismatch={tis: 2.0}", "optimizer=adamw"],
+    ["preset=maxent_listwise", "maxent_tau=0.3", "+kl_target=0.1"],
+    ["--config", "gsm8k_grpo.yaml", "--learning_rate", "1e-6", "num_generations=8", "--use_vllm",
+     "model.name=embedded"],
+    ["--multirun", "learning_rate=1e-5,1e-6", "seed=1,2"],
     ["--multirun", "env.dataset=gsm8k,ifeval", "env.task.num_test=5,6"],
     ["env=reasoning_gym", "env.name={countdown: 2, chain_sum: 1}", "env.task.system_prompt=null",
      "env.task.options={chain_sum: {max_terms: 2}}", "env.task.level=1", "preset=dapo"],

@@ -28,6 +28,7 @@ SCRIPTS = REPO / "sota-implementations" / "grpo"
 COMMANDS = {
     "grpo": "grpo.run.cli.console",
     "grpo.py": SCRIPTS / "grpo.py", "grpo-async.py": SCRIPTS / "grpo-async.py",
+    "grpo-offline.py": SCRIPTS / "grpo-offline.py",
     "atropos-grpo": "grpo.run.cli.atropos", "atropos-grpo-run": "grpo.run.cli.launch"}
 _IMPORTED = ("grpo.run.build_async", "grpo.run.assemble_atropos", "grpo.run.build_team",
              "grpo.run.resume", "grpo.run.fast_defaults", "grpo.run.cli.script",

@@ -34,6 +34,8 @@ class Gsm8kTask(Task):
         config: configuration of ``dataset``.
         num_train: use only the first rows of the train split; None: all of them.
         num_test: the same for the test split. A split of 0 rows is not read at all.
+        train_start, test_start: row of the split that is the first, counted on from its first row
+            again behind its last: so each number, such as a seed, stands for a problem.
         system_prompt: first message; None: the question stands alone.
 
     Raises:
@@ -59,7 +61,7 @@ class Gsm8kTask(Task):
     def __init__(
         self, *, data_path: str | Path | None = None, dataset: str = DATASET, config: str = CONFIG,
         num_train: int | None = None, num_test: int | None = None,
-        system_prompt: str | None = SYSTEM_PROMPT,
+        train_start: int = 0, test_start: int = 0, system_prompt: str | None = SYSTEM_PROMPT,
     ) -> None:
         if data_path is not None and (dataset, config) != (DATASET, CONFIG):
             raise ValueError(
@@ -67,7 +69,8 @@ class Gsm8kTask(Task):
                 f"{str(data_path)!r} is set; give either a folder or a data set")
         system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
 
-        def load(split: str, limit: int | None) -> list[Problem]:
+        def load(split: str, limit: int | None, start: int) -> list[Problem]:
+            check_count(f"{split}_start", start)
             if limit is not None:
                 check_count(f"num_{split}", limit)
             if data_path is not None:
@@ -77,14 +80,18 @@ class Gsm8kTask(Task):
                                 instead="env.data_path to a folder with train.jsonl and test.jsonl")
             # Rows are read one by one, so a limit of 0 does not even open the source.
             problems = [_problem(row, where, system, id=f"gsm8k/{split}/{i}")
-                        for i, (where, row) in enumerate(islice(rows, limit))]
+                        for i, (where, row) in enumerate(rows if start else islice(rows, limit))]
+            if start:
+                start %= max(1, len(problems))
+                problems = (problems[start:] + problems[:start])[:limit]
             if limit is not None and len(problems) < limit:
                 raise ValueError(
                     f"env.task.num_{split}={limit}, but the {split} split has only "
                     f"{len(problems)} rows; lower it, or set it to null for all of them")
             return problems
 
-        super().__init__(train=load("train", num_train), test=load("test", num_test),
+        super().__init__(train=load("train", num_train, train_start),
+                         test=load("test", num_test, test_start),
                          source=f"{dataset} ({config})" if data_path is None else str(data_path))
 
 

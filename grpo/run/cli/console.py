@@ -26,6 +26,8 @@ COMMANDS = {
     "train": Command("grpo.run.cli.train:main", "train: generate, score, update, repeat"),
     "train-async": Command("grpo.run.cli.train:main_async",
                            "train while workers on Ray generate"),
+    "offline": Command("grpo.run.cli.offline:main",
+                       "train with the offline trainer's keys, by a server of vLLM or SGLang"),
     "atropos": Command("grpo.run.cli.atropos:main",
                        "train on groups of Atropos environments that run elsewhere"),
     "atropos-run": Command("grpo.run.cli.launch:main",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from grpo.atropos.client import AtroposError
@@ -25,36 +25,39 @@ from grpo.weights.channel import TransferError
 
 #: What may end a run that is not a mistake in the code.
 ENDINGS = (EngineError, StaleWeightsError, FloatingPointError, NotSavedError, RewardsFailed,
-           AtroposError, EnvironmentProcessError, TimeoutError)
-ASYNC_ENDINGS = (*ENDINGS, RolloutsFailed, WorkersLost, TransferError)
+           AtroposError, EnvironmentProcessError, TimeoutError, TransferError)
+ASYNC_ENDINGS = (*ENDINGS, RolloutsFailed, WorkersLost)
 
 
 @contextmanager
-def endings_in_a_line() -> Iterator[None]:
+def endings_in_a_line(said: Callable[[str], str] = in_script_keys) -> Iterator[None]:
     """Around a whole run: a signal, a lost rank or another of :data:`ENDINGS` has its exit code
-    and one line; the trainer has said how the run can go on."""
+    and one line; the trainer has said how the run can go on. ``said`` puts keys into the words of
+    the command."""
     try:
         with signals_end_the_process():
             yield
     except RankDied as error:
         sys.exit(f"error: {error}\nthe run can go on from its newest checkpoint: resume=auto")
     except ENDINGS as error:
-        sys.exit(f"error: {in_script_keys(str(error))}")
+        sys.exit(f"error: {said(str(error))}")
 
 
-def bad_input_in_a_line() -> AbstractContextManager[None]:
+def bad_input_in_a_line(
+    said: Callable[[str], str] = in_script_keys
+) -> AbstractContextManager[None]:
     """Around all done before a run begins; some of it shows first in engines and workers."""
     return errors_in_a_line(ValueError, OSError, ImportError, EngineError, WorkersLost,
-                            switch="HYDRA_FULL_ERROR", said=in_script_keys)
+                            switch="HYDRA_FULL_ERROR", said=said)
 
 
-def fit_with_workers(trainer: Trainer) -> None:
+def fit_with_workers(trainer: Trainer, said: Callable[[str], str] = in_script_keys) -> None:
     """Run to the end and say what held it up; where the workers are lost, say why, and from which
     checkpoint it can go on."""
     try:
         trainer.fit()
     except ASYNC_ENDINGS as error:
         go_on = f"\nthe run can go on: resume={trainer.saved.folder}" if trainer.saved else ""
-        sys.exit(f"error: {in_script_keys(str(error))}{go_on}")
+        sys.exit(f"error: {said(str(error))}{go_on}")
     rows = read_jsonl(trainer.run_dir / METRICS_FILE)
     trainer.reporter.console.info("\n".join([*phase_table(rows), *bottleneck(rows)]))

@@ -18,13 +18,14 @@ try:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Override
     from hydra.errors import HydraException
-    from omegaconf import DictConfig
+    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     from grpo.config.keys import ATROPOS, ConfigError, errors_text
     from grpo.envs.tasks.base import check_options
     from grpo.run.cli.names import key_error, plain, with_env_groups
     from grpo.run.cli.parser import end_with
+    from grpo.run.cli.trl_names import with_trl_names
     from grpo.run.model_source import look_for
     from grpo.system.folders import why_not_writable
 except ModuleNotFoundError as error:
@@ -32,7 +33,8 @@ except ModuleNotFoundError as error:
              "that `make setup` builds (source .venv/bin/activate), or pip install this package")
 
 
-def look_ahead(folder: Path, config_name: str) -> None:
+def look_ahead(folder: Path, config_name: str, *, model: str = "model.name",
+               within: str | None = None) -> None:
     """Show help, or what is wrong with the names on the command line, and exit; else return.
 
     The arguments are put into an order that Hydra reads: it takes no options between overrides.
@@ -41,16 +43,22 @@ def look_ahead(folder: Path, config_name: str) -> None:
     Args:
         folder: the recipes.
         config_name: the recipe that runs where none is named.
+        model: key of the model.
+        within: a section that takes all keys of another recipe, of the name ``grpo``.
     """
+    try:
+        sys.argv[1:] = with_trl_names(sys.argv[1:])
+    except (ConfigError, HydraException, OSError) as error:
+        sys.exit(f"error: {error}")
     parser = get_args_parser()
     parser.error = partial(end_with, parser)
     args = parser.parse_intermixed_args()
     options = [argument for argument in sys.argv[1:] if argument not in args.overrides]
-    args.overrides = with_env_groups(args.overrides, folder)
+    args.overrides = [_added(text, within) for text in with_env_groups(args.overrides, folder)]
     sys.argv[1:] = options + args.overrides
     # Recipes of somebody's own are found by Hydra alone.
     if not (args.config_path or args.config_dir or args.experimental_rerun):
-        check_names(folder, args.config_name or config_name, args.overrides)
+        check_names(folder, args.config_name or config_name, args.overrides, within=within)
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
         def show(config: DictConfig) -> None:
             raise AssertionError("Hydra runs nothing where it is asked to show something")
@@ -61,8 +69,13 @@ def look_ahead(folder: Path, config_name: str) -> None:
             sys.argv.append("hydra.help.app_name='{}'".format(typed.replace("'", "\\'")))
         hydra.main(version_base=None, config_path=str(folder), config_name=config_name)(show)()
         sys.exit()
-    _check_model(args.overrides)
+    _check_model(args.overrides, model)
     _check_run_folder(args.overrides, "hydra.sweep.dir" if args.multirun else "hydra.run.dir")
+
+
+def _added(text: str, section: str | None) -> str:
+    """An override of a section that is empty before it is given keys, as Hydra wants it."""
+    return f"++{text}" if section is not None and text.startswith(f"{section}.") else text
 
 
 def job_name(config_name: str) -> str:
@@ -75,28 +88,30 @@ def job_name(config_name: str) -> str:
     return config_name.replace("_", "-")
 
 
-def check_names(folder: Path, config_name: str, overrides: list[str]) -> None:
+def check_names(folder: Path, config_name: str, overrides: list[str], *,
+                within: str | None = None) -> None:
     """End the command where a recipe or a key has a name that is unknown."""
     if not (folder / config_name).with_suffix(".yaml").is_file():
-        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml") if (
+            path.stem.startswith("offline")) == (within is not None)))
         sys.exit(f"error: --config-name {config_name}: there is no such recipe; known: {known}; "
                  "with --config-dir FOLDER your own are found, too")
     try:
-        errors = [*_name_errors(folder, config_name, overrides)] if overrides else []
+        errors = [*_name_errors(folder, config_name, overrides, within)] if overrides else []
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {error}")
     if errors:
         sys.exit(f"error: {errors_text(errors)}")
 
 
-def _check_model(overrides: list[str]) -> None:
+def _check_model(overrides: list[str], key: str) -> None:
     """Refuse a model that is not there; which files it has is looked at later."""
     given = _given(overrides)
-    name = given.get("model.name", "embedded")
+    name = given.get(key, "embedded")
     if name == "embedded" or "," in name or "resume" in given:
         return
     try:
-        look_for(name, key="model.name")
+        look_for(name, key=key)
     except ConfigError as error:
         sys.exit(f"error: {error}")
 
@@ -117,7 +132,8 @@ def _given(overrides: list[str]) -> dict[str, str]:
         text.partition("=") for text in overrides)}
 
 
-def _name_errors(folder: Path, config_name: str, overrides: list[str]) -> Iterator[str]:
+def _name_errors(folder: Path, config_name: str, overrides: list[str],
+                 within: str | None) -> Iterator[str]:
     """What is wrong with the names of keys, and of the task's options where all keys are right."""
     bare = [text for text in overrides if "=" not in text and not text.startswith("~")]
     if bare:
@@ -127,13 +143,17 @@ def _name_errors(folder: Path, config_name: str, overrides: list[str]) -> Iterat
     groups = [override for override in parsed if _is_group(override, folder)]
     with hydra.initialize_config_dir(str(folder), version_base=None):
         known = hydra.compose(config_name, overrides=[_first(override) for override in groups])
+        if within is not None:
+            OmegaConf.set_struct(known, False)
+            known[within] = hydra.compose("grpo")
         errors = [error for override in parsed if override not in groups
                   if (error := _key_error(override, known))]
         yield from errors
         if errors:
             return
         config = hydra.compose(config_name, overrides=[_first(override) for override in parsed])
-    yield from _task_errors(config)
+    if "env" in config:
+        yield from _task_errors(config)
 
 
 def _is_group(override: Override, folder: Path) -> bool:
