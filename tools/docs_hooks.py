@@ -21,7 +21,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 #: Files of the repository that are pages of the site, too.
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md",
-         "examples/atropos/README.md": "atropos.md", "benchmarks/README.md": "benchmarks.md"}
+         "examples/atropos/README.md": "atropos.md", "benchmarks/README.md": "benchmarks.md",
+         "sota-implementations/grpo/README.md": "scripts.md"}
 
 logger = get_plugin_logger("docs")  # whose warnings end a strict build
 
