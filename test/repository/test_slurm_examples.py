@@ -166,6 +166,7 @@ while [[ $1 == -* ]]; do [[ $1 == -w ]] && shift; shift; done
 exit 0''',
     # Asked for Ray's nodes, it says that both are there when all steps have begun.
     "python": '''[[ $1 != -c ]] && exec echo "trainer $*"
+[[ $2 == *secrets* ]] && exec echo a-token
 [[ $(grep -c "^srun cpus" "$LOG_DIR/srun.log") == 3 ]] && echo 2'''}
 
 
@@ -199,6 +200,8 @@ def test_several_nodes_join_at_the_heads_address_with_all_cpus_of_a_task(
     steps = (tmp_path / "srun.log").read_text().split("srun cpus ")[1:]
     assert len(steps) == 3 and all(step.startswith(f"{cpus} ") for step in steps)
     assert any("start --head --block --node-ip-address=10.1.2.3" in step for step in steps)
+    join = tmp_path / "join.sh"  # which others are not to read
+    assert "RAY_AUTH_TOKEN=a-token" in join.read_text() and join.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize("given, keys", [
