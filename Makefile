@@ -9,7 +9,7 @@ READY := .venv/ready-$(or $(GRPO_DEVICE),auto)
 ATROPOS_RUN := outputs/atropos/$(shell date +%Y-%m-%d_%H-%M-%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup atropos-env train train-atropos test test-slow gpu-acceptance lint clean
+.PHONY: help setup atropos-env train train-atropos test test-slow gpu-acceptance docs lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -44,10 +44,13 @@ test-slow: $(READY)  ## run slow tests, a part at each commit; ARGS="--budget 17
 gpu-acceptance: $(READY)  ## run on the GPUs what the pages promise, in nine minutes; ARGS=--list
 	$(BIN)/python tools/gpu_acceptance.py $(ARGS)
 
+docs: $(READY)  ## build the site of docs/ into site/, without warnings
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+
 lint: $(READY)  ## check the style, and that imports between rooms run one way
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 
 clean:  ## remove both .venv, builds and caches; what runs wrote stays
-	rm -rf .venv .venv-atropos build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-atropos build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,8 +22,15 @@ RAY = ["ray[default]>=2.40"]
 IFEVAL = ["langdetect>=1.0.9", "nltk>=3.9"]
 REASONING_GYM = ["reasoning-gym>=0.1.25"]
 MATH = ["latex2sympy2-extended>=1.10", "math-verify>=0.9"]
+TRL = ["trl>=1.16,<1.17"]  # beside which the loss of its names is tested
 # Later ones have no load_environment at their top, or ask for another version of MCP than vLLM.
 VERIFIERS = ["verifiers>=0.1.14,<0.2"]
+# Not in dev: where scikit-learn is installed, which it brings, Transformers imports it each time.
+LM_EVAL = ["lm-eval>=0.4.13,<0.5"]
+# The site, whose formulas become MathML, so that it needs no script to show them.
+DOCS = ["latex2mathml>=3.78", "mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10",
+        "mkdocstrings-python>=1.16,<3"]
+NOTEBOOK = ["ipykernel>=6.29", "nbclient>=0.10"]
 
 EXTRAS = {
     "vllm": ["vllm>=0.25.1,<0.33", *SERVER],
@@ -36,11 +43,14 @@ EXTRAS = {
     "ifeval": IFEVAL,
     "reasoning-gym": REASONING_GYM,
     "math": MATH,
+    "lm-eval": LM_EVAL,
     "verifiers": VERIFIERS,
     "logging": LOGGING,
+    "docs": DOCS,
+    "notebook": NOTEBOOK,
     "dev": ["hypothesis>=6.100", "import-linter>=2.6", "pytest>=8", "pytest-timeout>=2.3",
-            "pytest-xdist>=3.6", "ruff>=0.6", *LOGGING, *LORA, *QUANTIZATION, *RAY,
-            *IFEVAL, *REASONING_GYM, *MATH],
+            "pytest-xdist>=3.6", "ruff>=0.6", *DOCS, *LOGGING, *LORA, *NOTEBOOK,
+            *QUANTIZATION, *RAY, *IFEVAL, *REASONING_GYM, *MATH, *TRL],
 }
 
 
@@ -87,10 +97,13 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     # The Hydra recipes stay at the top of the repository, where scripts and readers expect them,
-    # and are installed as grpo/run/recipes, where the commands find them.
-    packages=[*find_packages(include=["grpo", "grpo.*"]), "grpo.run.recipes"],
-    package_dir={"grpo.run.recipes": "config"},
-    package_data={"grpo.run.recipes": ["*.yaml", "**/*.yaml"], "grpo.report": ["*.html"]},
+    # and are installed as grpo/run/recipes, where the commands find them; so are the files of
+    # --config.
+    packages=[*find_packages(include=["grpo", "grpo.*"]), "grpo.run.recipes",
+              "grpo.run.recipe_files"],
+    package_dir={"grpo.run.recipes": "config", "grpo.run.recipe_files": "recipes"},
+    package_data={"grpo.run.recipes": ["*.yaml", "**/*.yaml"], "grpo.report": ["*.html"],
+                  "grpo.run.recipe_files": ["*.yaml"]},
     install_requires=[
         "torch>=2.11,<2.14",
         "torchrl>=0.14,<0.15",

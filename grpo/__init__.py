@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo.atropos.env import AtroposEnv
     from grpo.objectives import GroupAdvantage, GRPOLoss, total_loss
+    from grpo.run.api import train
 
 __version__ = "0.1.0"
-__all__ = ["AtroposEnv", "GRPOLoss", "GroupAdvantage", "total_loss"]
+_MODULES = {"AtroposEnv": "grpo.atropos.env", "GRPOLoss": "grpo.objectives",
+            "GroupAdvantage": "grpo.objectives", "total_loss": "grpo.objectives",
+            "train": "grpo.run.api"}
+__all__ = ["AtroposEnv", "GRPOLoss", "GroupAdvantage", "total_loss", "train"]
 
 
 def __getattr__(name: str) -> Any:
     # On first use: an engine's worker imports this package for its extension and nothing else.
     if name in __all__:
-        module = "grpo.atropos.env" if name == "AtroposEnv" else "grpo.objectives"
-        return getattr(import_module(module), name)
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

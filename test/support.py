@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -117,6 +118,19 @@ def with_variable(name: str, value: str | Path) -> list[str]:
         except OSError:  # another user's, or it has just ended
             continue
     return found
+
+
+def interpreter_with(requirement: str, folder: Path) -> Path:
+    """A Python with a package of its own, and this one's packages for all else."""
+    def call(*command: str | Path) -> str:
+        return finished([*command], REPO, environment(), seconds=900)
+
+    call(sys.executable, "-m", "venv", folder)
+    python = folder / "bin/python"
+    own = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (own / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    call(python, "-m", "pip", "install", "--quiet", requirement)
+    return python
 
 
 # -- pages and benchmarks --------------------------------------------------------------------------

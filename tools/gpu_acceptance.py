@@ -137,12 +137,13 @@ def choose(parts: list[Part], *, only: list[str] | None, skip: list[str]) -> lis
 
 
 def prepare_folder(work: Path) -> None:
-    """What needs no model: problems, the README's functions, and `python` for commands of pages."""
+    """What needs no model: problems, functions of the pages, and `python` for their commands."""
     work.mkdir(parents=True)
     make_problems(work / "problems", count=256, prompt_tokens=64)
+    pages = "".join((REPO / page).read_text() for page in ("README.md", "docs/environments.md"))
     for name, module in {"brevity": "my_rewards.py", "again": "my_steps.py",
                          "load_environment": "my_env.py"}.items():
-        source = next(block for block in blocks((REPO / "README.md").read_text(), "python")
+        source = next(block for block in blocks(pages, "python")
                       if re.search(rf"^def {name}\(", block, flags=re.MULTILINE))
         (work / module).write_text(source)
     python = work / "bin" / "python"

@@ -1,25 +1,39 @@
 #!/usr/bin/env bash
 # Train with an engine server beside the trainer, on one machine:
 #
-#     VLLM_MODEL=Qwen/Qwen2.5-1.5B-Instruct examples/slurm/local.sh --config-name grpo_gsm8k
+#     examples/slurm/local.sh --config-name grpo_gsm8k
+#     MAXENT=1 VLLM_MODEL=Qwen/Qwen2.5-1.5B-Instruct examples/slurm/local.sh --config-name grpo_gsm8k
 #
-# Starts the server on the last GPU(s), waits for it, trains on all others, and exits with the
+# Starts the server on the first GPU(s), waits for it, trains on all others, and exits with the
 # trainer's exit code when it is done. Arguments are overrides of grpo.py. Logs: $LOG_DIR/server.log
 # and $LOG_DIR/trainer.log. Without a GPU both run on the CPU.
 #
-#     VLLM_MODEL      folder or hub id, for server and trainer (needed)
-#     VLLM_PORT       9001
-#     VLLM_TP_SIZE    1: GPUs of the engine
-#     VLLM_MAX_LEN    the model's: prompt plus response, in tokens
-#     VLLM_MEM_UTIL   0.9: share of the engine's GPUs for weights and KV cache
-#     VLLM_TIMEOUT    900: seconds until the server must answer
-#     LOG_DIR         logs
-#     PYTHON          python
+#     VLLM_MODEL        Qwen/Qwen2.5-1.5B-Instruct: folder or hub id, for server and trainer
+#     VLLM_PORT         8000
+#     VLLM_TP_SIZE      1: GPUs of the engine
+#     VLLM_MAX_LEN      2048: prompt plus response, in tokens
+#     VLLM_MEM_UTIL     0.90: share of the engine's GPUs for weights and KV cache
+#     VLLM_TIMEOUT      900: seconds until the server must answer
+#     MAXENT            0; 1 is preset=maxent_listwise, which other arguments win over
+#     TRAIN_ENTRYPOINT  sota-implementations/grpo/grpo.py of this repository, or another script that
+#                       reads its keys
+#     LOG_DIR           logs
+#     PYTHON            python
 set -euo pipefail
 
-: "${VLLM_MODEL:?set VLLM_MODEL to the model to train: a folder or hub id}"
-port=${VLLM_PORT:-9001} size=${VLLM_TP_SIZE:-1} logs=${LOG_DIR:-logs} python=${PYTHON:-python}
+model=${VLLM_MODEL:-Qwen/Qwen2.5-1.5B-Instruct} port=${VLLM_PORT:-8000} size=${VLLM_TP_SIZE:-1}
+logs=${LOG_DIR:-logs} python=${PYTHON:-python}
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+entrypoint=${TRAIN_ENTRYPOINT:-$repo/sota-implementations/grpo/grpo.py}
+if [[ ! -f $entrypoint ]]; then
+    echo "error: TRAIN_ENTRYPOINT=$entrypoint is no file" >&2
+    exit 2
+fi
+case ${MAXENT:-0} in
+    0) objective=() ;;
+    1) objective=(preset=maxent_listwise) ;;
+    *) echo "error: MAXENT=$MAXENT must be 0 or 1" >&2; exit 2 ;;
+esac
 mkdir -p "$logs"
 
 # Which GPUs there are; Slurm sets CUDA_VISIBLE_DEVICES to the job's own.
@@ -29,23 +43,27 @@ if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
 elif command -v nvidia-smi >/dev/null; then
     mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader)
 fi
-options=() training=() engine_gpus="" trainer_gpus=""
+options=(--max-model-len "${VLLM_MAX_LEN:-2048}") training=() engine_gpus="" trainer_gpus=""
+dtype=float32  # the trainer's, which vLLM would not choose for every model
 if ((${#gpus[@]})); then
     if ((${#gpus[@]} <= size)); then
         echo "error: ${#gpus[@]} GPUs for VLLM_TP_SIZE=$size and the trainer; ask for $((size + 1))," \
             "or run grpo.py, which needs one" >&2
         exit 2
     fi
-    first=$((${#gpus[@]} - size))
-    engine_gpus=$(IFS=,; echo "${gpus[*]:first}")
-    trainer_gpus=$(IFS=,; echo "${gpus[*]:0:first}")
-    options+=(--gpu-memory-utilization "${VLLM_MEM_UTIL:-0.9}")
-    training+=("train_model.num_devices=$first")
+    engine_gpus=$(IFS=,; echo "${gpus[*]:0:size}")
+    trainer_gpus=$(IFS=,; echo "${gpus[*]:size}")
+    dtype=bfloat16
+    options+=(--gpu-memory-utilization "${VLLM_MEM_UTIL:-0.90}")
+    training+=("train_model.num_devices=$((${#gpus[@]} - size))")
 fi
-[[ -n ${VLLM_MAX_LEN:-} ]] && options+=(--max-model-len "$VLLM_MAX_LEN")
+
+for word in "$@"; do
+    if [[ $word == train_model.torch_dtype=* ]]; then dtype=${word#*=}; fi
+done
 
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
-train=("$python" "$repo/sota-implementations/grpo/grpo.py" "model.name=$VLLM_MODEL"
+train=("$python" "$entrypoint" "model.name=$model" "${objective[@]}"
     inference_model.engine=server "inference_model.url=http://127.0.0.1:$port"
     inference_model.weight_sync=transfer "${training[@]}" "$@")
 # A misspelt key is found now, and not after the engine's start.
@@ -55,8 +73,8 @@ train=("$python" "$repo/sota-implementations/grpo/grpo.py" "model.name=$VLLM_MOD
 GRPO_SERVER_TOKEN=${GRPO_SERVER_TOKEN:-$("$python" -c 'import secrets; print(secrets.token_urlsafe())')}
 export GRPO_SERVER_TOKEN
 
-CUDA_VISIBLE_DEVICES=$engine_gpus "$python" -m grpo.server.serve --model "$VLLM_MODEL" \
-    --port "$port" --tensor-parallel-size "$size" "${options[@]}" >"$logs/server.log" 2>&1 &
+CUDA_VISIBLE_DEVICES=$engine_gpus "$python" -m grpo.server.serve --model "$model" \
+    --port "$port" --tensor-parallel-size "$size" --dtype "$dtype" "${options[@]}" >"$logs/server.log" 2>&1 &
 server=$!
 stop() {
     kill "$server" 2>/dev/null || true

@@ -30,9 +30,15 @@ _KL_COEF = ("policy", "kl_coef")
 
 _NO_RAY_OPTIONS = ("Ray is started with what the devices of the run need, or joined at "
                    "ray.address; leave it out")
+_OF_THE_TRAINER = ("it is what that key of train_model says, so that the same tokens have the same "
+                   "log-probs; leave it out")
+_NO_FILTER = ("the trainer computes log-probs of all tokens, and those of a filtered distribution "
+              "are others; leave it out")
+_SCRIPT = "the script says which, grpo.py is synchronous and grpo-async.py is not; leave it out"
+_SGLANG = "it is SGLang's, and vLLM generates; leave it out"
 #: Keys and sections of TorchRL's GRPO recipe that are something else here -> what to write.
 REPLACED = {
-    "mode": "the script says which, grpo.py is synchronous and grpo-async.py is not; leave it out",
+    "mode": _SCRIPT,
     "train.sync_iter": "grpo.py is what true was; for false use grpo-async.py, with "
                        "train.staleness=1",
     "train.use_kl_to_ref": "train.kl_to_ref_coeff alone says it, and without it nothing is "
@@ -47,6 +53,39 @@ REPLACED = {
     "ref_model.lora": "the reference is the model that the run starts from, without the adapters "
                       "of train_model.lora; leave it out",
     "ref_model.gradient_checkpointing": "the reference has no backward pass; leave it out",
+    "ref_model.attn_implementation": _OF_THE_TRAINER,
+    "ref_model.torch_dtype": _OF_THE_TRAINER,
+    "inference_model.torch_dtype": _OF_THE_TRAINER,
+    "inference_model.attn_implementation": "vLLM chooses its own kernels; leave it out",
+    "inference_model.top_p": _NO_FILTER,
+    "inference_model.enable_fp32_lm_head": "write train_model.fp32_head=true, which is for both "
+                                           "sides",
+    "inference_model.enable_prefix_caching": "it is always on, and what it holds is dropped with "
+                                             "each update; leave it out",
+    "inference_model.include_stop_str_in_output": "tokens are trained as they were sampled, the "
+                                                  "last one too; leave it out",
+    "inference_model.disable_cuda_graph": "write inference_model.enforce_eager=true for true; for "
+                                          "false leave it out",
+    "inference_model.disable_piecewise_cuda_graph": _SGLANG,
+    "inference_model.disable_overlap_schedule": _SGLANG,
+    "env.reasoning": "write env.thinking_prompt=true for its prompt, and env.step=retry with "
+                     "env.max_steps for its further turns; for false leave it out",
+    "model.compile": "write train_model.compile",
+    "train.mixed_precision": "master weights are always float32, and train_model.torch_dtype says "
+                             "what the model computes in; leave it out",
+    "train.sync": _SCRIPT,
+    "train.buffer_size": "a batch is what is generated for it, and train.epochs says how often it "
+                         "is trained on; in grpo-async.py train.staleness says how old it may be; "
+                         "leave it out",
+    "train.empty_replay_buffer": "each batch is trained on train.epochs times and dropped; leave "
+                                 "it out",
+    "train.weight_update_frequency": "engines get each update; train.staleness of grpo-async.py "
+                                     "says how many may pass before a token is trained on; leave "
+                                     "it out",
+    "train.logging_frequency": "each iteration is logged; leave it out",
+    "logging.experiment_name": "write train.exp_name, or logging.wandb_run_name",
+    "logging.checkpoint_dir": "checkpoints are in the run's folder; leave it out",
+    "logging.checkpoint_frequency": "write train.checkpoint_frequency",
     "ray.init_config": _NO_RAY_OPTIONS,
     "ray.collector_config": _NO_RAY_OPTIONS,
     "ray.train_handler_config": _NO_RAY_OPTIONS,

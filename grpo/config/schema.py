@@ -62,6 +62,9 @@ class LoggingConfig(Section):
     wandb_group: Annotated[str | None, _WANDB] = None
     wandb_run_name: Annotated[str | None, _WANDB] = None
     wandb_mode: Annotated[Literal["online", "offline"] | None, _WANDB] = None
+    legacy_names: Literal["atropos"] | None = None
+    """Metrics also under the names that this trainer gave them, see
+    :mod:`grpo.report.legacy_names`."""
     num_samples: Annotated[int, _EVALUATED] = Field(6, ge=0)
     """Completions shown and saved at each evaluation."""
 

@@ -81,8 +81,15 @@ def digest(problem: Problem) -> str:
     return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
+#: Columns that number the rows, or are the messages, of which the system's do not count.
+_NOT_ABOUT = ("prompt", "example_id", "id")
+
+
 def question(problem: Problem) -> tuple[str, ...]:
     """What is asked and the answer, whatever the system says before, for finding it elsewhere.
+
+    Of a conversation with somebody who answers, also what that is about: conversations may begin
+    with the same words.
 
     Examples:
         >>> plain = Problem("1+1=", "2", "a")
@@ -91,8 +98,11 @@ def question(problem: Problem) -> tuple[str, ...]:
     """
     if isinstance(problem.prompt, str):
         return problem.prompt, problem.answer
+    about = {} if problem.partner is None else {
+        name: value for name, value in problem.row.items() if name not in _NOT_ABOUT}
     return (*(str(message["content"]) for message in problem.prompt
-              if message["role"] != "system"), problem.answer)
+              if message["role"] != "system"), problem.answer,
+            *([json.dumps(about, sort_keys=True, default=str)] if about else []))
 
 
 def template_text(given: str) -> str:

@@ -89,6 +89,7 @@ class VerifiableEnv(EnvBase):
         self.num_prompts, self.group_size = num_prompts, group_size
         self.pad_token_id = int(tokenizer.pad_token_id)
         self.eos_token_ids = torch.tensor(eos_token_ids, dtype=torch.int64)
+        self._ends, self._width = frozenset(eos_token_ids), max_response_tokens
         self.groups_started = 0
         self.reward_errors = 0
         self.failures: dict[str, str] = {}  # of the last step, as of RewardBatch
@@ -163,9 +164,7 @@ class VerifiableEnv(EnvBase):
         They run while other groups are generated; :meth:`step` waits for them. ``tokens`` are those
         of the response, in a dialog of its last turn, end token included; ``talk`` is all of it.
         """
-        width = self.action_spec[data.RESPONSE_TOKENS].shape[-1]
-        (said,), _ = self._read(data.pad_rows([tokens], width, self.pad_token_id))
-        self._finished[row] = _Response(*said, talk)
+        self._finished[row] = _Response(*self._read_one(tokens), talk)
         first = row - row % self.group_size
         group = range(first, first + self.group_size)
         if self.group_size > 1 and all(row in self._finished for row in group):
@@ -240,6 +239,18 @@ class VerifiableEnv(EnvBase):
             while not end and said and said[-1] == self.pad_token_id:
                 said.pop()
         return rows, is_eos.any(-1)
+
+    def _read_one(self, tokens: list[int]) -> tuple[list[int], list[int]]:
+        """What :meth:`_read` finds of one response, at a hundredth of its time."""
+        for number, token in enumerate(tokens):
+            if token in self._ends:
+                return tokens[:number], [token]
+        if len(tokens) < self._width and self.pad_token_id in self._ends:
+            return tokens[:], [self.pad_token_id]  # as it looks in the padded batch
+        size = len(tokens)
+        while size and tokens[size - 1] == self.pad_token_id:
+            size -= 1
+        return tokens[:size], []
 
     def _last_turns(self, batch: TensorDictBase) -> torch.Tensor:
         """The tokens that were sampled last in each row, behind those of others, ``[B, R]``."""

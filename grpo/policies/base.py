@@ -94,6 +94,8 @@ class Policy(TensorDictModuleBase):
     in_keys = [data.PROMPT_TOKENS, data.PROMPT_MASK]
     out_keys = [data.RESPONSE_TOKENS, data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK,
                 data.LOG_PROBS, data.FINISH_REASON, data.POLICY_VERSIONS, data.POLICY_VERSION]
+    #: Whether it has :meth:`score`.
+    can_score = False
 
     def __init__(self, sampling: Sampling, *, pad_token_id: int, eos_token_ids: tuple[int, ...],
                  max_model_len: int, version: Callable[[], int] = lambda: 0) -> None:
@@ -161,6 +163,21 @@ class Policy(TensorDictModuleBase):
                              f"max_model_len={self.max_model_len}; shorten or skip the prompt, or "
                              "raise inference_model.max_model_len")
         return prompts
+
+    def score(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """How likely given continuations are, at temperature 1.
+
+        Args:
+            rows: token ids of a context, at least one, and of what follows.
+
+        Returns:
+            Of each row the log-prob of the continuation, in nats, and whether greedy decoding
+            would have given it.
+
+        Raises:
+            NotImplementedError: where the engine is out of reach, see :attr:`can_score`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not score given texts")
 
     @abstractmethod
     def _generate(self, prompts: list[list[int]], on_row: RowListener | None = None) -> Completions:

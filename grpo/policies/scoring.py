@@ -51,6 +51,35 @@ def score_rollout(
     return log_probs_BT, entropy_BT
 
 
+@torch.no_grad()
+def score_greedily(
+    scorer: TokenScorer, batch: TensorDictBase, *, max_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of every assistant token, and whether no other was more likely.
+
+    Args:
+        scorer, max_tokens: as of :func:`score_rollout`.
+        batch: ``[B]`` with tokens and masks.
+
+    Returns:
+        ``(log_probs_BT, greedy_BT)``, float32 and bool, 0 and False on other tokens.
+    """
+    shape, home = batch[data.TOKENS].shape, batch[data.TOKENS].device
+    log_probs_BT = torch.zeros(shape, device=home)
+    greedy_BT = torch.zeros(shape, dtype=torch.bool, device=home)
+    with evaluating(scorer.model):
+        for rows, part in scoring_parts(scorer, batch, max_tokens):
+            predictions = scorer.predict(part[data.TOKENS], part[data.ATTENTION_MASK],
+                                         part[data.ASSISTANT_MASK])
+            values_N, _ = scorer.score(predictions)
+            _, best_N1 = scorer.most_likely(predictions, 1)
+            row_N, column_N = part[data.ASSISTANT_MASK].nonzero(as_tuple=True)
+            place = rows.to(home)[row_N.to(home)], column_N.to(home)
+            log_probs_BT[place] = values_N.to(home, torch.float32)
+            greedy_BT[place] = (best_N1[:, 0] == predictions.targets_N).to(home)
+    return log_probs_BT, greedy_BT
+
+
 def scoring_parts(
     scorer: TokenScorer, rollout: TensorDictBase, max_tokens: int
 ) -> Iterator[tuple[Tensor, TensorDictBase]]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 
+from grpo import data
 from grpo.objectives.head import log_probs_from_logits
+from grpo.objectives.scorer import TokenScorer
 from grpo.policies.base import Completions, Policy, RowListener, Sampling, first_of_rows
-from grpo.policies.scoring import evaluating
+from grpo.policies.scoring import evaluating, score_greedily
+
+#: Tokens of a batch whose given texts are scored.
+_SCORED_AT_ONCE = 16_384
 
 
 class TransformersPolicy(Policy):
@@ -48,6 +55,24 @@ class TransformersPolicy(Policy):
     def model(self) -> nn.Module:
         return self._model[0]
 
+    can_score = True
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        width = max(len(context) + len(answer) for context, answer in rows)
+        lengths_B2 = torch.tensor([[len(context), len(context) + len(answer)]
+                                   for context, answer in rows])
+        column_T = torch.arange(width)
+        batch = TensorDict({}, [len(rows)])
+        batch[data.TOKENS] = data.pad_rows([[*context, *answer] for context, answer in rows],
+                                           width, self.pad_token_id)
+        batch[data.ATTENTION_MASK] = column_T < lengths_B2[:, 1:]
+        batch[data.ASSISTANT_MASK] = (column_T >= lengths_B2[:, :1]) & batch[data.ATTENTION_MASK]
+        log_probs_BT, greedy_BT = score_greedily(TokenScorer(self.model), batch,
+                                                 max_tokens=_SCORED_AT_ONCE)
+        return [*zip(log_probs_BT.double().sum(-1).tolist(),
+                     (greedy_BT | ~batch[data.ASSISTANT_MASK]).all(-1).tolist(), strict=True)]
+
     def _generate(self, prompts: list[list[int]], on_row: RowListener | None = None) -> Completions:
         with evaluating(self.model):
             return self._sample(prompts, on_row)
@@ -80,8 +105,10 @@ class TransformersPolicy(Policy):
             stopped_B = stopped_B | (running_B & torch.isin(tokens_B, eos))
             if on_row is not None:
                 ended_B = running_B & (stopped_B | (step + 1 == room_B))
-                for row in ended_B.nonzero().flatten().tolist():
-                    on_row(row, torch.stack([drawn_B[row] for drawn_B in sampled]).tolist())
+                rows = ended_B.nonzero().flatten()
+                for row, said in zip(rows.tolist(), torch.stack(sampled, 1)[rows].tolist(),
+                                     strict=True):
+                    on_row(row, said)
             tokens = tokens_B[:, None]
             attention = torch.cat([attention, torch.ones_like(tokens)], dim=-1)
             position_ids = position_ids[:, -1:] + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo.policies.base import Completions, Policy, RowListener, Sampling
@@ -66,6 +67,23 @@ class VLLMPolicy(Policy):
         rows = generate(self.engine, prompts, params, lora_request=self.lora_request, on_row=on_row)
         return Completions([row.tokens for row in rows], [row.log_probs for row in rows],
                            [row.finish_reason == "length" for row in rows])
+
+    can_score = True
+
+    def score(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        from vllm import SamplingParams
+
+        self.settle()
+        outputs = self.engine.generate(
+            [{"prompt_token_ids": [*context, *answer]} for context, answer in rows],
+            SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False),
+            use_tqdm=False, lora_request=self.lora_request)
+        found = []
+        for (context, answer), output in zip(rows, outputs, strict=True):
+            scored = [position[token] for position, token in zip(
+                output.prompt_logprobs[len(context):], answer, strict=True)]
+            found.append((sum(one.logprob for one in scored), all(one.rank == 1 for one in scored)))
+        return found
 
     def settle(self) -> None:
         """Called before anything is generated, when all models are loaded.

@@ -58,7 +58,7 @@ class TaskScores:
 
 def record_of(
     tasks: Sequence[TaskScores], *, ks: Sequence[int], seed: int, temperature: float | None,
-    **about: Any,
+    lm_eval: Mapping[str, Mapping[str, Any]] | None = None, **about: Any,
 ) -> dict[str, Any]:
     """What the file holds of an evaluation.
 
@@ -67,6 +67,8 @@ def record_of(
         ks: of pass@k and its relatives.
         seed: of samples and bootstrap.
         temperature: of the samples; None without any.
+        lm_eval: of each task of lm-eval the number of ``problems``, and ``metrics`` with ``value``
+            and ``stderr``.
         about: further values for its top, such as the model.
     """
     own, samples = tasks[0], tasks[0].samples
@@ -81,7 +83,7 @@ def record_of(
             "ids": list(task.ids), "greedy": bits(task.greedy),
             "samples": None if task.samples is None else [*map(bits, task.samples.correct)],
             **task.asked,
-        } for task in tasks}}
+        } for task in tasks}, **({"lm_eval": dict(lm_eval)} if lm_eval else {})}
 
 
 def bits(right: Sequence[bool]) -> str:

@@ -79,6 +79,27 @@ def screen_tables(record: Mapping[str, Any]) -> Iterator[Table]:
         yield table
 
 
+    for head, columns, rows in lm_eval_tables(record):
+        table = Table(*columns, box=box.SIMPLE_HEAD, title_style="bold", title=head,
+                      title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        yield table
+
+
+def lm_eval_tables(
+    record: Mapping[str, Any]
+) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Head, columns and rows of the table of each task of lm-eval."""
+    for name, task in record.get("lm_eval", {}).items():
+        problems = "" if task["problems"] is None else f": {task['problems']:,} problems"
+        shots = "" if not task["num_fewshot"] else f", {task['num_fewshot']} examples each"
+        yield f"{name}{problems}{shots}", ["", "value", "standard error"], [
+            [metric, f"{found['value']:.4f}",
+             "" if found["stderr"] is None else f"{found['stderr']:.4f}"]
+            for metric, found in task["metrics"].items()]
+
+
 def curve(samples: Samples, *, seed: int) -> dict[int, Estimate]:
     """pass@k at the powers of two up to ``n``, and at ``n``."""
     ks = sorted({*(2**i for i in range(samples.n.bit_length())), samples.n})
@@ -154,8 +175,8 @@ def write_page(folder: Path, tasks: Sequence[TaskScores], record: Mapping[str, A
         title=f"Evaluation of {record['model']}", palette=PALETTE, drawing=drawing, note=_NOTE,
         facts=[f"engine {record['engine']}", f"seed {record['seed']}",
                *(f"{name} {value:g} s" for name, value in record["seconds"].items())],
-        columns=columns_of(record), tables=[
-            (head_of(name, task, record), list(rows_of(task, record["k"], written)))
-            for name, task in record["tasks"].items()])
+        tables=[*((head_of(name, task, record), columns_of(record),
+                   list(rows_of(task, record["k"], written)))
+                  for name, task in record["tasks"].items()), *lm_eval_tables(record)])
     write_atomically(folder / PAGE, page, errors="xmlcharrefreplace")
     return folder / PAGE

@@ -20,6 +20,7 @@ from grpo.envs.rewards import RewardFn, RewardScorer, get_reward
 from grpo.envs.rewards.length import judged_by
 from grpo.envs.rewards.registry import options_of as reward_options
 from grpo.envs.rewards.registry import with_options
+from grpo.envs.rewards.trl import as_trl_reward, is_trl_reward
 from grpo.envs.tasks import Task, make_task, options_of
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
@@ -320,7 +321,8 @@ def named_reward(name: str, options: Mapping[str, Any]) -> RewardFn:
         raise ConfigError(f"env.reward={name}: its module cannot be imported: "
                           f"{type(error).__name__}: {error}") from error
     try:
-        return with_options(fn, options)
+        chosen = with_options(fn, options)
+        return as_trl_reward(fn, name) if chosen is fn and is_trl_reward(fn) else chosen
     except ValueError as error:
         raise ConfigError(f"env.reward_options: {error}") from error
 
@@ -377,7 +379,8 @@ def describe(
 
 def describe_length(config: Config, *, problems: int) -> str:
     """The length of a run in all its units, with the keys that count in them."""
-    steps, warmup = config.optimizer_steps, config.optimizer.warmup_steps
+    steps = config.optimizer_steps
+    warmup = config.optimizer.warmup(steps)
     too_short = f" (all of them in the warm-up of {warmup})" if warmup >= steps else ""
     epochs = config.total_turns / config.env.repeats / problems
     drawn = "at least " if config.train.max_sampling_rounds else ""

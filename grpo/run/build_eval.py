@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from grpo.config.evaluation import LM_EVAL
 from grpo.config.recipes import env_recipe
 from grpo.config.schema import Config, ConfigError
 from grpo.envs.dialog import environment, named_step
@@ -19,6 +21,7 @@ from grpo.policies.fleet import FleetPolicy
 from grpo.run import build
 from grpo.training.evaluation import Evaluator
 from grpo.training.evaluations import Evaluations, Sampler, TaskEvaluator
+from grpo.training.harness import HarnessTask
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,12 @@ class HeldOut:
     def length(self) -> int:
         """Tokens of the longest prompt and response."""
         return self.width + self.max_tokens
+
+    @property
+    def described(self) -> str:
+        """For the screen."""
+        return (f"{self.name}: {len(self.prompts):,} held-out problems, completions of at most "
+                f"{self.max_tokens:,} tokens")
 
 
 def held_out(
@@ -87,34 +96,56 @@ def held_out(
 
 
 def questions(problems: Iterable[Problem]) -> Questions:
-    """What a run trains on. Conversations are not in it: somebody's first words may always be the
-    same."""
-    return frozenset(question(problem) for problem in problems if problem.partner is None)
+    """What a run trains on. Conversations that begin alike and are about the same, as far as their
+    data says, cannot be told apart: they are not in it, which is logged."""
+    times = Counter[tuple[str, ...]]()
+    partners = set[tuple[str, ...]]()
+    for problem in problems:
+        times[asked := question(problem)] += 1
+        if problem.partner is not None:
+            partners.add(asked)
+    alike = {asked for asked in partners if times[asked] > 1}
+    if alike:
+        logger.warning("%d training conversations cannot be told from one another by what they "
+                       "begin with; whether held-out ones are among them is not known",
+                       sum(times[asked] for asked in alike))
+    return frozenset(times.keys() - alike)
 
 
 def build_benchmarks(
     config: Config, tokenizer: Any, *, limit: int, trained: Questions = frozenset()
-) -> list[HeldOut]:
-    """The held-out problems of ``eval.benchmarks``; see :func:`held_out`.
+) -> list[HeldOut | HarnessTask]:
+    """The held-out problems of ``eval.benchmarks``, see :func:`held_out`, and tasks of lm-eval.
 
     Each gets a copy of the tokenizer, because a chat template stays with it.
     """
     tokens = config.eval.benchmark_max_tokens or config.max_tokens
-    return [held_out(name, config.model_copy(update={"env": env_recipe(
-        name, config.eval.changes(name), key="eval.benchmarks")}), copy.copy(tokenizer),
-        max_tokens=tokens, limit=limit, trained=trained) for name in config.eval.benchmarks or ()]
+
+    def build_one(name: str) -> HeldOut | HarnessTask:
+        if name.startswith(LM_EVAL):
+            return HarnessTask.named(
+                name, config.eval.lm_eval_options(name), copy.copy(tokenizer), limit=limit,
+                folder=config.eval.lm_eval_path, max_tokens=config.eval.benchmark_max_tokens)
+        env = env_recipe(name, config.eval.changes(name), key="eval.benchmarks")
+        return held_out(name, config.model_copy(update={"env": env}), copy.copy(tokenizer),
+                        max_tokens=tokens, limit=limit, trained=trained)
+
+    return [build_one(name) for name in config.eval.benchmarks or ()]
 
 
 def build_evaluations(
-    config: Config, tasks: Sequence[HeldOut], policy: Policy, *, rows: int
+    config: Config, tasks: Sequence[HeldOut | HarnessTask], policy: Policy, *, rows: int
 ) -> Evaluations:
     """What a run evaluates: its own task, which is the first, and benchmarks; for ``rows`` see
     :func:`task_evaluator`."""
+    harness = [one.evaluator(policy, rows=rows, seed=config.eval.seed)
+               for one in tasks if not isinstance(one, HeldOut)]
+    tasks = [one for one in tasks if isinstance(one, HeldOut)]
     names = [one.name if one is tasks[0] or one.name != tasks[0].name else f"{one.name}_2"
              for one in tasks]  # a benchmark may be of the run's own kind, with other options
     own, *benchmarks = (task_evaluator(replace(one, name=name), policy, rows=rows)
                         for name, one in zip(names, tasks, strict=True))
-    return Evaluations(own, benchmarks, ks=config.eval.ks, seed=config.eval.seed,
+    return Evaluations(own, benchmarks, harness=harness, ks=config.eval.ks, seed=config.eval.seed,
                        at_checkpoints=config.eval.at_checkpoints, model=config.model.name)
 
 

@@ -67,6 +67,7 @@ def build_learner(config: Config, loss: GRPOLoss, ranks: Ranks | None = None) ->
     train, options = config.train, config.optimizer.model_dump()
     options["final_lr_fraction"] = options["final_lr_fraction"] or 0.0
     options["total_steps"] = config.optimizer_steps
+    options["warmup_steps"] = config.optimizer.warmup(config.optimizer_steps)
     if ranks is None:
         optimizer = MasterAdamW(loss.actor_network.parameters(), **options)
     else:

@@ -31,7 +31,8 @@ _NEUTRAL = (
 #: How many rewards are called at a time, which only matters to random numbers if they come from
 #: other generators then.
 _REWARD_CALLS = ("env.reward_workers:", "env.reward_processes:")
-#: How long a run is only matters to a learning rate that falls towards its end.
+#: How long a run is only matters to a learning rate that falls towards its end, or rises for a
+#: share of it.
 _LENGTH = ("train.max_steps:", "train.data_epochs:", "train.total_dialog_turns:",
            "atropos.steps:")
 #: Sections that only one of the scripts has, whose runs the others cannot go on with.
@@ -71,7 +72,8 @@ def result_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     neutral = _NEUTRAL
     if _reward_calls(old.get("env", {})) == _reward_calls(new.get("env", {})):
         neutral += _REWARD_CALLS
-    if new.get("optimizer", {}).get("schedule", "constant") == "constant":
+    rate = new.get("optimizer", {})
+    if rate.get("schedule", "constant") == "constant" and not 0 < rate.get("warmup_steps", 0) < 1:
         neutral += _LENGTH
     if "atropos" not in new:  # where it is also the size of a batch
         neutral += ("train.gradient_accumulation_steps:",)

@@ -14,6 +14,7 @@ from grpo.config.schema import Config
 from grpo.envs.tasks.base import Task
 from grpo.policies.model_shape import ModelShape
 from grpo.report.console import Console
+from grpo.report.legacy_names import WithLegacyNames
 from grpo.report.loggers import LoggerGroup, MetricLogger, make_loggers
 from grpo.report.reporter import Reporter
 from grpo.run import build, fast_defaults
@@ -24,6 +25,7 @@ from grpo.run.device_memory import shards_reference
 from grpo.run.ledger import Ledger
 from grpo.run.placement import Places
 from grpo.training.checkpoint import Checkpoint
+from grpo.training.harness import HarnessTask
 from grpo.training.trainer import Trainer
 
 
@@ -37,7 +39,7 @@ class Start(NamedTuple):
     checkpoint: Checkpoint | None  # that the run goes on from
     asked: dict[str, Any]  # the configuration as given, by which a later run recognises its own
     console: Console
-    benchmarks: Sequence[HeldOut] = ()  # beside the run's own task
+    benchmarks: Sequence[HeldOut | HarnessTask] = ()  # beside the run's own task
 
 
 def with_fast_defaults(
@@ -77,6 +79,8 @@ def open_loggers(start: Start, run_dir: Path, *own: MetricLogger) -> LoggerGroup
         project=options.wandb_project or "grpo", name=options.wandb_run_name,
         group=options.wandb_group, wandb_mode=options.wandb_mode or "online",
         resume_step=start.checkpoint.step if start.checkpoint else None)
+    if options.legacy_names:
+        return LoggerGroup([WithLegacyNames(group, options.legacy_names), *own])
     return LoggerGroup([*group.loggers, *own])
 
 

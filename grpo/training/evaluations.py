@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from grpo.training.evaluation import (
     texts_of,
     told,
 )
+
+if TYPE_CHECKING:
+    from grpo.training.harness import HarnessEvaluator
 
 #: Is told of each completion: ``task``, ``id`` of the problem, number of the ``sample`` (None: the
 #: greedy one), ``completion``, ``reward`` (None without one), ``success``.
@@ -145,6 +148,7 @@ class Evaluations:
     Args:
         own: of the run's task.
         benchmarks: of further tasks.
+        harness: those of lm-eval.
         ks: of pass@k and its relatives.
         seed: of samples and bootstrap.
         at_checkpoints: leave benchmarks to the evaluations of checkpoints.
@@ -153,9 +157,10 @@ class Evaluations:
 
     def __init__(
         self, own: TaskEvaluator, benchmarks: Sequence[TaskEvaluator] = (), *,
-        ks: Sequence[int] = (), seed: int = 0, at_checkpoints: bool = False, model: str = "",
+        harness: Sequence[HarnessEvaluator] = (), ks: Sequence[int] = (), seed: int = 0,
+        at_checkpoints: bool = False, model: str = "",
     ) -> None:
-        self.own, self.benchmarks = own, list(benchmarks)
+        self.own, self.benchmarks, self.harness = own, list(benchmarks), list(harness)
         self.ks, self.seed, self.at_checkpoints = list(ks), seed, at_checkpoints
         self.model = model
 
@@ -173,10 +178,16 @@ class Evaluations:
         """
         with without_trace(self.seed):
             greedy = self.own.greedy.run()
-            tasks = [self.own.sampled(greedy)]
+            tasks, lm_eval = [self.own.sampled(greedy)], {}
             if checkpoint or not self.at_checkpoints:
                 tasks += [task.run() for task in self.benchmarks]
-        return replace(greedy, more=self._metrics(tasks), record=self._record(tasks))
+                lm_eval = self.run_harness()
+        return replace(greedy, more=self._metrics(tasks) | lm_eval_metrics(lm_eval),
+                       record=self._record(tasks, lm_eval))
+
+    def run_harness(self) -> dict[str, dict[str, Any]]:
+        """What the tasks of lm-eval found, see :class:`~grpo.training.harness.HarnessEvaluator`."""
+        return {name: found for task in self.harness for name, found in task.run().items()}
 
     def _metrics(self, tasks: Sequence[TaskScores]) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -192,10 +203,20 @@ class Evaluations:
             found |= {place + name: value for name, value in values.items()}
         return found
 
-    def _record(self, tasks: Sequence[TaskScores]) -> dict[str, Any]:
+    def _record(
+        self, tasks: Sequence[TaskScores], lm_eval: dict[str, dict[str, Any]]
+    ) -> dict[str, Any]:
         sampler = self.own.sampler
         return record_of(tasks, ks=self.ks, seed=self.seed, model=self.model, temperature=(
-            sampler and sampler.policy.sampling.temperature))
+            sampler and sampler.policy.sampling.temperature), lm_eval=lm_eval)
+
+
+def lm_eval_metrics(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Of tasks of lm-eval, under the names of ``metrics.jsonl``."""
+    return {f"eval/{task}/{name}{end}": value for task, one in found.items()
+            for name, metric in one["metrics"].items()
+            for end, value in (("", metric["value"]), ("_stderr", metric["stderr"]))
+            if value is not None}
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, ConfigError, load_config
+from grpo.run.cli.trl_names import with_trl_names
 
 FOLDER = Path(__file__).resolve().parents[2] / "config"
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()
@@ -26,7 +27,7 @@ def composed(name: str, *overrides: str):
 def composed_like(arguments: list[str], *, script: str = "grpo.py") -> Config:
     """The checked configuration that a script makes of its command line."""
     asynchronous = script.endswith("grpo-async.py")
-    args = get_args_parser().parse_intermixed_args(arguments)
+    args = get_args_parser().parse_intermixed_args(with_trl_names(arguments))
     name = args.config_name or ("grpo_async" if asynchronous else "grpo")
     return load_config(composed(name, *args.overrides), AsyncConfig if asynchronous else Config)
 

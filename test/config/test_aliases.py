@@ -114,3 +114,43 @@ def test_a_file_with_such_a_key_gets_the_same_answer(path):
     section, _, key = path.rpartition(".")
     with pytest.raises(ConfigError, match=re.escape(REPLACED[path])):
         load_config({section: {key: True}} if section else {key: True}, AsyncConfig)
+
+
+#: Keys of TorchRL's GRPO recipe in its files config/grpo_{gsm8k,ifeval,math,countdown,math_7b,
+#: math_7b_sync}.yaml and config/mode/{sync,async}.yaml, of pytorch/rl at ae9719f1 (22 August 2026).
+RECIPE = """
+env: dataset num_envs repeats reasoning max_steps
+model: name compile
+train: exp_name mixed_precision total_dialog_turns packing dialog_turns_per_batch
+ gradient_accumulation_steps checkpoint_frequency optim_batch_size kl_coef_in_loss use_kl_to_ref
+ kl_to_ref_coeff kl_to_inference_coeff entropy_coeff logging_frequency empty_replay_buffer sync
+ epochs buffer_size weight_update_frequency sync_iter
+train_model: gradient_checkpointing num_devices lora.enabled lora.r lora.alpha lora.dropout
+ quantization.enabled attn_implementation torch_dtype
+inference_model: backend num_devices quantization.enabled attn_implementation torch_dtype
+ enable_fp32_lm_head disable_cuda_graph disable_piecewise_cuda_graph disable_overlap_schedule
+ gpu_memory_utilization temperature top_p max_tokens include_stop_str_in_output enforce_eager
+ enable_prefix_caching max_model_len
+ref_model: gradient_checkpointing num_devices lora.enabled lora.r lora.alpha lora.dropout
+ quantization.enabled attn_implementation torch_dtype
+optimizer: name lr eps clip_grad_norm weight_decay
+ray: init_config.num_cpus init_config.num_gpus init_config.runtime_env.working_dir
+ init_config._temp_dir init_config._system_config.object_spilling_threshold
+ collector_config.num_cpus train_handler_config.num_cpus replay_buffer_config.num_cpus
+ replay_buffer_config.num_gpus
+logging: experiment_name checkpoint_dir checkpoint_frequency
+"""
+RECIPE_KEYS = ["mode", *(f"{section}.{key}" for section, keys in re.findall(
+    r"^(\w+): (.+(?:\n .+)*)$", RECIPE, re.MULTILINE) for key in keys.split())]
+
+
+@pytest.mark.parametrize("recipe", ["grpo_gsm8k", "grpo_async_gsm8k"])
+def test_every_key_of_torchrls_recipe_is_a_key_here_or_answered(recipe):
+    assert len(RECIPE_KEYS) == 80
+    known = composed(recipe)
+    errors = {key: key_error(key, True, known, adds=False) for key in RECIPE_KEYS}
+    assert not [error for error in errors.values() if error and "unknown key" in error]
+    replaced = {path for path in REPLACED if any(
+        key == path or key.startswith(f"{path}.") for key in RECIPE_KEYS)}
+    assert replaced == REPLACED.keys()  # there is no answer to what nobody asks
+    assert sum(error is None for error in errors.values()) == 37

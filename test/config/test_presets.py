@@ -44,7 +44,7 @@ EXPECTED = {
     "dr_grpo": ("ppo_clip", (0.2, 0.2), "dr_grpo", None, "group_mean"),
     "grpo": ("ppo_clip", (0.2, 0.2), "sequence", 0.04, "group_norm"),
     "gspo": ("gspo", (3e-4, 4e-4), "sequence", None, "group_norm"),
-    "maxent_listwise": ("maxent_listwise", None, "prompt", None, 0.5),
+    "maxent_listwise": ("maxent_listwise", None, "prompt", None, 0.05),
     "maxent_weighted": ("maxent_weighted", None, "prompt", None, 0.5),
     "maxrl": ("reinforce", None, "token", None, "maxrl"),
     "none": ("ppo_clip", (0.2, 0.2), "token", None, "group_norm"),

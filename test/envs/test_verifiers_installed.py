@@ -5,14 +5,12 @@ it takes ``datasets`` and others back to versions that the development environme
 from __future__ import annotations
 
 import re
-import sys
-import sysconfig
 from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 
-from ..support import REPO, environment, finished
+from ..support import REPO, environment, finished, interpreter_with
 
 pytestmark = pytest.mark.slow
 
@@ -26,15 +24,9 @@ def call(*command: str | Path) -> str:
 
 @pytest.fixture
 def python(tmp_path) -> Path:
-    """An interpreter with the extra ``verifiers``, and this one's packages for all else."""
-    call(sys.executable, "-m", "venv", tmp_path / "venv")
-    python = tmp_path / "venv/bin/python"
-    own = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    (own / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     (extra,) = (needed.partition(";")[0] for needed in requires("torchrl-grpo")
                 if 'extra == "verifiers"' in needed)
-    call(python, "-m", "pip", "install", "--quiet", extra)
-    return python
+    return interpreter_with(extra, tmp_path / "venv")
 
 
 def test_environments_of_verifiers_run_and_teach(python):

@@ -78,7 +78,9 @@ VALUES = {key: [value] for key, value in {
     "optimizer.relative_step": True,
     "logging.backends": ["tensorboard"], "logging.wandb_project": "p", "logging.wandb_group": "g",
     "logging.wandb_run_name": "n", "logging.wandb_mode": "offline", "logging.num_samples": 2,
-    "eval.batch_size": 3, "eval.samples": 4, "eval.temperature": 0.5, "eval.k": [2], "eval.seed": 3,
+    "logging.legacy_names": "atropos",
+    "eval.batch_size": 3, "eval.samples": 4, "eval.temperature": 0.5, "eval.k": [2],
+    "eval.seed": 3,
     "eval.benchmarks": {"arithmetic": {"task": {"num_test": 3}}},
     "eval.benchmark_max_tokens": 3, "eval.at_checkpoints": True,
     "kl_controller.target": 0.2, "kl_controller.horizon": 7.0, "kl_controller.step": 0.7,
@@ -118,6 +120,7 @@ ELSEWHERE = {
     "ray.address": "test_config_async.py: test_without_an_address_ray_is_the_runs_own",
     "env.environment": "test/end_to_end/test_atropos.py: it starts a hub and an environment",
     "env.step": "a mode of its own here, 'dialog', whose model ends its turns",
+    "eval.lm_eval_path": "test/run/test_lm_eval.py: it is read with a task of lm-eval alone",
     "atropos.evaluate": "a mode of its own here, 'atropos, one copy, evaluated'",
 }
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from dataclasses import fields
+
 import pytest
 import torch
+from torchrl.objectives import llm
 
 from grpo import GRPOLoss, total_loss
 
+from ..support import REPO
 from .batches import LISTWISE, gradient, with_every_entry
 
 
@@ -119,3 +125,34 @@ class TestKeys:
         wrong["advantage"] = torch.ones(len(batch), width)
         with pytest.raises(ValueError, match="advantage"):
             GRPOLoss(model)(wrong)
+
+
+def names_of(loss: type) -> dict[str, set[str]]:
+    """Of a loss: its arguments, and the names of its tensors."""
+    arguments = inspect.signature(loss.__init__).parameters.keys() - {"self", "kwargs"}
+    return {"argument": set(arguments), "key": {key.name for key in fields(loss._AcceptedKeys)}}
+
+
+class TestNamesInTorchRL:
+    """The tables of docs/objectives.md have all of TorchRL's names, and names that we have."""
+
+    PAGE = (REPO / "docs" / "objectives.md").read_text()
+
+    def rows(self, what: str) -> dict[str, str]:
+        [table] = re.findall(rf"\| {what} there \| here \|\n\|---\|---\|\n((?:\|.*\n)+)", self.PAGE)
+        return dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", table, re.MULTILINE))
+
+    @pytest.mark.parametrize("what", ["argument", "key"])
+    def test_every_name_of_the_loss_is_in_the_table(self, what):
+        rows = self.rows(what)
+        assert rows.keys() == names_of(llm.GRPOLoss)[what]
+        for answer in rows.values():
+            assert answer.startswith("none: ") or (
+                re.match(r"`(\w+)`", answer)[1] in names_of(GRPOLoss)[what])
+
+    def test_every_output_of_the_loss_is_in_the_table(self, model, batch):
+        rows = self.rows("output")
+        assert rows.keys() == set(llm.GRPOLoss().out_keys)
+        out = GRPOLoss(model, kl_to_ref_coeff=0.1, kl_to_inference_coeff=0.1,
+                       entropy_coeff=0.1)(batch)
+        assert {re.match(r"`(\w+)`", answer)[1] for answer in rows.values()} <= set(out.keys())

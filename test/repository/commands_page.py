@@ -24,6 +24,7 @@ KINDS = {
     "trainer": ("atropos-grpo ",),
     "local": ("examples/slurm/local.sh ",),
     "job": ("sbatch ",),
+    "sweep": (f"{SYNC} --multirun ",),
     "run": (f"{SYNC} ", f"{ASYNC} "),
     "offline": (f"{OFFLINE} ",),
     "tests": ("python -m pytest ",),

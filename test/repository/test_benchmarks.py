@@ -28,6 +28,11 @@ def lengths():
     return benchmark("async_lengths")
 
 
+@pytest.fixture(scope="module")
+def plots():
+    return benchmark("plot_results")
+
+
 def test_the_scaling_table_is_the_one_of_the_results(scaling):
     assert scaling.table() in TEXT
 
@@ -55,6 +60,28 @@ class TestAsyncLengths:
             assert ours["in_vain"] < 1e-9 and ours["oldest"] == 1 and ours["dropped"] == 0
             assert ours["step"] == pytest.approx(theirs["step"], rel=0.05)
             assert ours["age"] == pytest.approx(theirs["age"], rel=0.05)
+
+
+class TestMeasuredPage:
+    """docs/measured.md and its charts."""
+
+    def test_the_numbers_are_those_of_the_results(self, plots):
+        assert plots.PAGE.read_text() == plots.page()
+        for figure in plots.FIGURES:
+            assert plots.digest(figure) in (plots.IMAGES / f"{figure.name}.svg").read_text()
+
+    def test_a_chart_shows_its_names_and_numbers(self, plots, tmp_path):
+        figure = next(figure for figure in plots.FIGURES if figure.name == "step")
+        drawn = plots.draw(figure, tmp_path).read_text()
+        assert all(name in drawn and f">{value:.2f}<" in drawn
+                   for name, value in figure.data().items())
+        assert {path.stem for path in plots.IMAGES.glob("*.svg")} == {
+            figure.name for figure in plots.FIGURES}
+
+    def test_what_the_text_says_of_staleness_is_what_the_result_says(self, plots):
+        (result,) = next(figure for figure in plots.FIGURES if figure.name == "staleness").read()
+        assert result["last"]["within_two_standard_errors"]
+        assert all(len(runs) == 3 for runs in result["runs"].values())
 
 
 # -- results before the end -----------------------------------------------------------------------

@@ -4,21 +4,25 @@ test_commands_offline.py."""
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import pytest
 import setuptools
 
 from grpo.config.asynchronous import with_workers
+from grpo.config.schema import Config
 from grpo.report.loggers import read_jsonl
 from grpo.run.cli import console
 from grpo.run.placement import plan_devices
 
 from ..config.configs import composed_like
+from ..config.test_trl_names import OPEN_R1
 from ..support import REPO, environment, finished, several_runs
 from .commands_page import (
     ASYNC,
@@ -58,9 +62,17 @@ def named(row: Row) -> str:
 RUNS = {row.here[0]: Line.of(row.here[0]).words[1:] for row in of_kind("run")}
 
 
+def of_own(arguments: list[str]) -> list[str]:
+    """With a recipe file for the reader's own."""
+    return [word.replace("path/to/recipe.yaml", str(OPEN_R1)) for word in arguments]
+
+
+def configured(words: list[str]) -> Config:
+    return composed_like(of_own(words[1:]), script=words[0])
+
+
 def with_workers_on_ray(words: list[str]) -> bool:
-    asynchronous = words[0].endswith("grpo-async.py")
-    return composed_like(words[1:], script=words[0]).has_workers or asynchronous
+    return configured(words).has_workers or words[0].endswith("grpo-async.py")
 
 
 # Real processes for each role take most of a minute of both cores.
@@ -68,7 +80,9 @@ ALL_ROLES = [words for words in RUNS.values() if "train.kl_to_ref_coeff=0.01" in
     f"{role}.num_devices=2" in words for role in ("train_model", "ref_model", "inference_model"))]
 WORKERS = [words for words in RUNS.values()
            if with_workers_on_ray(words) and words not in ALL_ROLES]
-ALONE = [words for words in RUNS.values() if not with_workers_on_ray(words)]
+OF_TRL = [RUNS[row.here[0]] for row in of_kind("run") if row.section.startswith("TRL")]
+ALONE = [words for words in RUNS.values()
+         if not with_workers_on_ray(words) and words not in OF_TRL]
 
 
 @pytest.fixture
@@ -90,7 +104,7 @@ def test_every_row_is_run_by_a_test():
                for row in ROWS)
     assert all(" ".join(Line.of(text).words).startswith((f"{SERVER} ", f"{STOCK} "))
                for row in ROWS for text in row.here[:-1])
-    assert len(ALL_ROLES + WORKERS + ALONE) == len(RUNS) == len(of_kind("run"))
+    assert len(ALL_ROLES + WORKERS + ALONE + OF_TRL) == len(RUNS) == len(of_kind("run"))
     assert [words[0] for words in ALL_ROLES] == [SYNC.split()[1], ASYNC.split()[1]]
     # Each trainer has one of the APIs and one of the environments beside it.
     for kind in ("api", "environment"):
@@ -141,7 +155,7 @@ def test_short_forms_are_those_of_the_console_script(setup_arguments):
 def test_gpus_of_each_role_are_as_many_as_the_line_says():
     checked = 0
     for words in RUNS.values():
-        config = composed_like(words[1:], script=words[0])
+        config = configured(words)
         if not with_workers_on_ray(words):
             assert config.train_model.ranks == 1
             continue
@@ -170,11 +184,42 @@ def on_less_work(words: list[str], model: Path, problems: Path, *smaller: str) -
         elif numbered and key.endswith("_model.devices"):
             role = key.removesuffix(".devices")
             arguments[place] = f"{role}.num_devices={devices(words, role)}"
-    more = [f"env.data_path={problems}"] if "--config-name" in arguments else [
-        "env.task.num_test=8"]
+    if "--config" in arguments:
+        return [str(REPO / script), *of_own(arguments), *SMALLER, *smaller, f"model.name={model}",
+                *with_rows(arguments, problems)]
+    if "--dataset_name" in arguments:  # batches have either TRL's names or those of today
+        return [str(REPO / script), *arguments, "--per_device_train_batch_size", "4",
+                "--num_generations", "2", *(word for word in SMALLER if "env." not in word),
+                f"env.data_path={problems}", *smaller]
+    more = few_problems(arguments, problems)
     if not any(word.startswith("model.name=") for word in arguments):
         more.append("model.warm_start_steps=5")
     return [str(REPO / script), *arguments, *SMALLER, *more, *smaller]
+
+
+def few_problems(arguments: list[str], problems: Path) -> list[str]:
+    """Rows of our own in the place of the hub's, and few to be evaluated on."""
+    if "env.dataset=countdown" in arguments:
+        return ["env.task.num_test_seeds=4"]
+    if not {"env.dataset=ifeval", "grpo_ifeval"} & {*arguments}:
+        return [f"env.data_path={problems}"] if "--config-name" in arguments else [
+            "env.task.num_test=8"]
+    rows = problems / "ifeval.jsonl"
+    rows.write_text("".join(json.dumps({
+        "key": n, "prompt": f"Write about {n} without commas.",
+        "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}) + "\n"
+        for n in range(40)))
+    return [f"env.data_path={rows}", "env.task.num_test=4"]
+
+
+def with_rows(arguments: list[str], problems: Path) -> list[str]:
+    """Local rows in the place of a recipe's data set of the hub."""
+    if "gsm8k_grpo.yaml" in arguments:
+        return [f"env.data_path={problems}", "env.task.num_test=2"]
+    rows = problems / "with_solutions.jsonl"
+    rows.write_text("".join(json.dumps({"problem": f"{n}+1=", "solution": str(n + 1)}) + "\n"
+                            for n in range(20)))
+    return [f"dataset_name={rows}", "env.task.num_test=2", "system_prompt=Add.", "report_to=none"]
 
 
 def check_run(folder: Path, *, iterations: int = 2) -> list[dict]:
@@ -213,8 +258,29 @@ def run_rows(tmp_path, cache, model_folder, gsm8k_rows) -> Callable[[list[list[s
     return lambda commands: run_all(commands, tmp_path, cache, model_folder, gsm8k_rows)
 
 
+@pytest.mark.slow
 def test_rows_in_one_process_run(run_rows):
     run_rows(ALONE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", of_kind("sweep"), ids=lambda row: row.here[0].split()[-1])
+def test_each_job_of_a_sweep_runs(row, tmp_path, cache, model_folder, gsm8k_rows):
+    pytest.importorskip("ray")
+    words = Line.of(row.here[0]).words[1:]
+    finished([sys.executable, *on_less_work(
+        words, model_folder, gsm8k_rows, "inference_model.backend=transformers",
+        "hydra.sweep.dir=sweep")], tmp_path, environment(cache))
+    jobs = prod(word.count(",") + 1 for word in words[2:])
+    folders = sorted((tmp_path / "sweep").glob("[0-9]*"))
+    assert len(folders) == jobs > 1
+    for folder in folders:
+        check_run(folder)
+
+
+@pytest.mark.slow
+def test_rows_with_names_of_trl_run(run_rows):
+    run_rows(OF_TRL)
 
 
 @pytest.mark.parametrize("words", ALL_ROLES, ids=lambda words: Path(words[0]).name)

@@ -15,6 +15,7 @@ import pytest
 
 from grpo.envs.embedded import EmbeddedSpec, embedded_model
 from grpo.envs.tasks import make_task
+from grpo.report.legacy_names import LEGACY_NAMES
 from grpo.report.loggers import read_jsonl
 
 from ..support import REPO, environment, finished, free_ports, wait_until
@@ -145,13 +146,15 @@ def terminals(tmp_path, cache, small_env, python) -> Iterator[Terminals]:
     terminals.end()
 
 
-def check_atropos(folder: Path, *, adapters: bool) -> None:
+def check_atropos(folder: Path, *, adapters: bool) -> dict[str, float]:
+    """The metrics of the one step of a run that has left all that it should."""
     saved = folder / "trained_model_checkpoints"
     (row,) = [row for row in read_jsonl(saved / "metrics.jsonl") if row["step"] > 0]
     assert row["step"] == 1 and row["train/grad_norm"] > 0
     kind = "adapter" if adapters else "model"
     assert {f"final_{kind}", "adapter_step_1" if adapters else "step_1", "checkpoints"} <= {
         path.name for path in saved.iterdir()}
+    return row
 
 
 @pytest.mark.parametrize("number, row", list(enumerate(of_kind("trainer"))),
@@ -177,8 +180,10 @@ def test_an_atropos_trainer_runs_beside_api_and_environment(number, row, termina
 @pytest.mark.parametrize("row", of_kind("launcher"), ids=named)
 def test_an_atropos_launcher_runs(row, terminals, python):
     terminals.run(row.here[0], *SHORT, "--env-python", str(python), "--env-flag",
-                  "env.group_size=4")
-    check_atropos(terminals.folder, adapters=False)
+                  "env.group_size=4", "logging.legacy_names=atropos")
+    logged = check_atropos(terminals.folder, adapters=False)
+    for theirs, ours in LEGACY_NAMES["atropos"].items():
+        assert logged[theirs] == logged[ours], theirs
 
 
 # -- Slurm, and servers ----------------------------------------------------------------------------
@@ -199,6 +204,8 @@ def launched(tmp_path, small_env, model_folder, gsm8k_rows) -> Iterator[Terminal
     terminals = Terminals(tmp_path, str(model), None, small_env | {
         "PATH": f"{programs}:{scripts}:{small_env['PATH']}", "GRPO_REPO": str(REPO),
         "PYTHON": sys.executable, "RAY_PORT": str(free_ports(1)[0])})
+    terminals.env["VLLM_PORT"] = str(terminals.engine)
+    terminals.env["VLLM_MODEL"] = str(model)  # where a line has the default
     terminals.smaller = [*SMALLER, f"env.data_path={gsm8k_rows}", "hydra.run.dir=run"]
     yield terminals
     terminals.end()
@@ -208,7 +215,8 @@ def launched(tmp_path, small_env, model_folder, gsm8k_rows) -> Iterator[Terminal
 def test_a_launcher_for_one_machine_runs(row, launched):
     launched.run(row.here[0].replace("VLLM_PORT=8000", f"VLLM_PORT={launched.engine}"),
                  *launched.smaller)
-    check_run(launched.folder / "run")
+    trained = check_run(launched.folder / "run")
+    assert ("advantage/weight_entropy" in trained[-1]) == ("MAXENT=1" in row.here[0])
     assert all((launched.folder / "logs" / f"{name}.log").stat().st_size
                for name in ("server", "trainer"))
 
@@ -216,8 +224,8 @@ def test_a_launcher_for_one_machine_runs(row, launched):
 @pytest.mark.parametrize("row", of_kind("job"), ids=named)
 def test_a_job_runs(row, launched):
     nodes = "--nodes" in row.here[0]
-    launched.env["VLLM_PORT"] = str(launched.engine)
-    launched.run(row.here[0], *launched.smaller,
+    # On a CPU an engine is one process.
+    launched.run(row.here[0].replace("VLLM_TP_SIZE=2", "VLLM_TP_SIZE=1"), *launched.smaller,
                  *["inference_model.backend=transformers"] * nodes)
     check_run(launched.folder / "run")
     logs = {path.name for path in (launched.folder / "slurm-1").iterdir()}

@@ -1,5 +1,6 @@
-"""Every command and every program in README.md, docs/objectives.md and docs/async.md runs, and the
-names and settings in the guide to the objectives are those of the code."""
+"""Every command and every program in README.md, docs/environments.md, docs/objectives.md and
+docs/async.md runs, and the names and settings in the guide to the objectives are those of the
+code."""
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ from ..support import (
 
 README = (REPO / "README.md").read_text()
 GUIDE = (REPO / "docs" / "objectives.md").read_text()
+WORLDS = (REPO / "docs" / "environments.md").read_text()
 ASYNC_GUIDE = (REPO / "docs" / "async.md").read_text()
 SCRIPT = "sota-implementations/grpo/grpo.py"
 ASYNC_SCRIPT = "sota-implementations/grpo/grpo-async.py"
@@ -60,8 +62,8 @@ def several(runs: list[list[str]], folder: Path, cache: Path) -> str:
                                 environment(cache, PYTHONPATH=str(folder))))
 
 
-@pytest.mark.parametrize("page", [README, GUIDE, ASYNC_GUIDE],
-                         ids=["README", "objectives", "async"])
+@pytest.mark.parametrize("page", [README, WORLDS, GUIDE, ASYNC_GUIDE],
+                         ids=["README", "environments", "objectives", "async"])
 def test_no_command_is_left_out(page):
     known = sum(len(commands_of(prefix, page))
                 for prefix in ("make ", f"python {SCRIPT}", f"python {ASYNC_SCRIPT}"))
@@ -86,11 +88,12 @@ def on_less_work(command: str, model_folder: Path, gsm8k_rows: Path) -> list[str
 
 # One command is enough to start vLLM, several times over.
 WITH_VLLM = [command for command in commands_of(f"python {SCRIPT}") if "--multirun" in command]
-REASONING_GYM = [command for command in commands_of(f"python {SCRIPT}")
+REASONING_GYM = [command for command in commands_of(f"python {SCRIPT}", WORLDS)
                  if "env=reasoning_gym" in command]
 ATROPOS = [(script, command) for script in (SCRIPT, ASYNC_SCRIPT)
-           for command in commands_of(f"python {script}") if "env=atropos" in command]
-VERIFIERS = [command for command in commands_of(f"python {SCRIPT}") if "env=verifiers" in command]
+           for command in commands_of(f"python {script}", WORLDS) if "env=atropos" in command]
+VERIFIERS = [command for command in commands_of(f"python {SCRIPT}", WORLDS)
+             if "env=verifiers" in command]
 
 
 @pytest.mark.slow
@@ -106,11 +109,12 @@ def test_script_command_runs(command, tmp_path, cache, model_folder, gsm8k_rows)
 @pytest.mark.slow
 def test_other_script_commands_run(tmp_path, cache, model_folder, gsm8k_rows):
     for function, module in MODULES.items():
-        source = next(block for block in blocks("python", README) if f"def {function}" in block)
+        source = next(block for block in blocks("python", README + WORLDS)
+                      if f"def {function}" in block)
         (tmp_path / module).write_text(source)
     runs = [[*on_less_work(command, model_folder, gsm8k_rows),
              "inference_model.backend=transformers"]
-            for command in commands_of(f"python {SCRIPT}")
+            for command in commands_of(f"python {SCRIPT}", README + WORLDS)
             if command not in WITH_VLLM + REASONING_GYM + VERIFIERS
             and "env=atropos" not in command]
     output = several(runs, tmp_path, cache)
@@ -132,7 +136,7 @@ def test_commands_with_verifiers_run(tmp_path, cache):
     if not hasattr(pytest.importorskip("verifiers"), "load_environment"):
         pytest.skip("needs the extra verifiers")
     (tmp_path / "my_env.py").write_text(
-        next(block for block in blocks("python", README) if "def load_environment" in block))
+        next(block for block in blocks("python", WORLDS) if "def load_environment" in block))
     runs = [[*shlex.split(command)[2:], *SMALLER, "inference_model.backend=transformers"]
             for command in VERIFIERS]
     output = several(runs, tmp_path, cache)
@@ -154,7 +158,7 @@ def test_commands_with_atropos_run(script, command, tmp_path, cache, python):
 
 
 @pytest.mark.parametrize("command", [
-    *(command for command in commands_of(f"python {ASYNC_SCRIPT}") if "env=atropos" not in command),
+    *commands_of(f"python {ASYNC_SCRIPT}"),
     *(pytest.param(command, marks=pytest.mark.slow)
       for command in commands_of(f"python {ASYNC_SCRIPT}", ASYNC_GUIDE))])
 def test_asynchronous_command_runs(command, tmp_path, cache, model_folder, gsm8k_rows):
@@ -165,7 +169,8 @@ def test_asynchronous_command_runs(command, tmp_path, cache, model_folder, gsm8k
     assert "held-out accuracy" in output and "a step took" in output
 
 
-@pytest.mark.parametrize("page", [README, GUIDE], ids=["README", "objectives"])
+@pytest.mark.parametrize("page", [README, WORLDS, GUIDE],
+                         ids=["README", "environments", "objectives"])
 def test_python_programs_run(page, model_folder):
     found = blocks("python", page)
     if find_spec("verifiers") is None:  # an extra, whose program is run with its command
@@ -176,7 +181,7 @@ def test_python_programs_run(page, model_folder):
                      "exec"), {"__name__": "page"})
 
 
-@pytest.mark.parametrize("command", commands_of("make "))
+@pytest.mark.parametrize("command", sorted({*commands_of("make "), *commands_of("make ", WORLDS)}))
 def test_make_target_exists(command):
     done = subprocess.run([*shlex.split(command), "--dry-run"], cwd=REPO, capture_output=True,
                           text=True, timeout=60)

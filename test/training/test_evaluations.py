@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from grpo.config.recipes import env_recipe
-from grpo.envs.prompts import render
+from grpo.envs.prompts import question, render
 from grpo.envs.rewards import RewardResult, RewardScorer
+from grpo.envs.tasks import Problem
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Sampling
 from grpo.policies.transformers import TransformersPolicy
@@ -157,6 +158,25 @@ def test_what_a_run_trains_on_is_left_out_of_its_benchmarks(make_config, tmp_pat
              for prompt in trainer.evaluator.benchmarks[0].greedy.env.stream.prompts]
     assert 0 < len(asked) < 30 and not trained & {*asked}
     assert f"{30 - len(asked)} of 30 problems are among the run's training" in caplog.text
+
+
+def conversation(number: int, row: dict) -> Problem:
+    return Problem(({"role": "user", "content": "Guess."},), "", f"train/{number}",
+                   partner=lambda: None, row={"example_id": number, **row})
+
+
+def test_conversations_that_begin_alike_are_told_apart_by_what_they_are_about(caplog):
+    trained = build_eval.questions(conversation(n, {"info": {"secret": n}}) for n in range(3))
+    assert not caplog.text
+    held_out = [conversation(n, {"info": {"secret": secret}}) for n, secret in enumerate((2, 7))]
+    assert [question(problem) in trained for problem in held_out] == [True, False]
+
+
+def test_conversations_that_cannot_be_told_apart_are_said_to_be_unknown(caplog):
+    plain = Problem("1+1=", "2", "sum")
+    trained = build_eval.questions([plain, *(conversation(n, {}) for n in range(3))])
+    assert trained == {question(plain)}
+    assert "3 training conversations cannot be told from one another" in caplog.text
 
 
 def test_benchmarks_can_wait_for_checkpoints(make_config, tmp_path):

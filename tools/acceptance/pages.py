@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPO = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/async.md", "docs/objectives.md", "docs/weights.md",
-         "examples/atropos/README.md")
+PAGES = ("README.md", "docs/environments.md", "docs/async.md", "docs/objectives.md",
+         "docs/weights.md", "examples/atropos/README.md")
 
 
 class Command(NamedTuple):

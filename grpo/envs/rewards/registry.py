@@ -240,6 +240,8 @@ def _found_by_others(module: ModuleType) -> bool:
 
 def name_of(fn: RewardFn) -> str:
     """The name that a function is registered by, or its import path, in quotes."""
+    if (shown := getattr(fn, "shown", None)) is not None:
+        return repr(shown)
     fn = fn.func if isinstance(fn, functools.partial) else fn
     registered = [name for name, known in _REWARDS.items() if known is fn]
     if registered:

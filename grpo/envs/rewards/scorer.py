@@ -271,7 +271,11 @@ class RewardScorer:
     def _row(self, outcomes: list[_Outcome], problem: Problem) -> Row:
         """Weighted sum of one row, or why it has none."""
         total, parts = 0.0, []
+        some = any(value is not None for value in outcomes)
         for fn, value in zip(self._functions, outcomes, strict=True):
+            if value is None and some and fn.mark("none_is_absent"):  # the others count
+                parts.append(0.0)
+                continue
             who = f"reward {name_of(fn.call)}, problem {problem.id!r}"
             if isinstance(value, Exception):
                 return row_without(value, who)

@@ -50,6 +50,8 @@ class DatasetTask(Task):
         num_test: held-out problems; None: 100, or all of ``test_split``.
         seed: of the shuffle.
         system_prompt: first message, where a chat does not bring one; None: there is none.
+        chat: whether a prompt that is a text becomes the user's message; False: prompts are as they
+            stand, the model continues a text, and chats get no system prompt of the default.
 
     Raises:
         FileNotFoundError: if a file, a folder or a data set is not there.
@@ -76,11 +78,13 @@ class DatasetTask(Task):
         dataset_mixture: Mapping[str, Any] | None = None, prompt_column: str | None = None,
         answer_column: str | None = None, config: str | None = None, train_split: str = "train",
         test_split: str | None = None, num_train: int | None = None, num_test: int | None = None,
-        seed: int = 0, system_prompt: str | None = SYSTEM_PROMPT,
+        seed: int = 0, system_prompt: str | None = SYSTEM_PROMPT, chat: bool = True,
     ) -> None:
         for key, value in (("num_train", num_train), ("num_test", num_test), ("seed", seed)):
             if value is not None:
                 check_count(f"env.task.{key}", value)
+        if not chat and system_prompt == SYSTEM_PROMPT:
+            system_prompt = None
         if (path is None) == (dataset_mixture is None):
             raise ValueError(f"env.path={_shown(path)}, env.dataset_mixture={dataset_mixture}: "
                              "give one of them, a data set or several")
@@ -89,7 +93,7 @@ class DatasetTask(Task):
             entry = {"prompt_column": prompt_column, "answer_column": answer_column} | {
                 key: value for key, value in source.items() if value is not None}
             name = "/".join(str(entry[key]) for key in ("id", "split") if key in entry)
-            return [_problem(row, where, entry, system_prompt, f"{name}/{number}")
+            return [_problem(row, where, entry, system_prompt, f"{name}/{number}", chat=chat)
                     for number, (where, row) in enumerate(rows_of(entry))]
 
         if dataset_mixture is not None:
@@ -222,7 +226,8 @@ def _share(problems: list[Problem], weight: float, seed: int, number: int) -> li
 
 
 def _problem(
-    row: Any, where: str, entry: Mapping[str, Any], system_prompt: str | None, id: str
+    row: Any, where: str, entry: Mapping[str, Any], system_prompt: str | None, id: str, *,
+    chat: bool,
 ) -> Problem:
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: expected a table of columns, got {row!r:.80}")
@@ -241,13 +246,17 @@ def _problem(
             raise ValueError(f"{where}: env.answer_column={entry['answer_column']!r} must hold a "
                              f"text or a number, got {value!r:.80}")
         answer = str(value).strip()
+    if isinstance(prompt, str) and not chat:
+        return Problem(prompt=prompt, answer=answer, id=id, row=row)
     if system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     return Problem(prompt=tuple(messages), answer=answer, id=id, row=row)
 
 
-def _said(problem: Problem) -> tuple[tuple[str, str], ...]:
+def _said(problem: Problem) -> str | tuple[tuple[str, str], ...]:
     """The prompt, to be looked up."""
+    if isinstance(problem.prompt, str):
+        return problem.prompt
     return tuple((message["role"], message["content"]) for message in problem.prompt)
 
 

@@ -81,7 +81,7 @@ def _problem(environment: Any, made_of: str, row: Mapping[str, Any], name: str) 
     begin = functools.partial(_begin, made_of, row)
     return Problem(
         prompt=tuple(_given(message) for message in row["prompt"]),
-        answer=str(row.get("answer") or ""), id=name, partner=begin,
+        answer=str(row.get("answer") or ""), id=name, partner=begin, row=dict(row),
         verifier=functools.partial(_score_of_one_turn, begin),
         tools=tuple({"type": "function", "function": {
             "name": tool.name, "description": tool.description, "parameters": tool.parameters}}

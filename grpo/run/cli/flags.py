@@ -1,12 +1,14 @@
 """The flags of ``atropos-grpo`` and ``atropos-grpo-run``, and the configuration they stand for.
 
 Every flag is another name of one key of :class:`~grpo.config.atropos.AtroposConfig`; further keys
-can be given as ``section.key=value``. A flag that the chosen mode would not read is refused.
+can be given as ``section.key=value``. A flag that the chosen mode would not read is refused, or,
+where nothing that is trained depends on it, ignored with a warning.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ _LORA: tuple[Mode, ...] = ("lora_only", "lora_restart")
 _WHOLE: tuple[Mode, ...] = ("shared_vllm", "none", "bridge")
 _RESTARTED: tuple[Mode, ...] = ("lora_restart", "none")
 _SERVED: tuple[Mode, ...] = ("shared_vllm", "lora_only", "lora_restart", "none")
+_NOT_SENT = "this run sends nothing to W&B"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Flag:
     default: Any = None  # where the configuration's own is another
     modes: tuple[Mode, ...] = ()  # that read it; empty: all
     needs: str | None = None  # another flag without which it is not read
+    idle: str | None = None  # why it can be ignored where it is not read; None: it is refused
     several: bool = False  # takes several values
     choices: tuple[str, ...] | None = None
     variable: str | None = None  # of the process, read where the flag is not given
@@ -126,7 +130,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "further ports that lead to the engine, such as 9004,9005,9006,9007, for environments "
              "that ignore --openai.base_url", ports),
         Flag(("--vllm-gpu",), "atropos.vllm_gpu", "GPU of the engine; default: the trainer's", int,
-             modes=_SERVED),
+             modes=_SERVED, idle="there is no engine server to place"),
         Flag(("--gpu-memory-utilization", "--vllm-gpu-memory-utilization"),
              "inference_model.gpu_memory_utilization",
              "share of the GPU for the engine's weights and cache (default: 0.45)", float),
@@ -137,10 +141,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(("--vllm-restart-interval",), "atropos.restart_interval",
              "steps between two engines, and one more before an evaluation that is due in between; "
              "0 with mode none: the engine reads each step's checkpoint in place", int, 3,
-             modes=_RESTARTED),
+             modes=_RESTARTED, idle="the engine has each update at once and is not restarted"),
         Flag(("--vllm-config-path",), "atropos.bridge_config",
              "vllm_bridge_config.json of a running engine, which is waited for and used",
-             modes=("shared_vllm",), variable="VLLM_BRIDGE_CONFIG_PATH"),
+             modes=("shared_vllm",), variable="VLLM_BRIDGE_CONFIG_PATH",
+             idle="weights go another way, and the engine is the one of --vllm-port"),
     ),
     "adapters": (
         Flag(("--lora-r",), "train_model.lora.r", "rank", int, 16, _LORA),
@@ -170,9 +175,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              modes=("bridge",)),
     ),
     "logging": (
-        Flag(("--wandb-project",), "logging.wandb_project", "of W&B", needs="--use-wandb"),
-        Flag(("--wandb-group",), "logging.wandb_group", "of W&B", needs="--use-wandb"),
-        Flag(("--wandb-run-name",), "logging.wandb_run_name", "of W&B", needs="--use-wandb"),
+        Flag(("--wandb-project",), "logging.wandb_project", "of W&B", needs="--use-wandb",
+             idle=_NOT_SENT),
+        Flag(("--wandb-group",), "logging.wandb_group", "of W&B", needs="--use-wandb",
+             idle=_NOT_SENT),
+        Flag(("--wandb-run-name",), "logging.wandb_run_name", "of W&B", needs="--use-wandb",
+             idle=_NOT_SENT),
         Flag(("--log-dir",), "atropos.log_dir", "for logs of what is started here and for "
              "vllm_bridge_config.json", default="logs", variable="LOGDIR"),
         Flag(("--debug-loading",), "atropos.debug_loading",
@@ -191,6 +199,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              "steps between evaluations; 0: before and after", int, 0, needs="--eval-task"),
     ),
 }
+#: Of atroposlib's example trainer, which reads them and does nothing with them -> all that they
+#: could say of this one, or None where that is anything.
+ONE_PROCESS = {"--trainer-rank": "0", "--world-size": "1", "--init-method": None,
+               "--num-inference-nodes": "0"}
 FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
 
 _MODES: dict[Mode, dict[str, dict[str, Any]]] = {
@@ -221,6 +233,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument("--use-wandb", action="store_true", help="log to W&B")
         for flag in flags:
             flag.add_to(group)
+    for name in ONE_PROCESS:
+        parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value",
                         help="any other key of the configuration, such as "
                              "train.aggregation=sequence")
@@ -235,11 +249,16 @@ def to_config(args: argparse.Namespace) -> AtroposConfig:
     if args.model_name is None:
         raise ConfigError("--model-name is missing: give a folder, a hub id, or 'embedded'")
     mode: Mode = args.weight_bridge_mode
+    args.use_wandb |= any(re.match(r"logging\.backends=.*wandb", text) for text in args.overrides)
     given = {flag.dest: getattr(args, flag.dest) for flag in FLAGS
              if getattr(args, flag.dest) is not None}
     for flag in FLAGS:
         if flag.dest in given and (why := flag.unread(args, mode)):
-            raise ConfigError(f"{flag.names[0]} {why}")
+            if not flag.idle:
+                raise ConfigError(f"{flag.names[0]} {why}")
+            del given[flag.dest]
+            _ignore(flag.names[0], why.partition(";")[0], flag.idle)
+    _check_one_process(args)
     try:
         overrides = OmegaConf.from_dotlist(args.overrides)
     except OmegaConfBaseException as error:
@@ -259,6 +278,23 @@ def to_config(args: argparse.Namespace) -> AtroposConfig:
         return load_config(OmegaConf.merge(values, overrides), AtroposConfig)
     except ConfigError as error:
         raise ConfigError(in_flags(str(error))) from None
+
+
+def _ignore(name: str, why: str, idle: str) -> None:
+    logging.getLogger(__name__).warning("%s %s; it is ignored: %s", name, why, idle)
+
+
+def _check_one_process(args: argparse.Namespace) -> None:
+    """Ignore flags that say of the trainer what it is, one process; refuse what it is not."""
+    for name, only in ONE_PROCESS.items():
+        value = getattr(args, _dest(name))
+        if value is None:
+            continue
+        if only not in (None, value):
+            raise ConfigError(f"{name} {value} is not read: one process trains here, beside one "
+                              "engine; use env=atropos in grpo.py with train_model.num_devices and "
+                              "inference_model.num_devices, which start all that they need")
+        _ignore(name, "is not read", "one process trains, beside one engine")
 
 
 def _check_overrides(args: argparse.Namespace, given: dict[str, Any]) -> None:

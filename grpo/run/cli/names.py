@@ -6,6 +6,7 @@ schema is light.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from grpo.config.aliases import ALIASES, replaced_key
 from grpo.config.keys import unknown_key
 from grpo.config.presets import leaves
 from grpo.config.recipes import recipes
+from grpo.config.trl_names import FIELDS
 
 
 def key_error(path: str, value: object, known: DictConfig, *, adds: bool) -> str | None:
@@ -45,6 +47,9 @@ def key_error(path: str, value: object, known: DictConfig, *, adds: bool) -> str
                 f"'{'.'.join(parents)}={{{name}: {value}}}'")
     if name in section or (adds and parents[-2:] == ["env", "task"]):
         return None
+    if not parents and (close := difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.8)) and (
+            not difflib.get_close_matches(name, section, n=1, cutoff=0.7)):
+        return f"{path}: unknown key (given {value!r}); did you mean {close[0]!r}?"
     if parents in ([], ["train"]) and name in ALIASES:
         return None if adds else (
             f"{path}: is now called {'.'.join(ALIASES[name])}; write that (given {value})")

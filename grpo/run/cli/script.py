@@ -25,6 +25,7 @@ try:
     from grpo.envs.tasks.base import check_options
     from grpo.run.cli.names import key_error, plain, with_env_groups
     from grpo.run.cli.parser import end_with
+    from grpo.run.cli.trl_names import with_trl_names
     from grpo.run.model_source import look_for
     from grpo.system.folders import why_not_writable
 except ModuleNotFoundError as error:
@@ -45,6 +46,10 @@ def look_ahead(folder: Path, config_name: str, *, model: str = "model.name",
         model: key of the model.
         within: a section that takes all keys of another recipe, of the name ``grpo``.
     """
+    try:
+        sys.argv[1:] = with_trl_names(sys.argv[1:])
+    except (ConfigError, HydraException, OSError) as error:
+        sys.exit(f"error: {error}")
     parser = get_args_parser()
     parser.error = partial(end_with, parser)
     args = parser.parse_intermixed_args()

@@ -11,7 +11,7 @@ eval.benchmarks=[gsm8k]. ``compare`` takes two results (metrics/eval_iter_NNN.js
 which it evaluates with the keys given. Keys of the command itself:
 
     out=FOLDER           of the result (default: a new one in outputs/evaluations)
-    batch_size=256       completions at a time
+    batch_size=null      completions at a time; null: 256, of a small model on a CPU 2,048
     completions=false    true: written to completions.jsonl
     url=null             of a server with OpenAI's /v1/completions, in the place of an engine here
     served_model=null    the model's name there; null: the only one

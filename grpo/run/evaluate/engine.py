@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from grpo.config.schema import Config
+from grpo.config.schema import Config, ConfigError
 from grpo.config.unread import ON_A_CPU, TRANSFORMERS, refuse_unread
 from grpo.policies.base import Policy, Sampling
 from grpo.policies.openai_server import OpenAIPolicy
@@ -20,6 +21,9 @@ from grpo.run.build_engine import Setup, load_trained, start_engine_of
 from grpo.run.evaluate.options import EvaluateOptions
 from grpo.run.evaluate.source import Source
 from grpo.weights.adapters import require_peft
+
+#: Completions at a time; and of a model whose weights are below so many bytes, on a CPU.
+_ROWS, _MANY_ROWS, _SMALL = 256, 2048, 16 * 2**20
 
 
 def open_policy(
@@ -52,6 +56,25 @@ def check(config: Config, options: EvaluateOptions, device: torch.device) -> Non
         refuse_unread(config, TRANSFORMERS)
     if device.type == "cpu":
         refuse_unread(config, ON_A_CPU)
+
+
+def quick(
+    config: Config, options: EvaluateOptions, device: torch.device, path: str
+) -> tuple[Config, EvaluateOptions]:
+    """Engine and batch of what was left open: a small model on a CPU, such as the embedded one,
+    is done with all its problems before vLLM has started.
+
+    Examples of what decides otherwise are a key that only vLLM reads, and ``backend=vllm``.
+    """
+    weights = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    small = options.url is None and device.type == "cpu" and 0 < weights < _SMALL
+    if small and config.inference_model.backend == "auto":
+        changed = config.changed(inference_model={"backend": "transformers"})
+        with suppress(ConfigError):
+            refuse_unread(changed, TRANSFORMERS)
+            config = changed
+    at_once = _MANY_ROWS if small and build.resolve_backend(config) == "transformers" else _ROWS
+    return config, options.model_copy(update={"batch_size": options.batch_size or at_once})
 
 
 def _sampling(config: Config) -> Sampling:

@@ -18,7 +18,7 @@ from grpo.report.eval_file import TaskScores, record_of
 from grpo.run import build
 from grpo.run.build_engine import Setup
 from grpo.run.build_eval import Questions, build_benchmarks, build_evaluations, held_out, questions
-from grpo.run.evaluate.engine import check, open_policy
+from grpo.run.evaluate.engine import check, open_policy, quick
 from grpo.run.evaluate.options import EvaluateOptions
 from grpo.run.evaluate.source import Source, find_source, saved_env
 from grpo.run.model_source import first_line
@@ -60,10 +60,13 @@ def evaluate(
     source = find_source(config.model.name)
     began, seconds = time.perf_counter(), {}
     with ExitStack() as at_end:
-        problems, setup = prepare(config, source, options, folder, beside)
+        problems, setup, options = prepare(config, source, options, folder, beside)
+        config = setup.config
         for one in problems:
-            say(f"{one.name}: {len(one.prompts):,} held-out problems, completions of at most "
-                f"{one.max_tokens:,} tokens")
+            say(one.described)
+        if options.url is None:
+            say(f"engine {build.resolve_backend(config)}, {options.batch_size:,} completions at a "
+                "time")
         policy = open_policy(setup, source, options, at_end)
         limit = min(policy.max_model_len, setup.max_model_len)
         if too_long := [one for one in problems if one.length > limit]:
@@ -76,10 +79,11 @@ def evaluate(
         listen = _writer(folder, at_end) if options.completions else None
         with without_trace(config.eval.seed):
             tasks = [task.run(listen) for task in (evaluations.own, *evaluations.benchmarks)]
+            lm_eval = evaluations.run_harness()
         seconds["sampling and rewards"] = time.perf_counter() - began
     sampled = config.eval.samples is not None
     record = record_of(
-        tasks, ks=config.eval.ks, seed=config.eval.seed, model=config.model.name,
+        tasks, ks=config.eval.ks, seed=config.eval.seed, model=config.model.name, lm_eval=lm_eval,
         temperature=config.eval.temperature if sampled else None,
         engine=options.url or build.resolve_backend(config), batch_size=options.batch_size,
         seconds={name: round(value, 2) for name, value in seconds.items()})
@@ -89,13 +93,15 @@ def evaluate(
 def prepare(
     config: Config, source: Source, options: EvaluateOptions, folder: Path,
     beside: Sequence[str] = (),
-) -> tuple[list[Any], Setup]:
-    """The rendered problems, the run's own first, and what an engine is started from."""
+) -> tuple[list[Any], Setup, EvaluateOptions]:
+    """The rendered problems, the run's own first, what an engine is started from, and the options
+    with what was left open."""
     device = build.resolve_device(config)
     check(config, options, device)
     task = build.build_task(config)
     build.reward_function(config, task)  # refused now, if it cannot be imported
     path = build.model_folder(with_model(config, source.model), task)
+    config, options = quick(config, options, device, path)
     tokenizer = build.load_tokenizer(str(source.adapter or path))
     limit = config.inference_model.max_model_len or build.context_of(config, path)
     if limit is None:
@@ -110,7 +116,7 @@ def prepare(
                   dtype=build.resolve_dtype(config, device), folder=folder / "engine",
                   max_model_len=config.inference_model.max_model_len or max(
                       one.length for one in problems))
-    return problems, setup
+    return problems, setup, options
 
 
 def _trained_on(name: str, config: Config, task: Task) -> Questions:

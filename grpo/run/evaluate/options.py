@@ -31,8 +31,9 @@ class EvaluateOptions(Section):
 
     out: str | None = None
     """Folder of the result; null: a new one in ``outputs/evaluations``."""
-    batch_size: int = Field(256, ge=1)
-    """Completions that are generated at a time. Samples are the same again with the same number."""
+    batch_size: int | None = Field(None, ge=1)
+    """Completions that are generated at a time. Samples are the same again with the same number.
+    Null: 256, of a model below 16 MiB on a CPU 2,048."""
     completions: bool = False
     """Write them to ``completions.jsonl``."""
     url: str | None = None

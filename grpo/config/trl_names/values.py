@@ -1,0 +1,37 @@
+"""What a translation of several names together reads, and says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Values:
+    """Names that are given, and TRL's defaults.
+
+    Attributes:
+        given: values by name.
+        own: keys of today that are given as well.
+        defaults: TRL's, of every name.
+        whole: the defaults count as given.
+        notes: lines that the translation says beside its keys.
+    """
+
+    given: Mapping[str, Any]
+    own: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    whole: bool
+    notes: list[str] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.given.get(name, self.defaults[name])
+
+    def any(self, *names: str) -> bool:
+        """Whether one of them is given, or the defaults count."""
+        return self.whole or self.named(*names)
+
+    def named(self, *names: str) -> bool:
+        """Whether one of them is given."""
+        return any(name in self.given for name in names)

@@ -1,0 +1,99 @@
+"""The site: it is built without a warning, has what people import, and needs no other host."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from ..support import REPO, environment, finished
+
+REFERENCE = "\n".join(path.read_text() for path in (REPO / "docs" / "reference").glob("*.md"))
+LINK = re.compile(r"(!?)\[([^\[\]]*)\]\(([^)\s]+)\)")
+#: Modules whose public names are all on a page of the reference.
+DOCUMENTED = ("grpo.objectives", "grpo.envs.tasks", "grpo.envs.rewards", "grpo.data")
+#: Of grpo.envs.tasks and .rewards, what pages have no use for.
+_HELPERS = {"RewardFn", "options_of", "task_class"}
+
+
+@pytest.fixture
+def hooks(monkeypatch):
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    monkeypatch.syspath_prepend(str(REPO / "tools"))
+    return import_module("docs_hooks")
+
+
+def site(folder, *arguments: str) -> str:
+    """What building the site says, with which it must succeed."""
+    return finished([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet",
+                     "--site-dir", folder, *arguments], REPO,
+                    environment(NO_MKDOCS_2_WARNING="1"))
+
+
+def public(module: str) -> set[str]:
+    """``__all__`` of a package, without importing it."""
+    tree = ast.parse((REPO / module.replace(".", "/") / "__init__.py").read_text())
+    (names,) = [node.value for node in tree.body if isinstance(node, ast.Assign)
+                and node.targets[0].id == "__all__"]
+    return set(ast.literal_eval(names))
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = set(re.findall(r"^::: ([\w.]+)$", REFERENCE, re.MULTILINE))
+    names = {path.rpartition(".")[2] for path in listed}
+    assert public("grpo") <= names
+    for module in DOCUMENTED:
+        missing = {f"{module}.{name}" for name in public(module) - _HELPERS} - listed
+        assert not missing
+
+
+def test_make_builds_it_so_that_warnings_are_errors():
+    planned = subprocess.run(["make", "--dry-run", "docs"], cwd=REPO, capture_output=True,
+                             text=True, timeout=60)
+    assert "mkdocs build --strict" in planned.stdout, planned.stderr
+
+
+def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    assert site(tmp_path) == ""
+    pages = {str(path.relative_to(tmp_path)): path.read_text()
+             for path in tmp_path.rglob("*.html")}
+    assert "grpo.objectives.GRPOLoss" in pages["reference/objectives.html"]
+    assert pages["objectives.html"].count("<math") > 100
+    for name, html in pages.items():
+        # What a browser fetches by itself; links are for those who click on them.
+        assert not re.findall(r'(?:src|<link[^>]*href)="https?://', html), name
+        text = re.sub(r"<pre.*?</pre>|<code.*?</code>", "", html, flags=re.DOTALL)
+        assert not re.search(r"FORMULA\d|:(?:class|func|math):|\.\. math::", text), name
+
+
+@pytest.mark.parametrize(("text", "on_the_site", "with_an_address"), [
+    ("[a](objectives.md#3-objectives)", None, None),
+    ("[a](../README.md#in-your-own-loop)", "[a](index.md#in-your-own-loop)", None),
+    ("[a](../examples/atropos/README.md)", "[a](atropos.md)", None),
+    ("[a](../setup.py)", "a", "[a](there/blob/HEAD/setup.py)"),
+    ("[a](../config/preset)", "a", "[a](there/tree/HEAD/config/preset)"),
+    ("[a](#here)", None, None),
+])
+def test_links_lead_to_pages_and_into_the_repository(hooks, text, on_the_site, with_an_address):
+    found = LINK.match(text)
+    assert hooks.link(found, "docs/tasks.md", warn=pytest.fail) == (on_the_site or text)
+    assert hooks.link(found, "docs/tasks.md", address="there",
+                      warn=pytest.fail) == (with_an_address or on_the_site or text)
+
+
+def test_links_of_pages_from_elsewhere_lead_to_the_same_files(hooks):
+    readme = LINK.match("![a](docs/images/overview.png)")
+    assert hooks.link(readme, "README.md") == "![a](images/overview.png)"
+    atropos = LINK.match("[a](../../docs/commands.md#atropos)")
+    assert hooks.link(atropos, "examples/atropos/README.md") == "[a](commands.md#atropos)"
+
+
+def test_a_link_to_nothing_is_a_warning_which_ends_the_build(hooks):
+    warnings = []
+    assert hooks.link(LINK.match("[a](gone.md)"), "docs/tasks.md", warn=warnings.append) == "a"
+    assert warnings == ["docs/tasks.md has a link to gone.md, but there is no docs/gone.md"]
