@@ -44,6 +44,7 @@ elif command -v nvidia-smi >/dev/null; then
     mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader)
 fi
 options=(--max-model-len "${VLLM_MAX_LEN:-2048}") training=() engine_gpus="" trainer_gpus=""
+dtype=float32  # the trainer's, which vLLM would not choose for every model
 if ((${#gpus[@]})); then
     if ((${#gpus[@]} <= size)); then
         echo "error: ${#gpus[@]} GPUs for VLLM_TP_SIZE=$size and the trainer; ask for $((size + 1))," \
@@ -52,9 +53,14 @@ if ((${#gpus[@]})); then
     fi
     engine_gpus=$(IFS=,; echo "${gpus[*]:0:size}")
     trainer_gpus=$(IFS=,; echo "${gpus[*]:size}")
+    dtype=bfloat16
     options+=(--gpu-memory-utilization "${VLLM_MEM_UTIL:-0.90}")
     training+=("train_model.num_devices=$((${#gpus[@]} - size))")
 fi
+
+for word in "$@"; do
+    if [[ $word == train_model.torch_dtype=* ]]; then dtype=${word#*=}; fi
+done
 
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 train=("$python" "$entrypoint" "model.name=$model" "${objective[@]}"
@@ -68,7 +74,7 @@ GRPO_SERVER_TOKEN=${GRPO_SERVER_TOKEN:-$("$python" -c 'import secrets; print(sec
 export GRPO_SERVER_TOKEN
 
 CUDA_VISIBLE_DEVICES=$engine_gpus "$python" -m grpo.server.serve --model "$model" \
-    --port "$port" --tensor-parallel-size "$size" "${options[@]}" >"$logs/server.log" 2>&1 &
+    --port "$port" --tensor-parallel-size "$size" --dtype "$dtype" "${options[@]}" >"$logs/server.log" 2>&1 &
 server=$!
 stop() {
     kill "$server" 2>/dev/null || true

@@ -73,10 +73,11 @@ def run(tmp_path):
 
 
 def test_server_and_trainer_get_gpus_options_and_logs_of_their_own(run):
-    done, server, trainer = run("train.seed=3", VLLM_TP_SIZE="2", VLLM_MAX_LEN="512",
-                                VLLM_MEM_UTIL="0.8")
+    done, server, trainer = run("train_model.torch_dtype=float32", "train.seed=3",
+                                VLLM_TP_SIZE="2", VLLM_MAX_LEN="512", VLLM_MEM_UTIL="0.8")
     assert done.returncode == 0, done.stderr
-    assert "--tensor-parallel-size 2 --max-model-len 512 --gpu-memory-utilization 0.8" in server
+    assert ("--tensor-parallel-size 2 --dtype float32 --max-model-len 512 "
+            "--gpu-memory-utilization 0.8") in server
     assert server.splitlines()[0].endswith("GPU 4,5")
     assert "model.name=m" in trainer and "train.seed=3 GPU 6 token True" in trainer
 
@@ -92,7 +93,7 @@ def test_what_the_head_calls_a_default_is_one(run):
     assert head["VLLM_MODEL"] == "Qwen/Qwen2.5-1.5B-Instruct" and len(head) == 10
     _, server, _ = run(VLLM_MODEL="", VLLM_PORT="", BROKEN="1")  # somebody may have that port
     assert (f"--model {head['VLLM_MODEL']} --port {head['VLLM_PORT']} --tensor-parallel-size "
-            f"{head['VLLM_TP_SIZE']} --max-model-len {head['VLLM_MAX_LEN']} "
+            f"{head['VLLM_TP_SIZE']} --dtype bfloat16 --max-model-len {head['VLLM_MAX_LEN']} "
             f"--gpu-memory-utilization {head['VLLM_MEM_UTIL']} GPU") in server
     _, _, trainer = run(VLLM_MODEL="")
     assert f"{head['TRAIN_ENTRYPOINT']} model.name={head['VLLM_MODEL']} inference" in trainer

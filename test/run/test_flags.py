@@ -170,6 +170,12 @@ def test_a_flag_is_named_without_the_one_that_switches_it_on(flag, caplog):
     answered(flag, f"is not read without {flag.needs}", caplog=caplog)
 
 
+def test_a_key_switches_wandb_on_as_its_flag_does(caplog):
+    config = config_of("--wandb-project", "p", "logging.backends=[tensorboard,wandb]")
+    assert config.logging.wandb_project == "p" and not caplog.messages
+    assert config.logging.backends == ["tensorboard", "wandb"]
+
+
 def test_flags_that_change_what_is_trained_are_never_ignored():
     assert {flag.dest for flag in FLAGS if flag.idle} == {
         "vllm_gpu", "vllm_restart_interval", "vllm_config_path", "wandb_project", "wandb_group",

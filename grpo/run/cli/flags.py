@@ -249,6 +249,7 @@ def to_config(args: argparse.Namespace) -> AtroposConfig:
     if args.model_name is None:
         raise ConfigError("--model-name is missing: give a folder, a hub id, or 'embedded'")
     mode: Mode = args.weight_bridge_mode
+    args.use_wandb |= any(re.match(r"logging\.backends=.*wandb", text) for text in args.overrides)
     given = {flag.dest: getattr(args, flag.dest) for flag in FLAGS
              if getattr(args, flag.dest) is not None}
     for flag in FLAGS:
