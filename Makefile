@@ -45,7 +45,7 @@ gpu-acceptance: $(READY)  ## run on the GPUs what the pages promise, in nine min
 	$(BIN)/python tools/gpu_acceptance.py $(ARGS)
 
 docs: $(READY)  ## build the site of docs/ into site/, without warnings
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 lint: $(READY)  ## check the style, and that imports between rooms run one way
 	$(BIN)/ruff check .

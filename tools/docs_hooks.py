@@ -24,6 +24,9 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md",
          "examples/atropos/README.md": "atropos.md", "benchmarks/README.md": "benchmarks.md",
          "sota-implementations/grpo/README.md": "scripts.md"}
 
+#: A link, or an image, in Markdown: "!" or nothing, label, target.
+LINK = re.compile(r"(!?)\[([^\[\]]*)\]\(([^)\s]+)\)")
+
 logger = get_plugin_logger("docs")  # whose warnings end a strict build
 
 
@@ -42,8 +45,8 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
 
     def outside_code(text: str) -> str:
         text = re.sub(r"\$`([^`]+)`\$", lambda found: _aside(page, found[1], "inline"), text)
-        return re.sub(r"(!?)\[([^\[\]]*)\]\(([^)\s]+)\)", lambda found: link(
-            found, at, address=repository(), warn=logger.warning), text)
+        return LINK.sub(lambda found: link(found, at, address=repository(), warn=logger.warning),
+                        text)
 
     # What is between fences is code.
     parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL)
@@ -100,7 +103,7 @@ def link(found: re.Match, at: str, *, address: str = "",
     """A link of a page as the site has it.
 
     Args:
-        found: "!" or nothing, the label and the target of a link in Markdown.
+        found: what :data:`LINK` has matched.
         at: the page's path in the repository.
         address: of the repository, to which links to files that are no pages lead. Without one
             such a link becomes its label.

@@ -82,7 +82,8 @@ class Config(Section):
     #: What the script does not read, besides what keys and sections say of themselves.
     unread: ClassVar[tuple[Unread, ...]] = (WHOLE_PROOF, Unread(
         lambda c: c.has_workers, "where engines are workers on Ray, which they are in "
-        "grpo-async.py, and in grpo.py with devices for inference_model or ref_model;",
+        "grpo-async.py, and in grpo.py with num_devices or devices for inference_model or "
+        "ref_model, or with tensor_parallel_size;",
         "inference_model.engine inference_model.url inference_model.weight_sync"), *WITH_ATROPOS)
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

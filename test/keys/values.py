@@ -15,6 +15,10 @@ def _transformers_workers(mode: Mode) -> bool:
         mode.sections.get("train", {}).get("staleness") != 0)
 
 
+def _reads_checkpoints(mode: Mode) -> bool:
+    return mode.sections.get("inference_model", {}).get("server") == "vllm"
+
+
 def _no_reference(mode: Mode) -> bool:
     return (mode.script != "atropos" and "lora" not in mode.sections.get("train_model", {})
             and "kl_to_ref_coeff" not in mode.sections.get("train", {}))
@@ -127,6 +131,7 @@ ELSEWHERE = {
 #: Keys that ask, in some modes, for what is so in any case: they are kept, whoever reads them.
 HOLDS = {
     "train_model.fp32_head": _float32,
+    "inference_model.weight_sync": _reads_checkpoints,
     "train.update_at": _transformers_workers,
     # Other ranks are started there: test/collectors/test_async_ranks.py.
     "train_model.num_devices": lambda mode: mode.has_workers,

@@ -24,7 +24,19 @@ from grpo.run.placement import plan_devices
 from ..config.configs import composed_like
 from ..config.test_trl_names import OPEN_R1
 from ..support import REPO, environment, finished, several_runs
-from .commands_page import ASYNC, HEADER, KINDS, SERVER, STOCK, SYNC, Line, Row, devices, rows
+from .commands_page import (
+    ASYNC,
+    HEADER,
+    KINDS,
+    OFFLINE,
+    SERVER,
+    STOCK,
+    SYNC,
+    Line,
+    Row,
+    devices,
+    rows,
+)
 
 PAGE = (REPO / "docs" / "commands.md").read_text()
 ROWS = rows(PAGE)
@@ -124,7 +136,7 @@ def test_a_row_that_nobody_runs_is_an_error():
 
 def test_short_forms_are_those_of_the_console_script(setup_arguments):
     short = dict(re.findall(r"`grpo ([\w-]+)`\s+for\s+`([^`]+)`", PAGE.partition("\n## ")[0]))
-    assert len(short) == 6
+    assert len(short) == 7
     scripts = setup_arguments["entry_points"]["console_scripts"]
     programs = dict(line.split(" = ") for line in scripts)
     for name, long in short.items():
@@ -134,7 +146,7 @@ def test_short_forms_are_those_of_the_console_script(setup_arguments):
         elif long in programs:
             assert function == programs[long]
         else:  # run from the wheel by test_wheel.py
-            assert long == {"train": SYNC, "train-async": ASYNC}[name]
+            assert long == {"train": SYNC, "train-async": ASYNC, "offline": OFFLINE}[name]
 
 
 # -- runs of grpo.py and grpo-async.py -------------------------------------------------------------

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from ..support import REPO, environment, finished
 
 REFERENCE = "\n".join(path.read_text() for path in (REPO / "docs" / "reference").glob("*.md"))
-LINK = re.compile(r"(!?)\[([^\[\]]*)\]\(([^)\s]+)\)")
 #: Modules whose public names are all on a page of the reference.
 DOCUMENTED = ("grpo.objectives", "grpo.envs.tasks", "grpo.envs.rewards", "grpo.data")
 #: Of grpo.envs.tasks and .rewards, what pages have no use for.
@@ -25,13 +26,6 @@ def hooks(monkeypatch):
     pytest.importorskip("mkdocs", reason="needs the extra docs")
     monkeypatch.syspath_prepend(str(REPO / "tools"))
     return import_module("docs_hooks")
-
-
-def site(folder, *arguments: str) -> str:
-    """What building the site says, with which it must succeed."""
-    return finished([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet",
-                     "--site-dir", folder, *arguments], REPO,
-                    environment(NO_MKDOCS_2_WARNING="1"))
 
 
 def public(module: str) -> set[str]:
@@ -57,11 +51,27 @@ def test_make_builds_it_so_that_warnings_are_errors():
     assert "mkdocs build --strict" in planned.stdout, planned.stderr
 
 
-def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
+def build(folder: Path, *, expect: int = 0) -> str:
+    """What `make docs` says in a folder, where the site must be built or must not."""
+    return finished([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", "site"],
+                    folder, environment(NO_MKDOCS_2_WARNING="1"), expect=expect)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The repository with pages that a test may change."""
     pytest.importorskip("mkdocs", reason="needs the extra docs")
-    assert site(tmp_path) == ""
-    pages = {str(path.relative_to(tmp_path)): path.read_text()
-             for path in tmp_path.rglob("*.html")}
+    for path in REPO.iterdir():
+        if path.name in ("grpo", "tools", "mkdocs.yml"):
+            (tmp_path / path.name).symlink_to(path)
+    shutil.copytree(REPO / "docs", tmp_path / "docs")
+    return tmp_path
+
+
+def test_the_site_is_built_without_a_warning_and_asks_no_other_host(copy):
+    assert "WARNING" not in build(copy)
+    pages = {str(path.relative_to(copy / "site")): path.read_text()
+             for path in (copy / "site").rglob("*.html")}
     assert "grpo.objectives.GRPOLoss" in pages["reference/objectives.html"]
     assert pages["objectives.html"].count("<math") > 100
     for name, html in pages.items():
@@ -69,6 +79,17 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
         assert not re.findall(r'(?:src|<link[^>]*href)="https?://', html), name
         text = re.sub(r"<pre.*?</pre>|<code.*?</code>", "", html, flags=re.DOTALL)
         assert not re.search(r"FORMULA\d|:(?:class|func|math):|\.\. math::", text), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "message"), [
+    ("[a](gone.md)", "docs/memory.md has a link to gone.md, but there is no docs/gone.md"),
+    ("[a](scale.md#nowhere)", "does not contain an anchor '#nowhere'"),
+    ("::: grpo.objectives.Gone", "grpo.objectives.Gone")])
+def test_what_leads_nowhere_ends_the_build(copy, text, message):
+    page = copy / "docs" / "memory.md"
+    page.write_text(f"{page.read_text()}\n\n{text}\n")
+    assert message in build(copy, expect=1)
 
 
 @pytest.mark.parametrize(("text", "on_the_site", "with_an_address"), [
@@ -80,20 +101,14 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
     ("[a](#here)", None, None),
 ])
 def test_links_lead_to_pages_and_into_the_repository(hooks, text, on_the_site, with_an_address):
-    found = LINK.match(text)
+    found = hooks.LINK.match(text)
     assert hooks.link(found, "docs/tasks.md", warn=pytest.fail) == (on_the_site or text)
     assert hooks.link(found, "docs/tasks.md", address="there",
                       warn=pytest.fail) == (with_an_address or on_the_site or text)
 
 
 def test_links_of_pages_from_elsewhere_lead_to_the_same_files(hooks):
-    readme = LINK.match("![a](docs/images/overview.png)")
+    readme = hooks.LINK.match("![a](docs/images/overview.png)")
     assert hooks.link(readme, "README.md") == "![a](images/overview.png)"
-    atropos = LINK.match("[a](../../docs/commands.md#atropos)")
+    atropos = hooks.LINK.match("[a](../../docs/commands.md#atropos)")
     assert hooks.link(atropos, "examples/atropos/README.md") == "[a](commands.md#atropos)"
-
-
-def test_a_link_to_nothing_is_a_warning_which_ends_the_build(hooks):
-    warnings = []
-    assert hooks.link(LINK.match("[a](gone.md)"), "docs/tasks.md", warn=warnings.append) == "a"
-    assert warnings == ["docs/tasks.md has a link to gone.md, but there is no docs/gone.md"]
