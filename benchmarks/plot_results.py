@@ -119,6 +119,9 @@ FIGURES = (
            "One GPU trains while the other generates; rollouts are at most one update old. Layers "
            "are not compiled in these runs.",
            ("async_step_2h200",), "seconds a step", _asynchronous),
+    Figure("asynchronous_compiled", "The same with compiled layers",
+           "Of both sides, on another machine.",
+           ("async_compiled_2h100",), "seconds a step", _asynchronous),
     Figure("head", "The log-prob head", "Forward and backward pass with entropy, in one run.",
            ("head_h200",), "milliseconds", _head, digits=1),
     Figure("loss_memory", "Memory of the loss",
