@@ -105,7 +105,7 @@ ROWS = {
         "train.seed: has no value; write train.seed=VALUE",)),
     "two names of a key": (
         "grpo.py", (*OWN, "+train.maxent_tau=1", "maxent.tau=2"),
-        ("train.maxent_tau=1 and maxent.tau=2 are the same setting; give one",)),
+        ("maxent.tau=2 and maxent.tau=1, by maxent_tau, are the same setting; give one",)),
     # folders
     "resume from what is no checkpoint": (
         "grpo.py", (*OWN, "resume={files}/model"),

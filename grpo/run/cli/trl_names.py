@@ -67,8 +67,8 @@ def overrides_of(
     named = {key for key, value in done.keys.items() if key in own and own[key] != value}
     if named and not whole:
         key = sorted(named)[0]
-        raise ConfigError(f"{key}={typed(own[key])} and what is given by a name of TRL, "
-                          f"{key}={typed(done.keys[key])}, are the same setting; give one")
+        raise ConfigError(f"{key}={typed(own[key])} and {key}={typed(done.keys[key])}, by "
+                          f"{' and '.join(given)}, are the same setting; give one")
     kept = {key: value for key, value in done.keys.items() if key not in own}
     if won := sorted(named - done.defaults):
         done.said.append("what is typed behind it wins: "
