@@ -120,19 +120,18 @@ class GroupScoring:
 
     def _score_waiting(self) -> None:
         waiting = _all_of(self._sampled, most=self.environments.together)
-        if not waiting:  # another thread has taken them
-            return
+        if waiting:  # and no other thread has taken them
+            self._try(waiting)
+
+    def _try(self, groups: list[_Sampled]) -> None:
         try:
-            self._score(waiting)
+            self._score(groups)
         except Exception as error:
-            if len(waiting) == 1:
-                self.fail(waiting[0].lease, error)
+            if len(groups) == 1:
+                self.fail(groups[0].lease, error)
                 return
-            for group in waiting:  # whose fault it was shows when each is alone
-                try:
-                    self._score([group])
-                except Exception as error:
-                    self.fail(group.lease, error)
+            for group in groups:  # whose fault it was shows when each is alone
+                self._try([group])
 
     def _score(self, groups: list[_Sampled]) -> None:
         completions = Completions.joined([group.completions for group in groups])
