@@ -21,7 +21,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from machine import REPO, Recording
-from runs import run_to_its_end
+from runs import add_run_options, run_to_its_end
 
 PRESETS = {"grpo": "GRPO", "maxent_listwise": "MaxEnt, listwise"}
 FIGURES = ("pass@1", "pass@8", "coverage@8", "majority@8", "distinct@8")
@@ -116,13 +116,8 @@ def draw(result: dict, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=60)
+    add_run_options(parser, iterations=60, image=IMAGE)
     parser.add_argument("--every", type=int, default=20, help="iterations between evaluations")
-    parser.add_argument("--work", type=Path, help="folder of the runs")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for each run")
-    parser.add_argument("--out", type=Path, help="where the JSON result is written")
-    parser.add_argument("--draw", action="store_true", help=f"draw {IMAGE.name} of the result")
     args = parser.parse_args()
     if args.draw:
         draw(json.loads(RESULT.read_text()), IMAGE)

@@ -19,7 +19,7 @@ import math
 from pathlib import Path
 
 from machine import REPO, Recording
-from runs import run_to_its_end
+from runs import add_run_options, run_to_its_end
 
 VOCABULARY = 258  # of the embedded model
 RESULT = REPO / "benchmarks" / "results" / "maxent_tau_cpu.json"
@@ -69,12 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--taus", type=float, nargs="+", default=[0.5, 0.25, 0.1, 0.05])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=360)
-    parser.add_argument("--work", type=Path, help="folder of the runs")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for each run")
-    parser.add_argument("--out", type=Path, help="where the JSON result is written")
-    parser.add_argument("--draw", action="store_true", help=f"draw {IMAGE.name} of the result")
+    add_run_options(parser, iterations=360, image=IMAGE)
     args = parser.parse_args()
     if args.draw:
         draw(json.loads(RESULT.read_text()), IMAGE)

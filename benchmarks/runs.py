@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,16 @@ from grpo.system.child_process import Child, log_tail
 SCRIPTS = REPO / "sota-implementations" / "grpo"
 _POLL = 0.1  # seconds
 _GAP = 1.0  # seconds of silence after which a line of the start-up is worth its time
+
+
+def add_run_options(parser: argparse.ArgumentParser, *, iterations: int, image: Path) -> None:
+    """Options of a benchmark that compares whole runs over seeds, and draws its ``image``."""
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--iterations", type=int, default=iterations)
+    parser.add_argument("--work", type=Path, help="folder of the runs")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for each run")
+    parser.add_argument("--out", type=Path, help="where the JSON result is written")
+    parser.add_argument("--draw", action="store_true", help=f"draw {image.name} of the result")
 
 
 class RunFailed(RuntimeError):
