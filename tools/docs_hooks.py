@@ -65,8 +65,8 @@ def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
                   lambda found: convert(unescape(found[1]), display="inline"), html)
     # Python-Markdown takes an indented formula for a paragraph's end, or for code behind it.
     html = re.sub(r"<p>\.\. math::(?:\n(.*?)</p>|</p>\s*<div.*?<code>(.*?)</code></pre></div>)",
-                  lambda found: convert(unescape(re.sub("<.*?>", "", found[1] or found[2])).strip(),
-                                        display="block"), html, flags=re.DOTALL)
+                  lambda found: _formula(unescape(re.sub("<.*?>", "", found[1] or found[2])),
+                                         "block"), html, flags=re.DOTALL)
     html = re.sub(r":(?:attr|class|data|exc|func|meth|mod):<code>~?([^<]+)</code>",
                   r"<code>\1</code>", html)
     html = html.replace("::</p>", ":</p>")
@@ -83,12 +83,19 @@ def _chain(diagram: str) -> str:
     return "```text\n{}\n```".format("\n  \u2193\n".join(labels))
 
 
+def _formula(formula: str, display: str) -> str:
+    html = re.sub(r"(<mi>(?:log|exp|min|max)</mi>)(?=<m(?:i|sub|row|frac)>)",
+                  r'\1<mspace width="0.17em" />', convert(formula.strip(), display=display))
+    # MathML has no scroll bar of its own where a formula is wider than the page.
+    return f'<span class="formula">{html}</span>' if display == "block" else html
+
+
 def _place(number: int) -> str:
     return f"FORMULA{number}HERE"
 
 
 def _aside(page: Page, formula: str, display: str) -> str:
-    page.formulas.append(convert(formula.strip(), display=display))
+    page.formulas.append(_formula(formula, display))
     return _place(len(page.formulas) - 1)
 
 
@@ -96,6 +103,11 @@ def repository() -> str:
     """Where the repository is, as setup.py says it; "": nowhere that links can lead to."""
     return re.search(r'^REPOSITORY = "(.*)"$', (ROOT / "setup.py").read_text("utf-8"),
                      re.MULTILINE)[1]
+
+
+def title(path: str) -> str:
+    """The first heading of a page, without a full stop."""
+    return re.search(r"^# (.+?)\.?$", (ROOT / path).read_text("utf-8"), re.MULTILINE)[1]
 
 
 def link(found: re.Match, at: str, *, address: str = "",
@@ -119,6 +131,8 @@ def link(found: re.Match, at: str, *, address: str = "",
         return label
     page = PAGES.get(wanted) or (wanted.removeprefix("docs/") if wanted.startswith("docs/") else "")
     if page:
+        if re.fullmatch(r"`?[\w./-]+\.md`?", label):  # a reader of the site knows pages by title
+            label = title(wanted)
         here = PurePosixPath(PAGES.get(at) or at.removeprefix("docs/")).parent
         return f"{image}[{label}]({os.path.relpath(page, here)}{'#' * bool(anchor)}{anchor})"
     if not address:

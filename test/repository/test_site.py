@@ -72,6 +72,7 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(copy):
     assert "WARNING" not in build(copy)
     pages = {str(path.relative_to(copy / "site")): path.read_text()
              for path in (copy / "site").rglob("*.html")}
+    assert 'href="site.css"' in pages["index.html"]
     assert "grpo.objectives.GRPOLoss" in pages["reference/objectives.html"]
     assert pages["objectives.html"].count("<math") > 100
     for name, html in pages.items():
@@ -105,6 +106,18 @@ def test_links_lead_to_pages_and_into_the_repository(hooks, text, on_the_site, w
     assert hooks.link(found, "docs/tasks.md", warn=pytest.fail) == (on_the_site or text)
     assert hooks.link(found, "docs/tasks.md", address="there",
                       warn=pytest.fail) == (with_an_address or on_the_site or text)
+
+
+@pytest.mark.parametrize("text", ["[async.md](async.md)", "[`docs/async.md`](async.md)"])
+def test_links_that_name_a_file_name_the_page_on_the_site(hooks, text):
+    found = hooks.LINK.match(text)
+    assert hooks.link(found, "docs/tasks.md") == "[Asynchronous training](async.md)"
+
+
+def test_formulas_have_room_after_functions_and_a_scroll_bar_where_they_stand_alone(hooks):
+    inline, block = (hooks._formula(r"\log p", display) for display in ("inline", "block"))
+    assert '<mi>log</mi><mspace width="0.17em" /><mi>p</mi>' in inline
+    assert "formula" not in inline and block.startswith('<span class="formula"><math')
 
 
 def test_links_of_pages_from_elsewhere_lead_to_the_same_files(hooks):
