@@ -1,6 +1,6 @@
 """The page of measured results, docs/measured.md, and its charts, from the results that are there.
 
-    python benchmarks/plot_results.py     # writes the page and docs/images/measured/*.svg
+    python benchmarks/plot_results.py     # writes the page, its charts and that of README.md
 
 Nothing is measured here. Each figure says which results it shows, and their machine, versions,
 command and commit stand below it.
@@ -12,25 +12,30 @@ import argparse
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 RESULTS = REPO / "benchmarks" / "results"
 PAGE = REPO / "docs" / "measured.md"
 IMAGES = REPO / "docs" / "images" / "measured"
+#: The picture of README.md: two of the figures, side by side.
+OVERVIEW = REPO / "docs" / "images" / "overview.svg"
 
 HEAD = """# Measured results
 
-What is measured, on which machine, by which command, at which commit. A script makes this page and
-its charts from the files in `benchmarks/results`, and a test compares the two. What else was
-measured is in [benchmarks](../benchmarks/README.md).
+What was measured, with its machine, versions, command and commit. The names are those of files in
+`benchmarks/results`; a script makes this page and its charts from them. More results are in
+[benchmarks](../benchmarks/README.md).
 
 ```bash
 python benchmarks/plot_results.py
 ```
 """
+
+OURS, OTHERS = "#3f51b5", "#9aa0a6"
 
 #: Points of a line: (x, y).
 Line = list[tuple[float, float]]
@@ -48,6 +53,7 @@ class Figure:
     values: Callable[..., dict[str, float | Line]]  # of the results, in the order of ``files``
     x_label: str = ""  # of lines
     digits: int = 2
+    ours: tuple[str, ...] = ()  # bars of this library, where there are others
 
     def read(self) -> list[dict]:
         return [json.loads((RESULTS / f"{name}.json").read_text()) for name in self.files]
@@ -108,8 +114,9 @@ def _stale(result: dict) -> dict:
 FIGURES = (
     Figure("step", "A step beside TRL's",
            "Both did the same work on the same GPU, one after the other. How much less time it is "
-           "depends on the host's processor: [README](../README.md#on-a-gpu).",
-           ("step_time_h200", "peer_trl_h200"), "seconds a step", _step),
+           "depends on the host's processor ([benchmarks](../benchmarks/README.md)).",
+           ("step_time_h200", "peer_trl_h200"), "seconds a step", _step,
+           ours=("this library",)),
     Figure("phases", "Where a step's time goes", "Medians of the steady steps of the run above.",
            ("step_time_h200",), "milliseconds", _phases, digits=1),
     Figure("graphs", "Generation with CUDA graphs and without",
@@ -123,10 +130,12 @@ FIGURES = (
            "Of both sides, on another machine.",
            ("async_compiled_2h100",), "seconds a step", _asynchronous),
     Figure("head", "The log-prob head", "Forward and backward pass with entropy, in one run.",
-           ("head_h200",), "milliseconds", _head, digits=1),
+           ("head_h200",), "milliseconds", _head, digits=1,
+           ours=("fused", "chunked")),
     Figure("loss_memory", "Memory of the loss",
            "Greatest memory of loss and backward pass, in units of one float32 tensor of all "
-           "logits.", ("loss_memory_cpu",), "logit tensors", _loss_memory),
+           "logits.", ("loss_memory_cpu",), "logit tensors", _loss_memory,
+           ours=("this library", "with entropy bonus and KL")),
     Figure("embedded", "What `make train` learns",
            "Held-out greedy accuracy on 256 additions. Iteration 0 is the warm-started model.",
            ("embedded_cpu",), "held-out accuracy", _accuracy, x_label="iteration", digits=3),
@@ -139,34 +148,60 @@ FIGURES = (
 
 def draw(figure: Figure, folder: Path) -> Path:
     """Write a figure as SVG, its text as text; the same data make the same file."""
+    points = isinstance(next(iter(figure.data().values())), list)
+    return _write(folder / f"{figure.name}.svg", [figure],
+                  (6.4, 3.2 if points else 0.7 + 0.36 * len(figure.data())))
+
+
+def draw_overview(path: Path) -> Path:
+    """Write the picture of README.md: what a first run learns, and what a step costs."""
+    figures = {figure.name: figure for figure in FIGURES}
+    titles = {"embedded": "make train: three seeds, two CPU cores",
+              "step": "1.5 B parameters on one H200"}
+    return _write(path, [replace(figures[name], title=title) for name, title in titles.items()],
+                  (9.6, 2.7), titles=True)
+
+
+def _write(path: Path, figures: list[Figure], size: tuple[float, float], *,
+           titles: bool = False) -> Path:
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    data = figure.data()
-    settings = {"svg.fonttype": "none", "svg.hashsalt": figure.name, "font.size": 9}
+    settings = {"svg.fonttype": "none", "svg.hashsalt": path.stem, "font.size": 9,
+                "font.family": ["DejaVu Sans", "sans-serif"]}
     with matplotlib.rc_context(settings):
-        lines = isinstance(next(iter(data.values())), list)
-        fig, axes = pyplot.subplots(figsize=(6.4, 3.2 if lines else 0.7 + 0.36 * len(data)))
-        if lines:
-            for label, points in data.items():
-                axes.plot(*zip(*points, strict=True), label=label, marker=".")
-            axes.set(xlabel=figure.x_label, ylabel=figure.unit)
-            axes.legend(frameon=False, loc="lower right")
-        else:
-            bars = axes.barh(list(data), list(data.values()), height=0.6)
-            axes.bar_label(bars, fmt=f"%.{figure.digits}f", padding=3)
-            axes.invert_yaxis()
-            axes.margins(x=0.12)
-            axes.set_xlabel(figure.unit)
-        axes.spines[["top", "right"]].set_visible(False)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{figure.name}.svg"
+        fig, panels = pyplot.subplots(ncols=len(figures), figsize=size, squeeze=False,
+                                      layout="constrained")
+        for axes, figure in zip(panels[0], figures, strict=True):
+            _fill(axes, figure)
+            if titles:
+                axes.set_title(figure.title, fontsize=10, loc="left", pad=10)
+        path.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(path, bbox_inches="tight",
-                    metadata={"Date": None, "Description": digest(figure)})
+                    metadata={"Date": None, "Description": " ".join(map(digest, figures))})
         pyplot.close(fig)
     return path
+
+
+def _fill(axes: Any, figure: Figure) -> None:
+    data = figure.data()
+    if isinstance(next(iter(data.values())), list):
+        for (label, points), color in zip(data.items(), (OURS, "#e8710a", "#188038"), strict=False):
+            axes.plot(*zip(*points, strict=True), label=label, marker=".", color=color)
+        axes.set(xlabel=figure.x_label, ylabel=figure.unit)
+        axes.legend(frameon=False, loc="lower right")
+        axes.grid(axis="y", color="#e8eaed")
+    else:
+        colors = [OTHERS if figure.ours and label not in figure.ours else OURS for label in data]
+        bars = axes.barh(list(data), list(data.values()), height=0.6, color=colors)
+        axes.bar_label(bars, fmt=f"%.{figure.digits}f", padding=3)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set_xlabel(figure.unit)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
 
 
 def digest(figure: Figure) -> str:
@@ -177,20 +212,21 @@ def digest(figure: Figure) -> str:
 def section(figure: Figure) -> str:
     """The part of the page that shows a figure: chart, numbers, and where they come from."""
     data = figure.data()
+    described, table = figure.title, ""
     if isinstance(next(iter(data.values())), list):
         columns = [at for at, _ in next(iter(data.values()))]
-        some = columns[:: max(1, len(columns) // 6)]
+        some = columns[:: -(-len(columns) // 7)]
         some += [columns[-1]] * (some[-1] != columns[-1])
-        rows = [["", *(f"{figure.x_label} {at}" for at in some)], ["---"] * (1 + len(some))]
+        rows = [[figure.x_label, *map(str, some)], ["---"] * (1 + len(some))]
         rows += [[label, *(f"{dict(points)[at]:.{figure.digits}f}" for at in some)]
                  for label, points in data.items()]
-    else:
-        rows = [["", figure.unit], ["---", "---"]]
-        rows += [[label, f"{value:.{figure.digits}f}"] for label, value in data.items()]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        table = "".join(f"| {' | '.join(row)} |\n" for row in rows) + "\n"
+    else:  # the bars have their numbers
+        numbers = (f"{label} {value:.{figure.digits}f}" for label, value in data.items())
+        described += f", {figure.unit}: {', '.join(numbers)}"
     sources = "\n".join(map(_source, figure.files, figure.read()))
     return (f"## {figure.title}\n\n{figure.text}\n\n"
-            f"![{figure.title}](images/measured/{figure.name}.svg)\n\n{table}\n\n{sources}\n")
+            f"![{described}](images/measured/{figure.name}.svg)\n\n{table}{sources}\n")
 
 
 def _source(name: str, result: dict) -> str:
@@ -213,6 +249,7 @@ def main() -> None:
                             formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for figure in FIGURES:
         draw(figure, IMAGES)
+    draw_overview(OVERVIEW)
     PAGE.write_text(page())
 
 

@@ -69,6 +69,9 @@ class TestMeasuredPage:
         assert plots.PAGE.read_text() == plots.page()
         for figure in plots.FIGURES:
             assert plots.digest(figure) in (plots.IMAGES / f"{figure.name}.svg").read_text()
+        shown = [figure for figure in plots.FIGURES if figure.name in ("embedded", "step")]
+        overview = plots.OVERVIEW.read_text()
+        assert len(shown) == 2 and all(plots.digest(figure) in overview for figure in shown)
 
     def test_a_chart_shows_its_names_and_numbers(self, plots, tmp_path):
         figure = next(figure for figure in plots.FIGURES if figure.name == "step")

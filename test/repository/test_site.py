@@ -121,7 +121,7 @@ def test_formulas_have_room_after_functions_and_a_scroll_bar_where_they_stand_al
 
 
 def test_links_of_pages_from_elsewhere_lead_to_the_same_files(hooks):
-    readme = hooks.LINK.match("![a](docs/images/overview.png)")
-    assert hooks.link(readme, "README.md") == "![a](images/overview.png)"
+    readme = hooks.LINK.match("![a](docs/images/overview.svg)")
+    assert hooks.link(readme, "README.md") == "![a](images/overview.svg)"
     atropos = hooks.LINK.match("[a](../../docs/commands.md#atropos)")
     assert hooks.link(atropos, "examples/atropos/README.md") == "[a](commands.md#atropos)"
