@@ -131,6 +131,9 @@ def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
 
 @pytest.mark.parametrize("script, given, expected", [
     (OFFLINE, ["train.lrr=1"], "train.lrr: unknown key (given 1); did you mean 'lr'?"),
+    (OFFLINE, ["optimizer.lr=1"], "optimizer.lr: unknown key (given 1); did you mean 'train.lr'?"),
+    (OFFLINE, ["learning_rate=1"], "learning_rate: unknown key (given 1); write train.lr"),
+    (OFFLINE, ["top_p=0.9"], "top_p: unknown key (given 0.9); tokens are sampled from the dist"),
     (OFFLINE, ["optimizer.eps=1"], "optimizer.eps: unknown key (given 1); did you mean 'run.opt"),
     (OFFLINE, ["run.train.sead=1"], "run.train.sead: unknown key (given 1); did you mean 'seed'?"),
     (OFFLINE, ["--config-name", "grpo_x"], "known: offline_grpo, offline_smoke;"),
@@ -193,6 +196,11 @@ def test_right_names_go_on_to_the_run(quick, given):
     assert "torch was imported" in quick(GRPO, *given).stderr
 
 
+@pytest.mark.parametrize("given", [["train.lr=1e-6"], ["-m", "train.lr=1e-6,1e-5"]])
+def test_the_offline_trainer_finds_a_folder_for_its_run(quick, given):
+    assert "torch was imported" in quick(OFFLINE, *given).stderr
+
+
 @pytest.mark.parametrize("given", [
     ["env.dataset=gsm8k"],
     *(pytest.param([f"env.dataset={path.stem}", *more], marks=pytest.mark.slow)
@@ -205,6 +213,14 @@ def test_a_data_set_by_its_name_brings_all_that_its_group_does(quick, given):
     assert by_name == by_group
     assert f"dataset: {given[0].partition('=')[2]}\n" in by_name
     assert "repeats: 3\n" in by_name and "max_tokens: 7\n" in by_name
+
+
+def test_keys_of_the_offline_trainer_are_not_taken_for_those_of_others(quick):
+    """``seed`` and ``train.kl_target`` are also names of TRL and of MaxEnt's trainers."""
+    done = quick(OFFLINE, "seed=7", "iterations=3", "train.kl_target=0.1", "--cfg", "job")
+    assert done.returncode == 0, done.stderr
+    assert "seed: 7" in done.stdout and "iterations: 3" in done.stdout
+    assert "kl_target: 0.1" in done.stdout and "is now called" not in done.stdout
 
 
 def test_what_would_run_is_shown_wherever_the_option_stands(quick):

@@ -47,7 +47,8 @@ def look_ahead(folder: Path, config_name: str, *, model: str = "model.name",
         within: a section that takes all keys of another recipe, of the name ``grpo``.
     """
     try:
-        sys.argv[1:] = with_trl_names(sys.argv[1:])
+        if within is None:  # the offline trainer has keys of these names, train.iterations and seed
+            sys.argv[1:] = with_trl_names(sys.argv[1:])
     except (ConfigError, HydraException, OSError) as error:
         sys.exit(f"error: {error}")
     parser = get_args_parser()
