@@ -122,7 +122,8 @@ def test_a_misspelt_key_is_explained_at_once_by_every_command(quick, name):
     *((name, "--see", "--see: unknown flag; did you mean --seed?")
       for name in ("atropos-grpo", "atropos-grpo-run")),
     *((name, "--config-fame", "--config-fame: unknown flag; did you mean --config-name?")
-      for name in ("grpo.py", "grpo-async.py"))])
+      for name in ("grpo.py", "grpo-async.py")),
+    ("grpo.py", "--learning_rat", "--learning_rat: unknown flag; did you mean --learning_rate?")])
 def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
     done = quick(LINES[name], given, "1")
     assert done.returncode == 2 and expected in done.stderr
@@ -147,6 +148,7 @@ def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
     (GRPO, ["-m", "train.sead=0,1"], "train.sead: unknown key (given '0,1'); did you mean"),
     (GRPO, ["train.sead=1", "env.repeat=2"], "the configuration has 2 errors:\n  train.sead"),
     (GRPO, ["num_generation=4"], "num_generation: unknown key (given 4); did you mean 'num_gene"),
+    (GRPO, ["maxent_taux=4"], "maxent_taux: unknown key (given 4); did you mean 'maxent_tau'?"),
     (GRPO, ["top_p=0.9"], "top_p=0.9: tokens are sampled from the distribution that is trained"),
     (GRPO, ["learning_rate=1", "optimizer.lr=2"], "are the same setting; give one"),
     (GRPO, ["--config", "no.yaml"], "--config no.yaml: there is no such file; give a path, or one"),
@@ -213,6 +215,12 @@ def test_a_data_set_by_its_name_brings_all_that_its_group_does(quick, given):
     assert by_name == by_group
     assert f"dataset: {given[0].partition('=')[2]}\n" in by_name
     assert "repeats: 3\n" in by_name and "max_tokens: 7\n" in by_name
+
+
+def test_a_sweep_that_is_to_be_shown_is_refused_in_a_line(quick):
+    done = quick(GRPO, "-m", "train.seed=0,1", "--cfg", "job")
+    assert done.returncode == 2 and "--multirun and --cfg" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_keys_of_the_offline_trainer_are_not_taken_for_those_of_others(quick):

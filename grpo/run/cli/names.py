@@ -54,7 +54,7 @@ def key_error(path: str, value: object, known: DictConfig, *, adds: bool) -> str
         return f"{path}: unknown key (given {value!r}); " + (
             f"write {meant}" if meant else FIELDS[name].text)
     if not parents and (close := difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.8)) and (
-            not difflib.get_close_matches(name, section, n=1, cutoff=0.7)):
+            difflib.get_close_matches(name, [*close, *section], n=1) == close):
         return f"{path}: unknown key (given {value!r}); did you mean {close[0]!r}?"
     if parents in ([], ["train"]) and name in ALIASES:
         return None if adds else (

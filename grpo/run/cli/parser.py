@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -32,10 +32,14 @@ class Parser(argparse.ArgumentParser):
         end_with(self, message)
 
 
-def end_with(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """End the command with one line, which proposes a flag in place of an unknown one."""
+def end_with(
+    parser: argparse.ArgumentParser, message: str, *, more: Sequence[str] = ()
+) -> NoReturn:
+    """End the command with one line, which proposes a flag in place of an unknown one: one of the
+    parser's, or of ``more``."""
     if found := re.match(r"unrecognized arguments: (--?[\w-]+)", message):
         known = [name for action in parser._actions for name in action.option_strings]
+        known += more
         close = difflib.get_close_matches(found[1], known, n=1, cutoff=0.7)
         message = f"{found[1]}: unknown flag" + "".join(
             f"; did you mean {name}?" for name in close)

@@ -22,6 +22,7 @@ try:
     from omegaconf.errors import OmegaConfBaseException
 
     from grpo.config.keys import ATROPOS, ConfigError, errors_text
+    from grpo.config.trl_names import FIELDS
     from grpo.envs.tasks.base import check_options
     from grpo.run.cli.names import key_error, plain, with_env_groups
     from grpo.run.cli.parser import end_with
@@ -52,8 +53,11 @@ def look_ahead(folder: Path, config_name: str, *, model: str = "model.name",
     except (ConfigError, HydraException, OSError) as error:
         sys.exit(f"error: {error}")
     parser = get_args_parser()
-    parser.error = partial(end_with, parser)
+    names = () if within is not None else [f"--{name}" for name in FIELDS]
+    parser.error = partial(end_with, parser, more=names)
     args = parser.parse_intermixed_args()
+    if args.multirun and (args.cfg or args.info):
+        parser.error("--multirun and --cfg: what would run is shown of one run; give one of them")
     options = [argument for argument in sys.argv[1:] if argument not in args.overrides]
     args.overrides = [_added(text, within) for text in with_env_groups(args.overrides, folder)]
     sys.argv[1:] = options + args.overrides
