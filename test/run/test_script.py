@@ -123,9 +123,11 @@ def test_a_misspelt_key_is_explained_at_once_by_every_command(quick, name):
       for name in ("atropos-grpo", "atropos-grpo-run")),
     *((name, "--config-fame", "--config-fame: unknown flag; did you mean --config-name?")
       for name in ("grpo.py", "grpo-async.py")),
-    ("grpo.py", "--learning_rat", "--learning_rat: unknown flag; did you mean --learning_rate?")])
+    ("grpo.py", "--learning_rat", "--learning_rat: unknown flag; did you mean --learning_rate?"),
+    ("grpo.server.serve", "--modell", "the following arguments are required: --model"),
+    ("grpo.atropos.hub_server", "--prot", "--prot: unknown flag; did you mean --port?")])
 def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
-    done = quick(LINES[name], given, "1")
+    done = quick((LINES | SERVERS)[name], given, "1")
     assert done.returncode == 2 and expected in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
@@ -173,12 +175,16 @@ def test_a_wrong_name_is_explained_at_once(quick, script, given, expected):
     assert "Traceback" not in done.stderr and "+train" not in done.stderr
 
 
-@pytest.mark.parametrize("script", [GRPO, ASYNC])
-def test_a_model_that_is_not_there_is_named_at_once(quick, script):
-    done = quick(script, "model.name=no-such-org/no-such-model")
+@pytest.mark.parametrize("command, given", [
+    (GRPO, ["model.name=no-such-org/no-such-model"]),
+    (ASYNC, ["model.name=no-such-org/no-such-model"]),
+    (OFFLINE, ["model.train_id=no-such-org/no-such-model"]),
+    (SERVERS["grpo.server.serve"], ["--port", "0", "--model=no-such-org/no-such-model"])])
+def test_a_model_that_is_not_there_is_named_at_once(quick, command, given):
+    done = quick(command, *given)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: model.name=no-such-org/no-such-model: there is no such")
-    assert "HF_HUB_OFFLINE=1" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"error: {given[-1]}: there is no such")
+    assert "HF_HUB_OFFLINE=1" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("given", [

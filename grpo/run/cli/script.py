@@ -24,10 +24,10 @@ try:
     from grpo.config.keys import ATROPOS, ConfigError, errors_text
     from grpo.config.trl_names import FIELDS
     from grpo.envs.tasks.base import check_options
+    from grpo.policies.model_source import look_for
     from grpo.run.cli.names import key_error, plain, with_env_groups
-    from grpo.run.cli.parser import end_with
     from grpo.run.cli.trl_names import with_trl_names
-    from grpo.run.model_source import look_for
+    from grpo.system.command_line import end_with
     from grpo.system.folders import why_not_writable
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not installed for {sys.executable}; activate the environment "
