@@ -151,6 +151,7 @@ def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
     (GRPO, ["train.sead=1", "env.repeat=2"], "the configuration has 2 errors:\n  train.sead"),
     (GRPO, ["num_generation=4"], "num_generation: unknown key (given 4); did you mean 'num_gene"),
     (GRPO, ["maxent_taux=4"], "maxent_taux: unknown key (given 4); did you mean 'maxent_tau'?"),
+    (GRPO, ["=1"], "=1: has no key; write KEY=1"),
     (GRPO, ["top_p=0.9"], "top_p=0.9: tokens are sampled from the distribution that is trained"),
     (GRPO, ["learning_rate=1", "optimizer.lr=2"], "are the same setting; give one"),
     (GRPO, ["--config", "no.yaml"], "--config no.yaml: there is no such file; give a path, or one"),

@@ -140,6 +140,9 @@ def _given(overrides: list[str]) -> dict[str, str]:
 def _name_errors(folder: Path, config_name: str, overrides: list[str],
                  within: str | None) -> Iterator[str]:
     """What is wrong with the names of keys, and of the task's options where all keys are right."""
+    if nameless := [text for text in overrides if text.startswith("=")]:
+        yield f"{nameless[0]}: has no key; write KEY{nameless[0]}"
+        return
     bare = [text for text in overrides if "=" not in text and not text.startswith("~")]
     if bare:
         yield from (f"{text}: has no value; write {text}=VALUE" for text in bare)
