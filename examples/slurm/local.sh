@@ -34,6 +34,17 @@ case ${MAXENT:-0} in
     1) objective=(preset=maxent_listwise) ;;
     *) echo "error: MAXENT=$MAXENT must be 0 or 1" >&2; exit 2 ;;
 esac
+for name in VLLM_PORT VLLM_TP_SIZE VLLM_MAX_LEN VLLM_TIMEOUT; do
+    if [[ ! ${!name:-1} =~ ^[1-9][0-9]*$ ]]; then
+        echo "error: $name=${!name} must be a whole number above 0" >&2
+        exit 2
+    fi
+done
+# What listens there would be taken for the server, as soon as it answers.
+if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
+    echo "error: VLLM_PORT=$port is in use by something else; give another" >&2
+    exit 2
+fi
 mkdir -p "$logs"
 
 # Which GPUs there are; Slurm sets CUDA_VISIBLE_DEVICES to the job's own.

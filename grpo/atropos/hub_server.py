@@ -16,6 +16,7 @@ from typing import Any
 from grpo.atropos.client import AtroposClient
 from grpo.atropos.hub_journal import Journal
 from grpo.atropos.hub_state import Limits
+from grpo.system.command_line import Parser
 from grpo.system.http_call import is_loopback
 from grpo.system.lifeline import TOKEN_VARIABLE, bind, exit_with_parent
 
@@ -122,7 +123,7 @@ def build(
 
 def parser(prog: str = _PROG) -> argparse.ArgumentParser:
     """The command line; ``--host`` and ``--port`` are those of ``run-api``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog, description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from grpo.config.section import Section
 from grpo.config.unread import Unread, only_with
 from grpo.objectives.scorer import HeadKind
-from grpo.system.http_call import is_loopback
+from grpo.system.http_call import is_loopback, split_url
 
 EngineKind = Literal["in_process", "process", "server"]
 Device = Annotated[int, Field(ge=0)]
@@ -199,6 +199,16 @@ class InferenceModelConfig(RoleDevices):
     ``grpo-async.py`` those of one engine."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Devices of one engine; there are ``num_devices / tensor_parallel_size`` engines."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str | None) -> str | None:
+        try:
+            if url is not None:
+                split_url(url)
+        except ValueError as error:
+            raise ValueError(f"inference_model.{error}, such as http://127.0.0.1:8000") from None
+        return url
 
     @property
     def on_this_host(self) -> bool:

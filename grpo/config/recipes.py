@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from grpo.config.env import EnvConfig
 from grpo.config.keys import ConfigError
 from grpo.config.section import Section
 from grpo.config.unread import Unread, refuse_unread
+
+# Jobs of an array start in the same second, on several hosts and with the same process ids.
+OmegaConf.register_new_resolver("unique", lambda: secrets.token_hex(4), use_cache=True,
+                                replace=True)
 
 #: Of groups, which held-out problems do not have.
 _TRAINING = ("num_envs", "repeats")

@@ -26,9 +26,9 @@ from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
 from grpo.policies.client import EngineClient
 from grpo.policies.inprocess import vllm_available
+from grpo.policies.model_source import find_model, first_line
 from grpo.run.build_engine import Actor, describe_engine
 from grpo.run.build_objective import describe_loss
-from grpo.run.model_source import find_model, first_line
 from grpo.training.checkpoint import Checkpoint
 from grpo.weights.adapters import require_peft
 from grpo.weights.quantised import quantised_layers, require_torchao

@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from grpo.config.schema import Config, ConfigError
 from grpo.report.loggers import METRICS_FILE, SAMPLES_FILE, read_jsonl, write_atomically
 from grpo.run.identity import changed_keys, identity_changes, result_changes, with_defaults
 from grpo.training.checkpoint import Checkpoint, find_checkpoint, list_checkpoints
 from grpo.training.run_lock import locked
-
-# Jobs of an array start in the same second, on several hosts and with the same process ids.
-OmegaConf.register_new_resolver("unique", lambda: secrets.token_hex(4), use_cache=True,
-                                replace=True)
 
 #: In the folder of a branch: which checkpoint it started from, and what it does otherwise.
 PARENT_FILE = "parent.json"

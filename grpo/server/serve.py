@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo.policies.model_source import look_for
+from grpo.system.command_line import Parser, errors_in_a_line
 from grpo.system.cores import share_cores
 from grpo.system.http_call import is_loopback
 from grpo.system.lifeline import TOKEN_VARIABLE, bind, exit_with_parent
@@ -34,7 +36,7 @@ WORKER = "grpo.weights.worker.extension.WeightWorker"
 
 def parser(prog: str = _PROG) -> argparse.ArgumentParser:
     """The command line; defaults suit one model on one GPU, or on a CPU."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog, description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -264,7 +266,9 @@ def main(argv: list[str] | None = None, *, prog: str = _PROG) -> None:
     if args.exit_with_parent:
         exit_with_parent()
     sock.set_inheritable(False)
-    asyncio.run(serve(args, sock))
+    with errors_in_a_line(OSError, ValueError, switch="HYDRA_FULL_ERROR"):
+        look_for(args.model, key="--model")
+        asyncio.run(serve(args, sock))
 
 
 if __name__ == "__main__":

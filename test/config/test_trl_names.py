@@ -215,6 +215,18 @@ def test_names_mean_these_keys(line, keys):
     ("datasets=[{path:a,data_dir:b}]", "data_dir is not read"),
     ("learning_rate=1e-5 optimizer.lr=1e-6", "are the same setting"),
     ("seed=1 seed=2", "given twice"), ("loss_type=grpo,dapo", "sweep over those"),
+    ("seed=1 --seed 2", "seed is given twice, as 2 and 1|seed is given twice, as 1 and 2"),
+    ("--learning_rate 1e-5 --learning_rate 1e-6", "given twice, as 1e-5 and 1e-6; give one"),
+    ("--config a.yaml --config b.yaml", "given twice, as a.yaml and b.yaml; give one"),
+    ("--config --learning_rate 1e-5", "which file"),
+    ("init_kl_coeff=0.1 beta=0.2", "init_kl_coeff and beta both say train.kl_to_ref_coeff, 0.1"),
+    ("eval_strategy=sometimes", "eval_strategy=sometimes: known are no, steps, epoch"),
+    ("save_strategy=often", "save_strategy=often: known are no, steps, epoch, best"),
+    ("scale_rewards=groups", "known are group, none and batch"),
+    ("dataset_name=openai/gsm8k dataset_config=socratic", "its task reads main; write "),
+    ("dataset_test_split=test", "dataset_test_split: says more of a data set"),
+    ("dataset_prompt_column=q", "dataset_prompt_column: says more of a data set"),
+    ("dataset_name=org/sums test_split_size=0.1", "write env.task.num_test"),
 ])
 def test_what_cannot_be_translated_says_what_to_write(line, message):
     with pytest.raises(ConfigError, match=message):
@@ -258,6 +270,26 @@ def test_with_a_preset_trls_defaults_of_the_objective_are_not_taken(tmp_path):
     assert config.train.clip_epsilon == (0.2, 0.28) and config.train.mismatch is None
     assert config.env.dataset == "gsm8k" and config.train.proof_interval == 2
     assert config.env.num_envs * config.env.repeats == 8 and config.optimizer.schedule == "linear"
+
+
+@pytest.mark.parametrize("typed_behind", [
+    ["learning_rate=2e-5"], ["--learning_rate", "2e-5"], ["optimizer.lr=2e-5"]])
+@pytest.mark.parametrize("in_the_file", ["learning_rate: 1e-5", "optimizer.lr: 1e-5",
+                                         "optimizer:\n  lr: 1e-5"])
+def test_what_is_typed_wins_over_the_file_by_either_name(tmp_path, in_the_file, typed_behind):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"env: gsm8k\n{in_the_file}\n")
+    assert loaded("--config", str(path), *typed_behind).optimizer.lr == 2e-5
+
+
+@pytest.mark.parametrize("swept", ["learning_rate=1e-5,1e-6", "optimizer.lr=1e-5,1e-6"])
+@pytest.mark.parametrize("in_the_file", ["learning_rate: 1e-4", "optimizer.lr: 1e-4"])
+def test_a_sweep_takes_the_place_of_what_the_file_says(tmp_path, in_the_file, swept):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"env: gsm8k\n{in_the_file}\n")
+    given = with_trl_names(["-m", "--config", str(path), swept])
+    assert [text for text in given if text.startswith("optimizer.lr=")] == [
+        "optimizer.lr=1e-5,1e-6"]
 
 
 def test_no_is_a_strategy_in_a_file(tmp_path):

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 
@@ -117,6 +118,23 @@ def test_another_script_can_train(run, tmp_path):
     assert done.returncode == 2 and "TRAIN_ENTRYPOINT=nowhere.py is no file" in done.stderr
 
 
+@pytest.mark.parametrize("name, value", [
+    ("VLLM_PORT", "abc"), ("VLLM_TP_SIZE", "two"), ("VLLM_TP_SIZE", "0"), ("VLLM_MAX_LEN", "2k"),
+    ("VLLM_TIMEOUT", "-1")])
+def test_a_variable_that_is_no_number_is_named(run, name, value):
+    done, server, _ = run(**{name: value})
+    assert done.returncode == 2 and not server
+    assert done.stderr == f"error: {name}={value} must be a whole number above 0\n"
+
+
+def test_a_server_of_somebody_else_is_not_taken_for_the_own(run):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done, server, trainer = run(VLLM_PORT=str(port))
+    assert done.returncode == 2 and not server and not trainer
+    assert f"VLLM_PORT={port} is in use" in done.stderr
+
+
 def test_a_misspelt_key_is_found_before_the_engine_starts(run):
     done, server, trainer = run("train.sead=3")
     assert done.returncode == 1 and not server and not trainer
@@ -213,6 +231,11 @@ def test_variables_are_keys_of_the_engines_where_they_are_set(submit, given, key
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("ray.address=10.1.2.3:6379 ")[1].split() == [
         "inference_model.tensor_parallel_size=2", *keys, "train.seed=3"]
+
+
+def test_several_nodes_refuse_what_one_does(submit):
+    done = submit(MAXENT="true")
+    assert done.returncode == 2 and "MAXENT=true must be 0 or 1" in done.stderr
 
 
 def shown(name: str) -> list[str]:

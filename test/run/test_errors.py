@@ -122,6 +122,12 @@ ROWS = {
     "no server": (
         "grpo.py", (*SERVER, "inference_model.url=http://127.0.0.1:9"),
         ("inference_model.url=http://127.0.0.1:9: no server answers", "Connection refused")),
+    "no address": (
+        "grpo.py", (*SERVER, "inference_model.url=127.0.0.1:8000"),
+        ("inference_model.url='127.0.0.1:8000' must have the form http://host:port, such as",)),
+    "offline: no address": (
+        "grpo-offline.py", ("model.train_id={files}/model", "generation.base_url=127.0.0.1:8000"),
+        ("generation.base_url='127.0.0.1:8000' must have the form http://host:port, such as",)),
     # W&B
     "W&B without an account": (
         "grpo.py", (*OWN, "logging.backends=[wandb]"),

@@ -122,15 +122,21 @@ def test_a_misspelt_key_is_explained_at_once_by_every_command(quick, name):
     *((name, "--see", "--see: unknown flag; did you mean --seed?")
       for name in ("atropos-grpo", "atropos-grpo-run")),
     *((name, "--config-fame", "--config-fame: unknown flag; did you mean --config-name?")
-      for name in ("grpo.py", "grpo-async.py"))])
+      for name in ("grpo.py", "grpo-async.py")),
+    ("grpo.py", "--learning_rat", "--learning_rat: unknown flag; did you mean --learning_rate?"),
+    ("grpo.server.serve", "--modell", "the following arguments are required: --model"),
+    ("grpo.atropos.hub_server", "--prot", "--prot: unknown flag; did you mean --port?")])
 def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
-    done = quick(LINES[name], given, "1")
+    done = quick((LINES | SERVERS)[name], given, "1")
     assert done.returncode == 2 and expected in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("script, given, expected", [
     (OFFLINE, ["train.lrr=1"], "train.lrr: unknown key (given 1); did you mean 'lr'?"),
+    (OFFLINE, ["optimizer.lr=1"], "optimizer.lr: unknown key (given 1); did you mean 'train.lr'?"),
+    (OFFLINE, ["learning_rate=1"], "learning_rate: unknown key (given 1); write train.lr"),
+    (OFFLINE, ["top_p=0.9"], "top_p: unknown key (given 0.9); tokens are sampled from the dist"),
     (OFFLINE, ["optimizer.eps=1"], "optimizer.eps: unknown key (given 1); did you mean 'run.opt"),
     (OFFLINE, ["run.train.sead=1"], "run.train.sead: unknown key (given 1); did you mean 'seed'?"),
     (OFFLINE, ["--config-name", "grpo_x"], "known: offline_grpo, offline_smoke;"),
@@ -144,6 +150,8 @@ def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
     (GRPO, ["-m", "train.sead=0,1"], "train.sead: unknown key (given '0,1'); did you mean"),
     (GRPO, ["train.sead=1", "env.repeat=2"], "the configuration has 2 errors:\n  train.sead"),
     (GRPO, ["num_generation=4"], "num_generation: unknown key (given 4); did you mean 'num_gene"),
+    (GRPO, ["maxent_taux=4"], "maxent_taux: unknown key (given 4); did you mean 'maxent_tau'?"),
+    (GRPO, ["=1"], "=1: has no key; write KEY=1"),
     (GRPO, ["top_p=0.9"], "top_p=0.9: tokens are sampled from the distribution that is trained"),
     (GRPO, ["learning_rate=1", "optimizer.lr=2"], "are the same setting; give one"),
     (GRPO, ["--config", "no.yaml"], "--config no.yaml: there is no such file; give a path, or one"),
@@ -168,12 +176,16 @@ def test_a_wrong_name_is_explained_at_once(quick, script, given, expected):
     assert "Traceback" not in done.stderr and "+train" not in done.stderr
 
 
-@pytest.mark.parametrize("script", [GRPO, ASYNC])
-def test_a_model_that_is_not_there_is_named_at_once(quick, script):
-    done = quick(script, "model.name=no-such-org/no-such-model")
+@pytest.mark.parametrize("command, given", [
+    (GRPO, ["model.name=no-such-org/no-such-model"]),
+    (ASYNC, ["model.name=no-such-org/no-such-model"]),
+    (OFFLINE, ["model.train_id=no-such-org/no-such-model"]),
+    (SERVERS["grpo.server.serve"], ["--port", "0", "--model=no-such-org/no-such-model"])])
+def test_a_model_that_is_not_there_is_named_at_once(quick, command, given):
+    done = quick(command, *given)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: model.name=no-such-org/no-such-model: there is no such")
-    assert "HF_HUB_OFFLINE=1" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"error: {given[-1]}: there is no such")
+    assert "HF_HUB_OFFLINE=1" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("given", [
@@ -193,6 +205,11 @@ def test_right_names_go_on_to_the_run(quick, given):
     assert "torch was imported" in quick(GRPO, *given).stderr
 
 
+@pytest.mark.parametrize("given", [["train.lr=1e-6"], ["-m", "train.lr=1e-6,1e-5"]])
+def test_the_offline_trainer_finds_a_folder_for_its_run(quick, given):
+    assert "torch was imported" in quick(OFFLINE, *given).stderr
+
+
 @pytest.mark.parametrize("given", [
     ["env.dataset=gsm8k"],
     *(pytest.param([f"env.dataset={path.stem}", *more], marks=pytest.mark.slow)
@@ -205,6 +222,20 @@ def test_a_data_set_by_its_name_brings_all_that_its_group_does(quick, given):
     assert by_name == by_group
     assert f"dataset: {given[0].partition('=')[2]}\n" in by_name
     assert "repeats: 3\n" in by_name and "max_tokens: 7\n" in by_name
+
+
+def test_a_sweep_that_is_to_be_shown_is_refused_in_a_line(quick):
+    done = quick(GRPO, "-m", "train.seed=0,1", "--cfg", "job")
+    assert done.returncode == 2 and "--multirun and --cfg" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_keys_of_the_offline_trainer_are_not_taken_for_those_of_others(quick):
+    """``seed`` and ``train.kl_target`` are also names of TRL and of MaxEnt's trainers."""
+    done = quick(OFFLINE, "seed=7", "iterations=3", "train.kl_target=0.1", "--cfg", "job")
+    assert done.returncode == 0, done.stderr
+    assert "seed: 7" in done.stdout and "iterations: 3" in done.stdout
+    assert "kl_target: 0.1" in done.stdout and "is now called" not in done.stdout
 
 
 def test_what_would_run_is_shown_wherever_the_option_stands(quick):

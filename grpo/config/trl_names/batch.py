@@ -18,6 +18,7 @@ from grpo.config.trl_names.values import Values
 
 _SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
           "generation_batch_size")
+_EVALUATES, _SAVES = ("no", "steps", "epoch"), ("no", "steps", "epoch", "best")
 _LENGTHS = ("train.max_steps", "train.data_epochs", "train.total_dialog_turns")
 
 
@@ -107,7 +108,7 @@ def every(values: Values) -> dict[str, Any]:
     """How often the run evaluates and saves."""
     keys: dict[str, Any] = {}
     name = "evaluation_strategy" if values.named("evaluation_strategy") else "eval_strategy"
-    when = _when(values[name])
+    when = _when(values, name, _EVALUATES)
     if values.named("eval_steps") and not values.named(name):
         when = "steps"
     if when == "steps":
@@ -117,7 +118,7 @@ def every(values: Values) -> dict[str, Any]:
         keys["train.eval_frequency"] = 0
     elif when == "epoch":
         values.notes.append(f"  {name}=epoch: train.eval_frequency says how often, in iterations")
-    when, saves = _when(values["save_strategy"]), values.any("save_strategy", "save_steps")
+    when, saves = _when(values, "save_strategy", _SAVES), values.any("save_strategy", "save_steps")
     if when == "no":
         keys["train.checkpoint_frequency"] = 0
     elif when == "steps" and saves:
@@ -130,8 +131,11 @@ def every(values: Values) -> dict[str, Any]:
     return keys
 
 
-def _when(strategy: Any) -> str:
-    return "no" if strategy is False else str(strategy)  # which YAML makes of no
+def _when(values: Values, name: str, known: tuple[str, ...]) -> str:
+    strategy = "no" if values[name] is False else str(values[name])  # which YAML makes of no
+    if strategy not in known:
+        raise ConfigError(f"{name}={strategy}: known are {', '.join(known)}")
+    return strategy
 
 
 def _iterations(values: Values, name: str, steps: float) -> int:

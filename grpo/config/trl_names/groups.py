@@ -33,8 +33,8 @@ def loss(values: Values) -> dict[str, Any]:
     """The objective, its range and its options."""
     kind, level = values["loss_type"], values["importance_sampling_level"]
     if kind not in LOSSES:
-        raise ConfigError(f"loss_type={kind}: "
-                          f"{_NOT_HERE.get(kind, f'known are {sorted({*LOSSES, *_NOT_HERE})}')}")
+        known = f"known are {', '.join(LOSSES)}"
+        raise ConfigError(f"loss_type={kind}: {_NOT_HERE.get(kind, known)}")
     if level not in ("token", "sequence"):
         raise ConfigError(f"importance_sampling_level={level}: known are token and sequence")
     objective, aggregation = LOSSES[kind]
@@ -87,8 +87,10 @@ def _clip(values: Values, objective: str) -> dict[str, Any]:
 def advantage(values: Values) -> dict[str, Any]:
     """How rewards are scaled."""
     scale = {True: "group", False: "none"}.get(values["scale_rewards"], values["scale_rewards"])
-    if scale not in ("group", "none"):
-        raise ConfigError(f"scale_rewards={scale}: rewards are not divided by their own deviation "
+    if scale not in ("group", "none", "batch"):
+        raise ConfigError(f"scale_rewards={scale}: known are group, none and batch")
+    if scale == "batch":
+        raise ConfigError("scale_rewards=batch: rewards are not divided by their own deviation "
                           "in the batch; write train.advantage_estimator=batch_norm, which divides "
                           "by that of what is left when the group's mean is taken off")
     return {"train.advantage_estimator": {"group": "group_norm", "none": "group_mean"}[scale]}

@@ -12,6 +12,9 @@ from grpo.config.trl_names.values import Values
 
 #: Data sets that have a task of their own.
 _TASKS = {"openai/gsm8k": "gsm8k"}
+#: What they read of it.
+_OF_THE_TASK = {"dataset_config": "main", "dataset_train_split": "train",
+                "dataset_test_split": "test"}
 
 
 def data(values: Values) -> dict[str, Any]:
@@ -32,12 +35,20 @@ def data(values: Values) -> dict[str, Any]:
             if values.named("test_split_size"):
                 keys["env.dataset_mixture"]["test_split_size"] = values["test_split_size"]
     elif name in _TASKS and column is None:
+        for given, of_the_task in _OF_THE_TASK.items():
+            if (value := values.given.get(given, of_the_task)) != of_the_task:
+                raise ConfigError(f"dataset_name={name} {given}={value}: its task reads "
+                                  f"{of_the_task}; write dataset_prompt_column and reward_funcs, "
+                                  "too, which make a data set by its columns of it")
         return {"env": _TASKS[name]}
     elif name is not None:
         keys |= {"env": "dataset", "env.path": name}
-    elif values.named("dataset_config", "dataset_train_split", "test_split_size"):
-        raise ConfigError("dataset_config, dataset_train_split and test_split_size say more of a "
-                          "data set; give dataset_name or datasets, too")
+    elif more := [one for one in (*_OF_THE_TASK, "dataset_prompt_column") if values.named(one)]:
+        raise ConfigError(f"{', '.join(more)}: says more of a data set; give dataset_name or "
+                          "datasets, too")
+    if values.named("test_split_size") and not values.named("datasets"):
+        raise ConfigError("test_split_size: it is of datasets, which are mixed; of one data set "
+                          "write env.task.num_test, and put it into dataset_mixture")
     if keys:
         keys["env.prompt_column"] = column or "prompt"
         first = values.given.get("system_prompt", "")

@@ -33,11 +33,13 @@ class Translated:
         keys: values by their dotted keys; ``env`` is the group of that name.
         said: a line a name.
         defaults: keys that no name has set, but TRL's defaults.
+        by: the names behind each key.
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     defaults: set[str] = field(default_factory=set)
+    by: dict[str, str] = field(default_factory=dict)
 
 
 def translate(
@@ -88,7 +90,7 @@ trained; leave it out
         values = Values(given, own, defaults={name: FIELDS[name].default for name in FIELDS},
                         whole=defaults)
         keys = function(values)
-        _add(out, keys)
+        _add(out, keys, " ".join(mine) or "TRL's defaults")
         if not mine:
             out.defaults |= keys.keys()
         else:
@@ -120,7 +122,7 @@ def _check_kind(name: str, value: Any, one: Field) -> None:
 
 def _alone(out: Translated, name: str, value: Any, one: Field) -> None:
     if one.rule == "same":
-        _add(out, {one.to[0]: value})
+        _add(out, {one.to[0]: value}, name)
         out.said.append(f"{name} is now called {one.to[0]}; using {typed(value)}"
                         + (f" ({one.text})" if one.text and name not in _EARLIER else ""))
         if one.to[0].startswith("kl_controller.") and "kl_controller.kind" not in out.keys:
@@ -132,12 +134,12 @@ def _alone(out: Translated, name: str, value: Any, one: Field) -> None:
         out.said.append(f"{name}={typed(value)} has no effect: {one.text}")
 
 
-def _add(out: Translated, keys: Mapping[str, Any]) -> None:
+def _add(out: Translated, keys: Mapping[str, Any], by: str) -> None:
     for key, value in keys.items():
         if key in out.keys and out.keys[key] != value:
-            raise ConfigError(f"two of the names that are given are {key}, one {typed(value)} and "
-                              f"one {typed(out.keys[key])}; give one")
-        out.keys[key] = value
+            raise ConfigError(f"{out.by.get(key, 'a name')} and {by} both say {key}, "
+                              f"{typed(out.keys[key])} and {typed(value)}; give one")
+        out.keys[key], out.by[key] = value, by
 
 
 def unknown_name(name: str, value: Any) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from grpo.config.keys import ConfigError
 from grpo.config.unread import ALONE, refuse_unread
 from grpo.run.cli.flags import add_flags, choose_gpu, in_flags, to_config
-from grpo.run.cli.parser import Parser, errors_in_a_line
+from grpo.system.command_line import Parser, errors_in_a_line
 from grpo.system.folders import why_not_writable
 
 if TYPE_CHECKING:

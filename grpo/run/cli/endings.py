@@ -15,7 +15,7 @@ from grpo.policies.handle import EngineError
 from grpo.policies.ray_engine import WorkersLost
 from grpo.report.loggers import METRICS_FILE, read_jsonl
 from grpo.report.time_summary import bottleneck, phase_table
-from grpo.run.cli.parser import errors_in_a_line
+from grpo.system.command_line import errors_in_a_line
 from grpo.training.checkpoint_files import NotSavedError
 from grpo.training.local_ranks import RankDied
 from grpo.training.stopping import signals_end_the_process

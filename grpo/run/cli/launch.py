@@ -19,7 +19,7 @@ from grpo.config.keys import ConfigError
 from grpo.run.beside import environment, start_hub, troubles_of
 from grpo.run.cli.atropos import errors_as_messages, set_up
 from grpo.run.cli.flags import add_flags
-from grpo.run.cli.parser import Parser
+from grpo.system.command_line import Parser
 
 
 def parser(prog: str = "atropos-grpo-run") -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo.config.aliases import ALIASES, replaced_key
 from grpo.config.keys import unknown_key
+from grpo.config.offline_keys import KEYS
 from grpo.config.presets import leaves
 from grpo.config.recipes import recipes
 from grpo.config.trl_names import FIELDS
@@ -38,7 +39,8 @@ def key_error(path: str, value: object, known: DictConfig, *, adds: bool) -> str
     for depth, parent in enumerate(parents, start=1):
         if parent not in section:
             if depth == 1 and parent in known.get("run", {}):  # of grpo-offline.py
-                return f"{path}: unknown key (given {value!r}); did you mean 'run.{path}'?"
+                return (f"{path}: unknown key (given {value!r}); did you mean "
+                        f"'{KEYS.get(path, f'run.{path}')}'?")
             return unknown_key(".".join(parents[:depth]), value, section)
         section = section[parent]
         if not OmegaConf.is_dict(section):
@@ -47,8 +49,12 @@ def key_error(path: str, value: object, known: DictConfig, *, adds: bool) -> str
                 f"'{'.'.join(parents)}={{{name}: {value}}}'")
     if name in section or (adds and parents[-2:] == ["env", "task"]):
         return None
+    if not parents and "run" in known and name in FIELDS:  # TRL's, of grpo-offline.py
+        meant = " and ".join(KEYS.get(key, f"run.{key}") for key in FIELDS[name].to)
+        return f"{path}: unknown key (given {value!r}); " + (
+            f"write {meant}" if meant else FIELDS[name].text)
     if not parents and (close := difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.8)) and (
-            not difflib.get_close_matches(name, section, n=1, cutoff=0.7)):
+            difflib.get_close_matches(name, [*close, *section], n=1) == close):
         return f"{path}: unknown key (given {value!r}); did you mean {close[0]!r}?"
     if parents in ([], ["train"]) and name in ALIASES:
         return None if adds else (

@@ -22,11 +22,12 @@ try:
     from omegaconf.errors import OmegaConfBaseException
 
     from grpo.config.keys import ATROPOS, ConfigError, errors_text
+    from grpo.config.trl_names import FIELDS
     from grpo.envs.tasks.base import check_options
+    from grpo.policies.model_source import look_for
     from grpo.run.cli.names import key_error, plain, with_env_groups
-    from grpo.run.cli.parser import end_with
     from grpo.run.cli.trl_names import with_trl_names
-    from grpo.run.model_source import look_for
+    from grpo.system.command_line import end_with
     from grpo.system.folders import why_not_writable
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not installed for {sys.executable}; activate the environment "
@@ -47,12 +48,16 @@ def look_ahead(folder: Path, config_name: str, *, model: str = "model.name",
         within: a section that takes all keys of another recipe, of the name ``grpo``.
     """
     try:
-        sys.argv[1:] = with_trl_names(sys.argv[1:])
+        if within is None:  # the offline trainer has keys of these names, train.iterations and seed
+            sys.argv[1:] = with_trl_names(sys.argv[1:])
     except (ConfigError, HydraException, OSError) as error:
         sys.exit(f"error: {error}")
     parser = get_args_parser()
-    parser.error = partial(end_with, parser)
+    names = () if within is not None else [f"--{name}" for name in FIELDS]
+    parser.error = partial(end_with, parser, more=names)
     args = parser.parse_intermixed_args()
+    if args.multirun and (args.cfg or args.info):
+        parser.error("--multirun and --cfg: what would run is shown of one run; give one of them")
     options = [argument for argument in sys.argv[1:] if argument not in args.overrides]
     args.overrides = [_added(text, within) for text in with_env_groups(args.overrides, folder)]
     sys.argv[1:] = options + args.overrides
@@ -135,6 +140,9 @@ def _given(overrides: list[str]) -> dict[str, str]:
 def _name_errors(folder: Path, config_name: str, overrides: list[str],
                  within: str | None) -> Iterator[str]:
     """What is wrong with the names of keys, and of the task's options where all keys are right."""
+    if nameless := [text for text in overrides if text.startswith("=")]:
+        yield f"{nameless[0]}: has no key; write KEY{nameless[0]}"
+        return
     bare = [text for text in overrides if "=" not in text and not text.startswith("~")]
     if bare:
         yield from (f"{text}: has no value; write {text}=VALUE" for text in bare)

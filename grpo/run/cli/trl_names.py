@@ -103,15 +103,18 @@ def with_trl_names(arguments: list[str]) -> list[str]:
             named[name] = value
         else:
             behind |= dict(leaves({name: value}))
-    behind = {key: value for key, value in behind.items() if key not in own}
     values = {name: _value(name, text, parser) for name, text in given.items()}
+    typed_keys = own.keys() | {key for name in values for key in FIELDS[name].to}
+    behind = {key: value for key, value in behind.items() if key not in typed_keys}
     overrides, said = overrides_of(named | values, behind | own, whole=recipe is not None)
     if set(arguments) & {*_MULTIRUN} and "hydra.run.dir" in overrides:
         overrides["hydra.run.dir"] = overrides["hydra.run.dir"].replace(".run.", ".sweep.", 1)
     for line in said:
         print(line)
-    of_file = [f"{key}={typed(value)}" for key, value in behind.items()]
-    return [*rest, *of_file, *overrides.values(), *sweeps]
+    of_file = {key: f"{key}={typed(value)}" for key, value in behind.items()}
+    swept = {text.partition("=")[0] for text in [*rest, *sweeps]}
+    return [*rest, *(text for key, text in (of_file | overrides).items() if key not in swept),
+            *sweeps]
 
 
 def _sorted(arguments: list[str]) -> tuple[list[str], dict[str, str], str | None, list[str]]:
@@ -123,11 +126,14 @@ def _sorted(arguments: list[str]) -> tuple[list[str], dict[str, str], str | None
         flag, override = _FLAG.fullmatch(argument), _OVERRIDE.match(argument)
         name = flag[1].replace("-", "_") if flag else override[3] if override else ""
         if flag and name == "config":
-            if flag[2] is None and not waiting:
+            if flag[2] is None and (not waiting or waiting[0].startswith("-")):
                 raise ConfigError("--config: which file? write --config FILE")
-            recipe = waiting.pop(0) if flag[2] is None else flag[2]
+            file = waiting.pop(0) if flag[2] is None else flag[2]
+            if recipe not in (None, file):
+                raise ConfigError(f"--config is given twice, as {recipe} and {file}; give one")
+            recipe = file
         elif flag and name in FIELDS:
-            given[name] = _flag_value(waiting) if flag[2] is None else flag[2]
+            _give(given, name, _flag_value(waiting) if flag[2] is None else flag[2])
         elif override and name in (ALIASES if override[2] else FIELDS):
             text = argument[override.end():]
             if _is_sweep(name, text):
@@ -135,13 +141,16 @@ def _sorted(arguments: list[str]) -> tuple[list[str], dict[str, str], str | None
                     raise ConfigError(f"{argument}: its values say several keys; sweep over those, "
                                       f"{', '.join(FIELDS[name].to) or 'of today'}")
                 sweeps.append(f"{FIELDS[name].to[0]}={text}")
-            elif name in given and given[name] != text:
-                raise ConfigError(f"{name} is given twice, as {given[name]} and {text}; give one")
             else:
-                given[name] = text
+                _give(given, name, text)
         else:
             rest.append(argument)
     return rest, given, recipe, sweeps
+
+
+def _give(given: dict[str, str], name: str, text: str) -> None:
+    if given.setdefault(name, text) != text:
+        raise ConfigError(f"{name} is given twice, as {given[name]} and {text}; give one")
 
 
 def _flag_value(waiting: list[str]) -> str:

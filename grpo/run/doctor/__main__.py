@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from grpo.run.cli.parser import Parser
 from grpo.run.doctor import gpu, host, packages
 from grpo.run.doctor.findings import Check, Finding, findings
 from grpo.run.doctor.probe import Probe
+from grpo.system.command_line import Parser
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m grpo.run.doctor") -> None:

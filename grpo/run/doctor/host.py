@@ -96,7 +96,7 @@ def check_hub() -> Finding:
     """Whether models and data sets can be fetched; a machine without a network needs none."""
     from huggingface_hub import constants
 
-    from grpo.run.model_source import why_no_hub
+    from grpo.policies.model_source import why_no_hub
 
     why = "HF_HUB_OFFLINE=1" if constants.HF_HUB_OFFLINE else why_no_hub()
     if why is None:

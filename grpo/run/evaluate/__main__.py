@@ -31,8 +31,8 @@ from typing import Any
 
 from grpo.config.keys import ConfigError
 from grpo.config.recipes import recipes
-from grpo.run.cli.parser import Parser, errors_in_a_line
 from grpo.run.evaluate.options import EvaluateOptions, split_options
+from grpo.system.command_line import Parser, errors_in_a_line
 
 _RECIPE = "grpo"
 _EVALUATIONS = Path("outputs", "evaluations")

@@ -14,6 +14,7 @@ from typing import Any
 from grpo.config.env import EnvConfig
 from grpo.config.schema import Config, ConfigError
 from grpo.envs.tasks import Task
+from grpo.policies.model_source import first_line
 from grpo.report.eval_file import TaskScores, record_of
 from grpo.run import build
 from grpo.run.build_engine import Setup
@@ -21,7 +22,6 @@ from grpo.run.build_eval import Questions, build_benchmarks, build_evaluations, 
 from grpo.run.evaluate.engine import check, open_policy, quick
 from grpo.run.evaluate.options import EvaluateOptions
 from grpo.run.evaluate.source import Source, find_source, saved_env
-from grpo.run.model_source import first_line
 from grpo.training.evaluations import without_trace
 
 logger = logging.getLogger(__name__)

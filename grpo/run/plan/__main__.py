@@ -22,8 +22,8 @@ from pathlib import Path
 
 from grpo.config.keys import ConfigError, unknown_key
 from grpo.run.cli.names import recipes, with_env_groups
-from grpo.run.cli.parser import Parser, errors_in_a_line
 from grpo.run.plan.options import PlanOptions, split_options
+from grpo.system.command_line import Parser, errors_in_a_line
 
 _ROWS = 12
 #: Keys of a run without a section.

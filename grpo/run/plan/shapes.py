@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.keys import ConfigError
-from grpo.run.model_source import look_for
+from grpo.policies.model_source import look_for
 
 #: hidden size, feed-forward width, layers, heads, heads of keys and values, whether the output
 #: matrix is that of the embeddings.
