@@ -308,9 +308,8 @@ def test_an_impossible_or_unread_key_is_an_error_that_names_the_fix(name):
 
 @pytest.mark.parametrize("url", ["127.0.0.1:9001", "https://127.0.0.1:9001", "http://127.0.0.1"])
 def test_an_address_of_another_form_is_refused_before_anything_starts(url):
-    config = configured(engine="server", url=url, weight_sync="reload")
-    with pytest.raises(ValueError, match="must have the form http://host:port"):
-        build.check(config, build.build_task(config), device=CPU, backend="vllm")
+    with pytest.raises(ConfigError, match=f"inference_model.url='{url}' must have the form http://h"):
+        configured(engine="server", url=url, weight_sync="reload")
 
 
 def test_compiling_is_refused_where_a_server_would_not():

@@ -169,4 +169,6 @@ def check_references(trainer, start, run_dir, at_step_2=lambda: None) -> None:
     assert len(compared) == 6 and max(compared) < 1e-5
     assert rows[0]["policy/kl_to_ref"] == pytest.approx(0, abs=1e-6)
     assert all(row["policy/kl_to_ref"] > 1e-4 for row in rows[2:])
-    assert all(0 <= row["async/reference_idle"] <= 1 for row in rows)
+    # A batch may be scored before the step that trains on it; nobody has then been at work.
+    idle = [row["async/reference_idle"] for row in rows if "async/reference_idle" in row]
+    assert idle and all(0 <= share <= 1 for share in idle)
