@@ -6,9 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from grpo.config.section import Section
+from grpo.config.section import Section, server_address
 from grpo.config.unread import Unread
-from grpo.system.http_call import split_url
 
 EVALUATED = Unread(lambda c: not c.atropos.evaluate,
                    "without atropos.evaluate=true (--eval-task); set that, or")
@@ -23,7 +22,7 @@ _SERVER = Unread(lambda c: c.atropos.bridge,
 class AtroposSection(Section):
     """Where groups come from, how many make a step, and what the run leaves behind."""
 
-    url: str = "http://127.0.0.1:8000"
+    url: Annotated[str, server_address("atropos")] = "http://127.0.0.1:8000"
     """Of the API: a hub, or atroposlib's ``run-api``."""
     steps: int = Field(10, ge=1)
     batch_size: int = Field(2, ge=1)
@@ -62,15 +61,6 @@ class AtroposSection(Section):
     """Show where each parameter lies, and what the engine logs."""
     benchmark: bool = False
     """Summarise at the end where the time went."""
-
-    @field_validator("url")
-    @classmethod
-    def _is_an_address(cls, url: str) -> str:
-        try:
-            split_url(url)
-        except ValueError as error:
-            raise ValueError(f"atropos.{error}, such as http://127.0.0.1:8000") from None
-        return url
 
     @field_validator("forward_ports")
     @classmethod

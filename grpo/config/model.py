@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from grpo.config.section import Section
+from grpo.config.section import Section, server_address
 from grpo.config.unread import Unread, only_with
 from grpo.objectives.scorer import HeadKind
-from grpo.system.http_call import is_loopback, split_url
+from grpo.system.http_call import is_loopback
 
 EngineKind = Literal["in_process", "process", "server"]
 Device = Annotated[int, Field(ge=0)]
@@ -174,7 +174,7 @@ class InferenceModelConfig(RoleDevices):
     engine: Literal["auto"] | EngineKind = "auto"
     """Where vLLM runs: in the trainer's process, in one of its own, or behind our HTTP server;
     auto: the last where there is a ``url``, the second beside several devices that train."""
-    url: Annotated[str | None, _SERVER] = None
+    url: Annotated[Annotated[str, server_address("inference_model")] | None, _SERVER] = None
     """``http://host:port`` of a server that runs already; null: the run starts its own."""
     server: Annotated[Literal["auto"] | ServerKind, _AT_URL] = "auto"
     """Whose server that is: of this library, or a stock one; auto: it is asked."""
@@ -199,16 +199,6 @@ class InferenceModelConfig(RoleDevices):
     ``grpo-async.py`` those of one engine."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Devices of one engine; there are ``num_devices / tensor_parallel_size`` engines."""
-
-    @field_validator("url")
-    @classmethod
-    def _is_an_address(cls, url: str | None) -> str | None:
-        try:
-            if url is not None:
-                split_url(url)
-        except ValueError as error:
-            raise ValueError(f"inference_model.{error}, such as http://127.0.0.1:8000") from None
-        return url
 
     @property
     def on_this_host(self) -> bool:
