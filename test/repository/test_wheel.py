@@ -36,7 +36,7 @@ SMALLER = ["model.warm_start_steps=5", "env.num_envs=2", "env.repeats=2",
            "inference_model.max_tokens=4", "train.total_dialog_turns=8", "env.task.num_test=8",
            "device=cpu"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.timeout(1500)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def wheel(tmp_path_factory) -> Path:
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
     for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(REPO / name, source)
-    for name in ("grpo", "config"):
+    for name in ("grpo", "config", "recipes"):
         shutil.copytree(REPO / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     finished([sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation",
               "--wheel-dir", folder], source, dict(os.environ))
@@ -86,6 +86,8 @@ def host(tmp_path, wheel) -> Host:
     return Host(tmp_path, wheel)
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_the_first_run_page_is_typed_as_it_stands(host):
     pytest.importorskip("vllm")
     lines = commands(PAGE)
@@ -105,6 +107,8 @@ def test_the_first_run_page_is_typed_as_it_stands(host):
     assert json.loads(record.read_text())["tasks"]
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_processes_that_commands_start_find_the_package_of_the_wheel(host):
     """Workers on Ray, ranks, an engine and the jobs of a sweep."""
     pytest.importorskip("ray")
