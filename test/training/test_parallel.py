@@ -37,7 +37,9 @@ def run_ranks(device: str, folder: Path) -> list[dict]:
     done = subprocess.run(
         [sys.executable, script, device, str(RANKS), folder], timeout=DEADLINE, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+             # Once a rank was ended by glibc, whose message does not say where.
+             "PYTHONFAULTHANDLER": "1"})
     assert done.returncode == 0, done.stdout[-6000:]
     return [torch.load(folder / f"results_{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
