@@ -206,7 +206,8 @@ class LedReference:
 
 
 class LedScorer:
-    """Scores tokens with the sharded model, on all ranks, for the canary."""
+    """Scores tokens with the sharded model, on all ranks: for the canary, and log-probs that an
+    environment does not know."""
 
     def __init__(self, loss: GRPOLoss, leader: Leader) -> None:
         self.loss, self.leader = loss, leader
@@ -214,6 +215,10 @@ class LedScorer:
     @property
     def model(self) -> nn.Module:
         return self.loss.actor_network
+
+    @property
+    def shares_prompts(self) -> bool:
+        return self.loss.scorer.shares_prompts
 
     def __call__(self, tokens_BT: Tensor, attention_BT: Tensor, mask_BT: Tensor
                  ) -> tuple[Tensor, Tensor]:
