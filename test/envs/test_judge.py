@@ -30,7 +30,7 @@ class StandIn(ThreadingHTTPServer):
         self.running, self.most, self.lock = 0, 0, threading.Lock()
 
     def handle_error(self, request, client_address) -> None:
-        """Where a caller did not wait for its answer; not to be written behind pytest's last line."""
+        """Say nothing of callers that did not wait for their answer."""
 
     @property
     def url(self) -> str:

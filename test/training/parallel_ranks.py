@@ -448,7 +448,8 @@ def run_rank(rank: int, device: str, count: int, folder: str) -> None:
     ranks = Ranks.join(device, rank=rank, count=count, device_index=rank, timeout=60.0,
                        address=f"file://{folder}/meeting")
     results: dict = {"cases": {}, "exchanges": run_exchanges(ranks), "scoring": run_scoring(ranks),
-                     "refusals": run_refusals(ranks), "gathering": run_gathering(ranks), "led": run_led(ranks)}
+                     "refusals": run_refusals(ranks), "gathering": run_gathering(ranks),
+                     "led": run_led(ranks)}
     for name, case in CASES.items():
         together = run_case(case, ranks.device, ranks)
         alone = run_case(case, ranks.device, None) if ranks.leads else None
