@@ -22,6 +22,7 @@ try:
     from omegaconf.errors import OmegaConfBaseException
 
     from grpo.config.keys import ATROPOS, ConfigError, errors_text
+    from grpo.config.recipes import unknown_group
     from grpo.config.trl_names import FIELDS
     from grpo.envs.tasks.base import check_options
     from grpo.policies.model_source import look_for
@@ -149,6 +150,10 @@ def _name_errors(folder: Path, config_name: str, overrides: list[str],
         return
     parsed = OverridesParser.create().parse_overrides(overrides)
     groups = [override for override in parsed if _is_group(override, folder)]
+    unknown = [error for override in groups for error in _group_errors(override, folder)]
+    if unknown:
+        yield from unknown
+        return
     with hydra.initialize_config_dir(str(folder), version_base=None):
         known = hydra.compose(config_name, overrides=[_first(override) for override in groups])
         if within is not None:
@@ -167,6 +172,17 @@ def _name_errors(folder: Path, config_name: str, overrides: list[str],
 def _is_group(override: Override, folder: Path) -> bool:
     key = override.key_or_group
     return override.package is not None or "/" in key or (folder / key).is_dir()
+
+
+def _group_errors(override: Override, folder: Path) -> Iterator[str]:
+    """Of each name that a group is given, of which a sweep has several."""
+    group = override.key_or_group
+    if override.is_delete() or not (folder / group).is_dir():
+        return
+    names = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
+    for name in names:
+        if isinstance(name, str) and (error := unknown_group(folder, group, name)):
+            yield error
 
 
 def _first(override: Override) -> str:
