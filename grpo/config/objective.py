@@ -75,7 +75,10 @@ class ObjectiveConfig(Section):
     @field_validator("objective")
     @classmethod
     def _is_there(cls, name: str) -> str:
-        get_objective(name)
+        try:
+            get_objective(name)
+        except ValueError as error:
+            raise ValueError(f"train.objective={name}: {error}") from None
         return name
 
     @property

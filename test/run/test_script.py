@@ -184,6 +184,8 @@ def test_a_wrong_name_is_explained_at_once(quick, script, given, expected):
 
 @pytest.mark.parametrize("command, given", [
     (GRPO, ["model.name=no-such-org/no-such-model"]),
+    (GRPO, ["ref_model.name=no-such-org/no-such-model"]),
+    (OF_CONSOLE["grpo evaluate"], ["model.name=no-such-org/no-such-model"]),
     (ASYNC, ["model.name=no-such-org/no-such-model"]),
     (OFFLINE, ["model.train_id=no-such-org/no-such-model"]),
     (SERVERS["grpo.server.serve"], ["--port", "0", "--model=no-such-org/no-such-model"])])

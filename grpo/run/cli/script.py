@@ -35,6 +35,10 @@ except ModuleNotFoundError as error:
              "that `make setup` builds (source .venv/bin/activate), or pip install this package")
 
 
+#: Keys of further models that a run needs.
+_OTHER_MODELS = ("ref_model.name", "distill.teacher", "model.ref_id")
+
+
 def look_ahead(folder: Path, config_name: str, *, model: str = "model.name",
                within: str | None = None) -> None:
     """Show help, or what is wrong with the names on the command line, and exit; else return.
@@ -75,7 +79,8 @@ def look_ahead(folder: Path, config_name: str, *, model: str = "model.name",
             sys.argv.append("hydra.help.app_name='{}'".format(typed.replace("'", "\\'")))
         hydra.main(version_base=None, config_path=str(folder), config_name=config_name)(show)()
         sys.exit()
-    _check_model(args.overrides, model)
+    for key in (model, *_OTHER_MODELS):
+        _check_model(args.overrides, key)
     _check_run_folder(args.overrides, "hydra.sweep.dir" if args.multirun else "hydra.run.dir")
 
 
@@ -114,7 +119,7 @@ def _check_model(overrides: list[str], key: str) -> None:
     """Refuse a model that is not there; which files it has is looked at later."""
     given = _given(overrides)
     name = given.get(key, "embedded")
-    if name == "embedded" or "," in name or "resume" in given:
+    if name in ("embedded", "null") or "," in name or "resume" in given:
         return
     try:
         look_for(name, key=key)

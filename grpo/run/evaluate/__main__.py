@@ -62,7 +62,17 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m grpo.run.evalu
                 _refuse([f"--config-name {chosen}"] * (chosen != _RECIPE) + overrides)
             _compare(names, options, args.config_name, keys)
         else:
+            _check_there(_model(keys), "model.name")
             _evaluate(_config(args.config_name, keys), options)
+
+
+def _check_there(name: str, key: str) -> None:
+    """Refuse a model that is not there; needs no PyTorch."""
+    from grpo.policies.model_source import look_for
+    from grpo.run.evaluate.source import find_source
+
+    if (model := find_source(name, key=key).model) != "embedded":
+        look_for(model, key=key)
 
 
 def _config(recipe: str, keys: list[str], env_of: str | None = None) -> Any:
@@ -140,10 +150,16 @@ def _compare(names: list[str], options: EvaluateOptions, recipe: str, keys: list
     files = [Path(name).suffix == ".json" for name in names]
     from grpo.run.evaluate.source import saved_env
 
+    # Both are looked for before one is evaluated, which may take hours.
+    read: list[Any] = [read_tasks(Path(name)) if is_file else None
+                       for name, is_file in zip(names, files, strict=True)]
+    for place, name, is_file in zip(("FIRST", "SECOND"), names, files, strict=True):
+        if not is_file:
+            _check_there(name, f"compare {place}")
     sides, run = [], next((name for name in names if saved_env(name) is not None), None)
-    for number, (name, is_file) in enumerate(zip(names, files, strict=True), start=1):
-        if is_file:
-            sides.append(read_tasks(Path(name)))
+    for number, (name, there) in enumerate(zip(names, read, strict=True), start=1):
+        if there is not None:
+            sides.append(there)
             continue
         folder = _folder(options) / ("first", "second")[number - 1]
         config = _config(recipe, [*keys, f"model.name='{name}'"], run)
