@@ -33,6 +33,7 @@ from grpo.config.keys import ConfigError
 from grpo.config.recipes import recipes
 from grpo.run.evaluate.options import EvaluateOptions, split_options
 from grpo.system.command_line import Parser, errors_in_a_line
+from grpo.training.stopping import signals_end_the_process
 
 _RECIPE = "grpo"
 _EVALUATIONS = Path("outputs", "evaluations")
@@ -47,8 +48,8 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m grpo.run.evalu
     compared = args.keys[:1] == ["compare"]
     names = [text for text in args.keys[compared:] if "=" not in text]
     overrides = [text for text in args.keys if "=" in text]
-    with errors_in_a_line(ValueError, OSError, ImportError, RuntimeError,
-                          switch="HYDRA_FULL_ERROR"):
+    with signals_end_the_process(), errors_in_a_line(
+            ValueError, OSError, ImportError, RuntimeError, switch="HYDRA_FULL_ERROR"):
         if compared and len(names) != 2:
             typed = prog.removesuffix(" compare")
             raise ConfigError(f"compare takes two results or two models, not {len(names)}; write "
