@@ -102,7 +102,7 @@ class Running:
 
     def counts(self) -> Counter:
         """Passed, failed, skipped tests, by pytest's closing line."""
-        for line in reversed(self.child.last_lines(5)):
+        for line in reversed(self.child.last_lines(150)):
             if re.search(r" in [\d.]+s", line):
                 return Counter({what: int(number) for number, what in re.findall(
                     r"(\d+) (passed|failed|skipped|errors?)\b", line)})

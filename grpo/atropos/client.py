@@ -111,7 +111,6 @@ class AtroposClient(JsonClient):
         if answer["batch"] is None:
             return None
         batch = Batch([], answer.get("lease"))
-        repeated = 0
         for place, obj in enumerate(answer["batch"]):
             try:
                 group = parse_group(obj)
@@ -119,12 +118,20 @@ class AtroposClient(JsonClient):
                 batch.rejected[error.reason] += 1
                 batch.messages.setdefault(error.reason, str(error))
                 continue
-            if batch.lease is not None and group.group_uid in self._acknowledged:
-                repeated += 1
-            else:
-                batch.groups.append(group)
-                batch.places.append(place)
-        return replace(batch, repeated=repeated)
+            batch.groups.append(group)
+            batch.places.append(place)
+        return self.without_left_out(batch)
+
+    def without_left_out(self, batch: Batch) -> Batch:
+        """A batch without the groups that came on its lease and that :meth:`leave_out` names, which
+        are counted; for one that was fetched before those names were known."""
+        if batch.lease is None:
+            return batch
+        kept = [(group, place) for group, place in zip(batch.groups, batch.places, strict=True)
+                if group.group_uid not in self._acknowledged]
+        return replace(batch, groups=[group for group, _ in kept],
+                       places=[place for _, place in kept],
+                       repeated=batch.repeated + len(batch.groups) - len(kept))
 
     def acknowledge(self, batch: Batch, *, unused: Sequence[ScoredGroup] = ()) -> bool:
         """Say that a batch was used; does nothing for one without a lease.

@@ -176,7 +176,8 @@ class BatchStream:
         if isinstance(found, Exception):
             raise found
         self._slots.release()
-        return found
+        # A run that goes on learns what its checkpoint has after this stream has begun to fetch.
+        return self.client.without_left_out(found)
 
     def acknowledge(self) -> None:
         """Acknowledge what was used, as after a checkpoint that has it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -98,7 +98,8 @@ class RolloutWorker:
         self.driver = EngineDriver(parts.sampler)
         self.scoring = parts.environments and GroupScoring(parts.policy, parts.environments)
         self._slot: AdapterSlot | None = None
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, Job] = {}  # by lease; of a conversation that of its last turn
+        self._holds_dialogs = False
         # A conversation has a thread, which nearly always waits for the engine.
         self._talking = ThreadPoolExecutor(_MOST_TALKS, thread_name_prefix="dialog")
         self._started, self._started_at = time.monotonic(), time.time()
@@ -125,6 +126,7 @@ class RolloutWorker:
             self._sample(lease, number, asked.prompts).add_done_callback(
                 lambda future: self._sampled(lease, number, future))
         else:
+            self._holds_dialogs = True
             self._talking.submit(self._converse, lease, number, asked)
 
     def _sample(self, lease: int, number: int, prompts: list[list[int]], *, turn: int = 0,
@@ -135,7 +137,7 @@ class RolloutWorker:
         job = self._jobs[lease] = Job(
             prompts, replace(sampling, max_tokens=limit or sampling.max_tokens),
             call=call + turn * _CALLS_A_TURN, first=place * self._group_rows,
-            of=self._groups_a_call * self._group_rows)
+            of=self._groups_a_call * self._group_rows, goes_on=turn > 0)
         return self.driver.submit(job)
 
     def cancel(self, leases: list[int]) -> None:
@@ -208,12 +210,16 @@ class RolloutWorker:
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Stop sampling: keep what runs, wait for it, or abort it."""
         if mode == "wait":
-            self.driver.drain(timeout=timeout)
+            self.driver.drain(timeout=timeout, over=self._all_wait)
         elif mode == "abort":
             self.driver.abort(timeout=timeout)
         self.driver.pause(timeout=timeout)
         if self.engine is not None:
             self._between_steps(lambda: self.engine.pause("keep", timeout=timeout), timeout)
+
+    def _all_wait(self, held: Collection[Job]) -> bool:
+        """Whether no conversation goes on; between two turns it has no request."""
+        return all(job in held for job in [*self._jobs.values()])
 
     def resume(self, timeout: float) -> None:
         if self.engine is not None:
@@ -279,7 +285,7 @@ class RolloutWorker:
         return self._slot
 
     def load_state(self, packed: Packed, version: int, timeout: float) -> None:
-        """New values of a Transformers model's trained parameters, between two jobs."""
+        """New values of a Transformers model's trained parameters, between two groups."""
         def load() -> None:
             params = dict(self.policy.model.named_parameters())
             with torch.no_grad():
@@ -287,7 +293,14 @@ class RolloutWorker:
                     params[name].copy_(value)
             self.driver.sampler.set_version(version)
 
-        self._between_steps(load, timeout)
+        if not self._holds_dialogs:  # a group is one job
+            self._between_steps(load, timeout)
+            return
+        self.pause("wait", timeout)
+        try:
+            self._between_steps(load, timeout)
+        finally:
+            self.resume(timeout)
 
     def fingerprints(self, names: list[str], timeout: float) -> dict[str, str]:
         """Of some of a Transformers model's parameters, to compare with the trainer's."""

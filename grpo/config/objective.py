@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from grpo.config.section import Section
 from grpo.config.unread import Unread, only_with
@@ -71,6 +71,15 @@ class ObjectiveConfig(Section):
     max_sampling_rounds: int | None = Field(None, ge=2)
     """Dynamic sampling: generate until all groups of a batch have different rewards, at most so
     many rounds; null: every group is used."""
+
+    @field_validator("objective")
+    @classmethod
+    def _is_there(cls, name: str) -> str:
+        try:
+            get_objective(name)
+        except ValueError as error:
+            raise ValueError(f"train.objective={name}: {error}") from None
+        return name
 
     @property
     def is_maxent(self) -> bool:

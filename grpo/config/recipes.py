@@ -1,16 +1,17 @@
-"""Where the Hydra recipes are, and those of section ``env`` by name."""
+"""Where the Hydra recipes are, which groups they have, and those of section ``env`` by name."""
 
 from __future__ import annotations
 
+import difflib
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from omegaconf import OmegaConf
 
 import grpo
 from grpo.config.env import EnvConfig
-from grpo.config.keys import ConfigError
+from grpo.config.keys import ConfigError, OptimizerName
 from grpo.config.section import Section
 from grpo.config.unread import Unread, refuse_unread
 
@@ -35,6 +36,32 @@ def recipes() -> Path:
     package = Path(grpo.__file__).resolve().parent
     installed = package / "run" / "recipes"
     return installed if installed.is_dir() else package.parent / "config"
+
+
+def unknown_group(folder: Path, group: str, name: str) -> str | None:
+    """What is wrong with ``group=name``, of the groups in a folder of recipes; None if nothing is.
+
+    Examples:
+        >>> unknown_group(recipes(), "env", "gsm8")[:70]
+        "env=gsm8: there is no group 'gsm8' of env; did you mean env=gsm8k? Kno"
+        >>> unknown_group(recipes(), "model", "gpt2")
+        'model=gpt2: model is a section; write model.KEY=VALUE, such as model.name=gpt2'
+        >>> unknown_group(recipes(), "env", "gsm8k") is None
+        True
+    """
+    known = sorted(path.stem for path in (folder / group).glob("*.yaml"))
+    if name.removesuffix(".yaml") in known:
+        return None
+    if known == ["default"]:
+        keys = OmegaConf.load(folder / group / "default.yaml").items()
+        first = next((key for key, value in keys if not OmegaConf.is_config(value)), None)
+        return f"{group}={name}: {group} is a section; write {group}.KEY=VALUE" + (
+            f", such as {group}.{first}={name}" if first else "")
+    if group == "optimizer" and name in get_args(OptimizerName):
+        return f"{group}={name}: it is a name; write optimizer.name={name}"
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    return f"{group}={name}: there is no group {name!r} of {group}; " + (
+        f"did you mean {group}={near[0]}? Known: " if near else "known: ") + ", ".join(known)
 
 
 def env_recipe(name: str, changes: dict[str, Any], *, key: str) -> EnvConfig:

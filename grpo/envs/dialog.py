@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from grpo.envs.rewards.registry import imported
 from grpo.envs.rewards.scorer import RewardScorer
 from grpo.envs.tasks.base import Partner, Problem
+from grpo.system.deadline import LateError, call_with_deadline
 
 Message: TypeAlias = Mapping[str, Any]  # with "role" and "content"
 RETRY = "That is not right. Check each step, find the mistake and give your answer again."
@@ -152,6 +153,7 @@ class Dialog:
 
         Raises:
             Exception: what a step raises, with the problem named in a note.
+            LateError: for a step that takes more than twice the seconds of a reward.
             TypeError: for a message that is none.
         """
         for talk, reply in zip(talks, self._replies(talks), strict=True):
@@ -217,9 +219,14 @@ class Dialog:
             return self._reply_of_partner(talk, text)
         if talk.truncated or len(talk.turns) == self.max_steps:
             return None
+        state = DialogState(talk.problem, tuple(talk.completions), tuple(talk.replies), self.score)
         try:
-            reply = self.step(DialogState(talk.problem, tuple(talk.completions),
-                                          tuple(talk.replies), self.score))
+            # As long as a reward, and as the one that it may ask for.
+            reply = call_with_deadline(self.step, state, seconds=2 * self.score.timeout)
+        except LateError as error:
+            raise LateError(f"env.step {error} on turn {len(talk.turns)} of problem "
+                            f"{talk.problem.id!r}, twice env.reward_timeout; give what it waits "
+                            "for a deadline of its own, or raise env.reward_timeout") from None
         except Exception as error:
             error.add_note(f"while env.step answered turn {len(talk.turns)} of problem "
                            f"{talk.problem.id!r}")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,6 +44,7 @@ class Job:
     #: For vLLM, a ``SamplingParams`` that takes the place of ``sampling``. As it may ask for
     #: log-probs of further tokens, those of its rows are given as vLLM's flat log-probs.
     params: Any = None
+    goes_on: bool = False  # a conversation that has begun, which is not held back between turns
 
 
 class Sampler(Protocol):
@@ -137,15 +138,22 @@ class EngineDriver:
         """Go on stepping, also with what :meth:`drain` has held back."""
         self.call(self._go_on, timeout=timeout, what="resume")
 
-    def drain(self, *, timeout: float) -> None:
-        """Wait until all jobs are finished; those that come meanwhile wait for :meth:`resume`.
+    def drain(self, *, timeout: float,
+              over: Callable[[Collection[Job]], bool] = lambda held: True) -> None:
+        """Wait until all jobs are finished; those that come meanwhile wait for :meth:`resume`,
+        except for those that go on.
+
+        Args:
+            timeout: seconds.
+            over: whether none will go on, given the jobs that wait.
 
         Raises:
             EngineError: at the deadline; the engine then works on as before.
         """
         deadline = time.monotonic() + timeout
         self.call(self._hold, timeout=timeout, what="finish its requests")
-        while self.call(lambda: len(self._open), timeout=timeout, what="finish its requests"):
+        while self.call(lambda: self._open or not over(self._held), timeout=timeout,
+                        what="finish its requests"):
             if time.monotonic() > deadline:
                 self.resume(timeout=timeout)
                 raise EngineError(f"the engine did not finish its requests within {timeout:g} s; "
@@ -167,12 +175,15 @@ class EngineDriver:
         return None if self._failure is None else repr(self._failure)
 
     def close(self) -> None:
-        """End thread and engine."""
+        """End thread and engine; jobs that are not finished are cancelled."""
         if self._closed:
             return
         self._closed = True
         self._inbox.put(lambda: None)
         self._thread.join(timeout=30.0)
+        # Or those who wait for them would wait for ever, and Python for their threads at its end.
+        for future in (*self._open.values(), *(self._held or {}).values()):
+            future.cancel()
         self.sampler.close()
 
     # -- the thread ----------------------------------------------------------------------------
@@ -199,7 +210,7 @@ class EngineDriver:
                 self._open.pop(job).set_result(completions)
 
     def _add(self, job: Job, future: Future) -> None:
-        if self._held is not None:
+        if self._held is not None and not job.goes_on:
             self._held[job] = future
             return
         try:

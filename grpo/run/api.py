@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 from omegaconf import OmegaConf
 
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.presets import describe_preset, leaves
-from grpo.config.recipes import recipes
+from grpo.config.recipes import recipes, unknown_group
 from grpo.config.schema import Config, ConfigError
 from grpo.config.sent import load_sent
 from grpo.config.trl_names import FIELDS, translate
-from grpo.envs.rewards import RewardFn, get_reward, register_reward, reward_names
-from grpo.envs.rewards.registry import path_of
+from grpo.policies.model_source import look_for
 from grpo.report.history import History
+from grpo.report.loggers import METRICS_FILE
 from grpo.run.assemble import assemble, assemble_async
+from grpo.run.given import (
+    Reward,
+    Rows,
+    as_rewards,
+    as_rows,
+    check_answers,
+    known_here,
+    of_rows,
+    reward_name,
+    write_rows,
+)
 from grpo.run.resume import open_run
-
-#: A function, or the name or import path of a reward.
-Reward = str | Callable[..., Any]
-#: Problems that are held out of a data set that brings none of its own.
-_HELD_OUT, _SHARE = 100, 10
+from grpo.system.folders import why_not_writable
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,20 @@ class Result:
     config: Config
     history: Sequence[Mapping[str, Any]]
     final_model: Path
+
+
+class Named(NamedTuple):
+    """What a caller calls what it was given, for messages."""
+
+    folder: str = "run_dir"
+    rows: str = "dataset"
+    rewards: str = "reward"
+    model: str = "model.name"
+    resume: str = "resume=auto"
+
+
+#: By :func:`train`.
+NAMED = Named()
 
 
 def train(
@@ -84,33 +102,84 @@ def train(
         ...                dataset=rows)                                     # doctest: +SKIP
         >>> result.final_model                                               # doctest: +SKIP
     """
-    folder = Path("outputs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}-{secrets.token_hex(4)}")
-    folder = folder if run_dir is None else Path(run_dir)
+    if not isinstance(config or {}, Mapping):
+        raise ConfigError(f"config is a {type(config).__name__}: give a dictionary of keys, such "
+                          "as {'train.max_steps': 20}; names of TRL may be keys of it")
     keys = own_keys(config or {})
-    if dataset is not None:
-        keys = of_rows(dataset, eval_dataset, folder / "dataset") | keys
-    elif eval_dataset is not None:
+    column = keys.get("env.prompt_column", "prompt")
+    rows = None if dataset is None else as_rows(dataset, "dataset", column)
+    if rows is None and eval_dataset is not None:
         raise ConfigError("eval_dataset without dataset: held-out rows belong to rows that are "
                           "trained on; give dataset, too")
-    given = reward if isinstance(reward, list | tuple) else [] if reward is None else [reward]
-    if given:
+    held_out = None if eval_dataset is None else as_rows(eval_dataset, "eval_dataset", column)
+    rewards = as_rewards(reward, "reward", rows)
+    folder = Path("outputs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}-{secrets.token_hex(4)}")
+    return run(keys, rewards, rows, held_out, folder if run_dir is None else run_dir, recipe)
+
+
+def run(
+    keys: Mapping[str, Any], rewards: Sequence[Reward], rows: Rows | None, held_out: Rows | None,
+    folder: Any, recipe: str = "grpo", *, named: Named = NAMED,
+    before: Callable[[], None] | None = None,
+) -> Result:
+    """Train with what has been checked; see :func:`train`.
+
+    Args:
+        keys: of today.
+        rewards: of which none is what ``keys`` say.
+        rows: that are trained on; None: those of the task.
+        held_out: rows that are not.
+        folder: of the run.
+        recipe: of ``config/``.
+        named: what the caller calls these.
+        before: called once all keys are checked and the folder is this run's own.
+
+    Raises:
+        ConfigError: naming what was given, its value and the fix.
+        FileExistsError: if the folder holds a run, and none is resumed.
+    """
+    if not isinstance(folder, str | Path):
+        raise ConfigError(f"{named.folder}={folder!r:.80}: give the path of a folder")
+    folder, keys = Path(folder), dict(keys)
+    if rows is not None:
+        for key in ("env", "env.dataset", "env.name", "env.path", "env.dataset_mixture"):
+            if keys.get(key) not in (None, "dataset"):
+                raise ConfigError(f"{named.rows} and {key}={keys[key]} both say what is trained "
+                                  "on; give one")
+        column = keys.get("env.prompt_column", "prompt")
+        if not (rewards or {"env.reward", "env.answer_column"} & keys.keys()):
+            check_answers(rows, named.rewards, column=column)
+        keys = of_rows(rows, held_out, folder / "dataset", what=named.rows,
+                       column=column) | keys
+    if rewards:
         if "env.reward" in keys:
-            raise ConfigError(f"env.reward={keys['env.reward']} and reward= are the same setting; "
-                              "give one")
-        keys["env.reward"] = [reward_name(one) for one in given]
+            raise ConfigError(f"env.reward={keys['env.reward']} and {named.rewards}= are the same "
+                              "setting; give one")
+        keys["env.reward"] = [reward_name(one) for one in rewards]
     made = compose(keys, recipe)
-    if made.has_workers and (mine := [name for name in keys.get("env.reward", ())
-                                      if name in _GIVEN]):
-        raise ConfigError(f"reward={mine[0]}: engines are processes of their own here, which must "
-                          "be able to import it; put it into a module")
+    if made.has_workers and (mine := known_here(keys.get("env.reward", ()))):
+        raise ConfigError(f"{named.rewards}={mine[0]}: engines are processes of their own here, "
+                          "which must be able to import it; put it into a module")
+    if made.resume is None and made.model.name != "embedded" and before is None:
+        look_for(made.model.name, key=named.model)
+    if problem := why_not_writable(folder):
+        raise ConfigError(f"{named.folder}={folder}: runs cannot be written there ({problem}); "
+                          "give another folder")
     build = assemble_async if isinstance(made, AsyncConfig) else assemble
     with ExitStack() as at_end:
-        folder, checkpoint = open_run(made, folder, at_end, key="run_dir")
-        trainer = build(made, folder, checkpoint, at_end)
+        run_dir, checkpoint = open_run(made, folder, at_end, key=named.folder)
+        if checkpoint is None and (run_dir / METRICS_FILE).exists():
+            raise FileExistsError(f"{named.folder}={run_dir} already holds the metrics of a run; "
+                                  f"go on with it by {named.resume}, or give another folder")
+        if rows is not None:
+            write_rows(rows, held_out, folder / "dataset")
+        if before is not None:
+            before()
+        trainer = build(made, run_dir, checkpoint, at_end)
         trainer.fit()
-    final = next(folder / f"final_{kind}" for kind in ("model", "adapter")
-                 if (folder / f"final_{kind}").is_dir())
-    return Result(folder, made, History.read(folder).rows, final)
+    final = next(run_dir / f"final_{kind}" for kind in ("model", "adapter")
+                 if (run_dir / f"final_{kind}").is_dir())
+    return Result(run_dir, made, History.read(run_dir).rows, final)
 
 
 def own_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +207,13 @@ def compose(keys: Mapping[str, Any], recipe: str = "grpo") -> Config:
     if "env" not in keys and (recipes() / "env" / f"{keys.get('env.dataset')}.yaml").is_file():
         keys["env"] = keys.pop("env.dataset")  # what goes with it comes along
     groups = {key: value for key, value in keys.items()
-              if isinstance(value, str) and (recipes() / key).is_dir()}
+              if isinstance(key, str) and isinstance(value, str) and (recipes() / key).is_dir()}
+    known = sorted(path.stem for path in recipes().glob("grpo*.yaml"))
+    if recipe not in known:
+        raise ConfigError(f"recipe={recipe!r}: there is no such recipe; known: {', '.join(known)}")
+    if errors := [error for key, value in groups.items()
+                  if (error := unknown_group(recipes(), key, value))]:
+        raise ConfigError(errors[0])
     with hydra.initialize_config_dir(str(recipes()), version_base=None):
         values = hydra.compose(recipe, [f"{key}={value}" for key, value in groups.items()])
     OmegaConf.set_struct(values, False)
@@ -148,88 +223,3 @@ def compose(keys: Mapping[str, Any], recipe: str = "grpo") -> Config:
     if (preset := groups.get("preset", "none")) != "none":
         print("preset", describe_preset(preset, values, config_folder=recipes()))
     return load_sent(OmegaConf.to_container(values, resolve=True))
-
-
-# -- rows and functions ---------------------------------------------------------------------------
-
-
-def of_rows(
-    rows: Iterable[Mapping[str, Any]], held_out: Iterable[Mapping[str, Any]] | None, folder: Path
-) -> dict[str, Any]:
-    """Write rows where every process of the run can read them, and say so in keys of ``env``."""
-    rows = [dict(row) for row in rows]
-    _write(rows, folder / "train.jsonl", "dataset")
-    keys = {"env": "dataset", "env.path": str(folder.absolute()), "env.prompt_column": "prompt",
-            "env.task.chat": False}
-    if all("answer" in row for row in rows):
-        keys["env.answer_column"] = "answer"
-    if held_out is None:
-        keys["env.task.num_test"] = max(1, min(_HELD_OUT, len(rows) // _SHARE))
-    else:
-        _write([dict(row) for row in held_out], folder / "test.jsonl", "eval_dataset")
-        keys["env.task.test_split"] = "test"
-    return keys
-
-
-def _write(rows: list[dict[str, Any]], path: Path, what: str) -> None:
-    if not rows:
-        raise ConfigError(f"{what}: it has no rows")
-    for number, row in enumerate(rows):
-        if "prompt" not in row:
-            raise ConfigError(f"{what}: row {number} has no column 'prompt', but "
-                              f"{', '.join(map(str, row)) or 'none'}")
-    try:
-        lines = [json.dumps(row) for row in rows]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what}: rows are texts, numbers, lists and tables, which go into a "
-                          f"file for all processes of the run: {error}") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-#: Names under which this process alone knows functions.
-_GIVEN: set[str] = set()
-
-
-
-def reward_name(reward: Reward) -> str:
-    """What ``env.reward`` calls a function: its import path, or, where no other process would find
-    it, a name under which this one knows it from now on.
-
-    Examples:
-        >>> reward_name("exact_match"), reward_name(get_reward("exact_match"))
-        ('exact_match', 'grpo.envs.rewards.answers:exact_match')
-        >>> reward_name(lambda completion, problem: 1.0)  # doctest: +ELLIPSIS
-        'lambda...'
-    """
-    if isinstance(reward, str):
-        return reward
-    if not callable(reward):
-        raise ConfigError(f"reward={reward!r:.80}: give a function, or the name of a reward")
-    path = path_of(reward)
-    if path is not None and path.partition(":")[2].isidentifier():
-        return path
-    base = "".join(char for char in getattr(reward, "__name__", type(reward).__name__)
-                   if char.isidentifier() or char.isdigit())
-    for number in range(1, len(reward_names()) + 2):
-        name = base if number == 1 else f"{base}_{number}"
-        if name not in reward_names():
-            register_reward(name)(_markable(reward))
-            _GIVEN.add(name)
-            break
-        if _original(get_reward(name)) is reward:
-            break
-    return name
-
-
-def _markable(reward: RewardFn) -> RewardFn:
-    """The function, or something around it that may have marks, which methods may not."""
-    if inspect.isfunction(reward):
-        return reward
-    own = functools.partial(reward)
-    own.takes_lists = getattr(reward, "takes_lists", False)
-    return own
-
-
-def _original(reward: RewardFn) -> Any:
-    return reward.func if isinstance(reward, functools.partial) else reward

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 
@@ -28,18 +29,22 @@ START_TIMEOUT = 900.0
 _PULSE = 0.2  # seconds
 
 
-def server_info(client: EngineClient) -> dict[str, Any]:
-    """What a server says of itself.
+#: For those who would rather have no server.
+_NONE = "; or have none: inference_model.backend=vllm without an address"
+
+
+def server_info(client: EngineClient, path: str) -> dict[str, Any]:
+    """What a server says of itself, which is to serve the model of ``path``.
 
     Raises:
         ConfigError: if none answers, or one does that takes no weights.
     """
-    start = f"start one that can: python -m grpo.server.serve --model MODEL --port {client.port}"
+    start = f"start one in another terminal: {_OWN.format(path=path, port=client.port)}"
     try:
         return client.info()
     except EngineUnreachableError as error:
         raise ConfigError(f"inference_model.url={client.url}: no server answers ({error.__cause__})"
-                          f"; {start}, or give the address of one that runs") from error
+                          f"; {start}, or give the address of one that runs{_NONE}") from error
     except EngineCallError as error:
         if error.status is None or error.status in (401, 403) or error.status >= 500:
             raise ConfigError(f"inference_model.url={client.url}: {error}") from error
@@ -76,6 +81,12 @@ def open_stock_server(setup: Setup) -> StockServer:
     config, inference = setup.config, setup.config.inference_model
     try:
         server = stock_server(inference.url)
+    except EngineUnreachableError as error:
+        port = urlsplit(inference.url).port or 80
+        raise ConfigError(
+            f"inference_model.url={inference.url}: no server answers ({error.__cause__}); start "
+            f"one in another terminal: {_start(inference.server, setup.path, port, config)}"
+            f"{_NONE}") from error
     except EngineCallError as error:
         raise ConfigError(f"inference_model.url={inference.url}: {error}") from error
     where = f"inference_model.url={inference.url}: the server"
@@ -94,19 +105,32 @@ def open_stock_server(setup: Setup) -> StockServer:
 
 def _how_to_start(server: StockServer, config: Config) -> str:
     """A command whose server takes the weights of a run."""
-    rank = engine_lora_rank(config.train_model.lora.r)
     if server.kind == "sglang":
         return ("start it with --enable-lora" if config.train_model.lora.enabled else
                 "its route /update_weights_from_disk is missing; start a newer SGLang")
-    start = (f"python -m vllm.entrypoints.openai.api_server --model {server.model} --port "
-             f"{server.port} --logprobs-mode processed_logprobs")
+    line = _start("vllm", server.model, server.port, config)
     if config.train_model.lora.enabled:
-        return ("start one that takes adapters: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
-                f"{start} --enable-lora --max-lora-rank {rank}")
-    return (f"start one that reads checkpoints: VLLM_SERVER_DEV_MODE=1 {start}; or train adapters "
-            "with train_model.lora.enabled=true, for which VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and "
-            f"--enable-lora --max-lora-rank {rank} do; or start one of this library: python -m "
-            f"grpo.server.serve --model {server.model} --port {server.port}")
+        return f"start one that takes adapters: {line}"
+    rank = engine_lora_rank(config.train_model.lora.r)
+    return (f"start one that reads checkpoints: {line}; or train adapters with "
+            "train_model.lora.enabled=true, for which VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and "
+            f"--enable-lora --max-lora-rank {rank} do; or start one of this library: "
+            f"{_OWN.format(path=server.model, port=server.port)}")
+
+
+_OWN = "python -m grpo.server.serve --model {path} --port {port}"
+
+
+def _start(kind: str, path: str, port: int, config: Config) -> str:
+    """The line that starts a stock server which takes what a run trains."""
+    lora, rank = config.train_model.lora.enabled, engine_lora_rank(config.train_model.lora.r)
+    if kind == "sglang":
+        return f"python -m sglang.launch_server --model-path {path} --port {port}" + (
+            f" --enable-lora --max-lora-rank {rank} --lora-target-modules all" if lora else "")
+    line = (f"python -m vllm.entrypoints.openai.api_server --model {path} --port {port} "
+            "--logprobs-mode processed_logprobs")
+    return (f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {line} --enable-lora --max-lora-rank {rank}"
+            if lora else f"VLLM_SERVER_DEV_MODE=1 {line}")
 
 
 def check_port(config: AtroposConfig) -> None:
@@ -232,7 +256,7 @@ def bring_to_start(client: EngineClient, setup: Setup) -> None:
     Raises:
         ConfigError: if it is another run's, or its options do not fit, with those that do.
     """
-    info, lora = server_info(client), setup.config.train_model.lora
+    info, lora = server_info(client, setup.path), setup.config.train_model.lora
     dtype = str(setup.dtype).removeprefix("torch.")
     where = f"inference_model.url={setup.config.inference_model.url}: the server"
     # Before anything is changed: its weights may be the very tensors that the other run trains.

@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from grpo.config.keys import ConfigError
 from grpo.config.trl_names import FIELDS, translate, typed
-from grpo.run.api import Result, Reward, train
+from grpo.config.trl_names.translate import Translated, unknown_name
+from grpo.policies.model_source import first_line
+from grpo.run.api import Named, Result, run
+from grpo.run.given import Reward, as_rewards, as_rows
 
 #: Arguments of TRL's trainer that have nothing here -> what to do instead.
 _INSTEAD = {
@@ -23,6 +28,19 @@ _INSTEAD = {
     "tools": "use env=verifiers with grpo.train", "rollout_func": "write env.step with grpo.train",
     "environment_factory": "write env.step with grpo.train, or use env=verifiers",
 }
+#: What else TRL's trainer has, and earlier ones took -> what to do instead.
+_ELSEWHERE = {
+    "tokenizer": "write processing_class", "evaluate": "read result.history, or `grpo evaluate`",
+    "predict": "use `grpo evaluate`", "push_to_hub": "`hf upload NAME RUN/final_model` does it",
+    "add_callback": _INSTEAD["callbacks"], "state": "read result.history",
+    "log_metrics": "metrics.jsonl has all", "save_metrics": "metrics.jsonl has all",
+    "save_state": "checkpoints/ in output_dir has all", "accelerator": "accelerate is not used",
+}
+#: What of a LoraConfig changes nothing here.
+_IDLE = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path",
+         "revision", "inference_mode", "runtime_config", "fan_in_fan_out"}
+_NAMED = Named("output_dir", "train_dataset", "reward_funcs", "model",
+               "train(resume_from_checkpoint=True)")
 #: Of peft's LoraConfig -> names of GRPOConfig.
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
          "target_modules": "lora_target_modules"}
@@ -50,13 +68,27 @@ class GRPOConfig:
         self, output_dir: str | Path | None = None, *,
         overrides: Mapping[str, Any] | None = None, **names: Any,
     ) -> None:
-        self.output_dir, self.overrides, self.names = output_dir, dict(overrides or {}), names
+        if not isinstance(overrides or {}, Mapping):
+            raise ConfigError(f"overrides={overrides!r:.80}: give a dictionary by keys of this "
+                              "library, such as {'train.seed': 1}")
+        if not isinstance(output_dir, str | Path | None):
+            raise ConfigError(f"output_dir={output_dir!r:.80}: give the path of a folder")
+        vars(self).update(output_dir=output_dir, overrides=dict(overrides or {}), names=names)
         translate(names, self.overrides, whole=True)
 
     def __getattr__(self, name: str) -> Any:
         if name in FIELDS:
             return self.names.get(name, FIELDS[name].default)
         raise AttributeError(f"GRPOConfig has no {name!r}; docs/trl.md lists its names")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            vars(self)[name] = value
+        elif name in FIELDS:
+            translate({**self.names, name: value}, self.overrides, whole=True)
+            self.names[name] = value
+        else:
+            raise ConfigError(unknown_name(name, value))
 
 
 class GRPOTrainer:
@@ -69,57 +101,98 @@ class GRPOTrainer:
         train_dataset: rows with a ``prompt``, and columns for the reward functions; a
             ``datasets.Dataset`` or a list.
         eval_dataset: held-out rows; None: a tenth of ``train_dataset``, 100 at most.
-        processing_class: tokenizer, which a ``model`` of Transformers needs; beside a name only its
-            chat template is taken.
+        processing_class: tokenizer of a ``model`` of Transformers, None: that of the folder or hub
+            id that it came from; beside a name only its chat template is taken.
+        reward_processing_classes, callbacks, optimizers, quantization_config: have nothing here.
         peft_config: a ``LoraConfig``.
+        others: TRL's further arguments, which have nothing here either.
 
     Raises:
-        ConfigError: for what has nothing here, with what to do instead.
+        ConfigError: for what is wrong, or has nothing here, with what to do instead.
+        TypeError: for an argument that TRL does not have.
 
     Attributes:
         result: of the run, once it is through.
     """
 
     def __init__(
-        self, model: Any, reward_funcs: Reward | Sequence[Reward], args: GRPOConfig | None = None,
+        self, model: Any, reward_funcs: Reward | Sequence[Reward] | None = None,
+        args: GRPOConfig | None = None,
         train_dataset: Iterable[Mapping[str, Any]] | None = None,
         eval_dataset: Iterable[Mapping[str, Any]] | None = None, processing_class: Any = None,
-        peft_config: Any = None, **others: Any,
+        reward_processing_classes: Any = None, callbacks: Any = None, optimizers: Any = None,
+        quantization_config: Any = None, peft_config: Any = None, **others: Any,
     ) -> None:
-        for name, value in others.items():
-            if name not in _INSTEAD:
-                raise TypeError(f"GRPOTrainer has no argument {name!r}")
-            if value not in (None, (None, None)):
-                raise ConfigError(f"{name}: it has nothing here; {_INSTEAD[name]}")
+        _refuse({"reward_processing_classes": reward_processing_classes, "callbacks": callbacks,
+                 "optimizers": optimizers, "quantization_config": quantization_config, **others})
         if args is not None and not isinstance(args, GRPOConfig):
-            raise ConfigError(f"args={type(args).__name__}: use grpo.run.trl.GRPOConfig, which "
-                              "takes the same names")
+            kind = type(args)
+            raise ConfigError(f"args is a {kind.__module__}.{kind.__qualname__}: give a "
+                              "grpo.run.trl.GRPOConfig, which takes the same names")
+        _check_model(model, processing_class)
+        self.names = _adapters(peft_config)
         if train_dataset is None:
             raise ConfigError("train_dataset: there is none; give rows with a prompt")
         named = str(getattr(model, "name_or_path", model)).rpartition("/")[2]
         self.args = args or GRPOConfig(f"{named}-GRPO")
+        keys = self._translated().keys | self.args.overrides
+        column = keys.get("env.prompt_column", "prompt")
+        self._rows = as_rows(train_dataset, "train_dataset", column)
+        self._held_out = None if eval_dataset is None else as_rows(
+            eval_dataset, "eval_dataset", column)
+        self._rewards = as_rewards(reward_funcs, "reward_funcs", self._rows)
+        if not self._rewards and "env.reward" not in keys:
+            raise ConfigError("reward_funcs=None: give a function, or the name of a reward")
+        weights = self.args.reward_weights
+        if self._rewards and isinstance(weights, list | tuple) and (
+                len(weights) != len(self._rewards)):
+            raise ConfigError(f"reward_weights={list(weights)} has {len(weights)}, reward_funcs "
+                              f"{len(self._rewards)}; give one weight for each")
         self.folder = Path(self.args.output_dir or "trainer_output")
         self.model, self.processing_class = model, processing_class
         self.reward_funcs, self.peft_config = reward_funcs, peft_config
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.result: Result | None = None
 
+    def __getattr__(self, name: str) -> NoReturn:
+        instead = _ELSEWHERE.get(name, "docs/trl.md says what differs")
+        raise AttributeError(f"GRPOTrainer has no {name!r}; {instead}")
+
     def train(self, resume_from_checkpoint: str | bool | None = None) -> Result:
-        """Run to the end."""
-        own = dict(self.args.overrides)
-        names = self.args.names | _adapters(self.peft_config)
-        if resume_from_checkpoint is not None:
-            names["resume_from_checkpoint"] = resume_from_checkpoint
-        done = translate(names, own, whole=True)
+        """Run to the end.
+
+        Args:
+            resume_from_checkpoint: True: go on from the newest checkpoint in ``output_dir``, and
+                begin where there is none; or a folder.
+
+        Raises:
+            ConfigError: for what cannot work, before anything is loaded.
+            FileExistsError: if ``output_dir`` holds a run that is not resumed.
+        """
+        if not isinstance(resume_from_checkpoint, str | Path | bool | None):
+            raise ConfigError(f"resume_from_checkpoint={resume_from_checkpoint!r:.80}: give True, "
+                              "or a folder of a run or of one of its checkpoints")
+        done = self._translated(resume_from_checkpoint)
+        resume = done.keys.get("resume")
+        if resume not in (None, "auto") and not Path(resume).is_dir():
+            raise ConfigError(f"resume_from_checkpoint={resume}: there is no such folder; give "
+                              "True, or a folder of a run or of one of its checkpoints")
         done.keys.pop("hydra.run.dir", None)
         for line in done.said:
             print(line)
+        own = self.args.overrides
         left = [f"{key}={typed(done.keys[key])}" for key in sorted(done.defaults - own.keys())]
         print(f"TRL's defaults for what is left open: {' '.join(left)}")
         keys = done.keys | self._start() | own
-        self.result = train(keys, reward=self.reward_funcs, dataset=self.train_dataset,
-                            eval_dataset=self.eval_dataset, run_dir=self.folder)
+        named = isinstance(self.model, str | Path)
+        self.result = run(keys, self._rewards, self._rows, self._held_out, self.folder,
+                          named=_NAMED, before=None if named else self._save_start)
         return self.result
+
+    def _translated(self, resume: Any = None) -> Translated:
+        resumes = {} if resume is None else {"resume_from_checkpoint": resume if isinstance(
+            resume, bool) else str(resume)}
+        return translate(self.args.names | self.names | resumes, self.args.overrides, whole=True)
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Copy the trained model, with its tokenizer, into a folder; None: that of the run.
@@ -135,27 +208,79 @@ class GRPOTrainer:
 
     def _start(self) -> dict[str, Any]:
         """The model to start from, as a name."""
+        if not isinstance(self.model, str | Path):
+            return {"model.name": str(self._start_folder)}
         template = getattr(self.processing_class, "chat_template", None)
-        if isinstance(self.model, str | Path):
-            return {"model.name": str(self.model)} | (
-                {"env.chat_template": template} if template else {})
-        start = self.folder / "start_model"
-        if self.processing_class is None:
-            raise ConfigError("processing_class: a model that is no name needs its tokenizer")
-        self.model.save_pretrained(start)
-        self.processing_class.save_pretrained(start)
-        return {"model.name": str(start.absolute())}
+        return {"model.name": str(self.model)} | (
+            {"env.chat_template": template} if template else {})
+
+    @property
+    def _start_folder(self) -> Path:
+        return (self.folder / "start_model").absolute()
+
+    def _save_start(self) -> None:
+        """A model that is no name, where it is loaded from."""
+        tokenizer = self.processing_class or _tokenizer_of(self.model)
+        self.model.save_pretrained(self._start_folder)
+        tokenizer.save_pretrained(self._start_folder)
+
+
+# -- what is wrong with arguments ------------------------------------------------------------------
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    """Arguments that have nothing here, where they say anything, and those that TRL has not."""
+    for name, value in given.items():
+        if name not in _INSTEAD:
+            near = difflib.get_close_matches(name, GRPOTrainer.__init__.__annotations__, n=1)
+            hint = _ELSEWHERE.get(name) or (f"did you mean {near[0]!r}?" if near else
+                                            "settings are of GRPOConfig")
+            raise TypeError(f"GRPOTrainer has no argument {name!r} (given {value!r:.80}); {hint}")
+        empty = value is None or isinstance(value, list | tuple | dict) and all(
+            one is None for one in value)
+        if not empty:
+            raise ConfigError(f"{name}={value!r:.80}: it has nothing here; {_INSTEAD[name]}")
+
+
+def _check_model(model: Any, tokenizer: Any) -> None:
+    if hasattr(model, "merge_and_unload"):
+        raise ConfigError(f"model is a {type(model).__name__}: give the model below the adapters, "
+                          "and peft_config")
+    named = isinstance(model, str | Path) and bool(str(model))
+    if not (named or hasattr(model, "save_pretrained")):
+        raise ConfigError(f"model={model!r:.80}: give a folder, a hub id, or a model of "
+                          "Transformers")
+    needed = "chat_template" if named else "save_pretrained"
+    if tokenizer is not None and not hasattr(tokenizer, needed):
+        raise ConfigError(f"processing_class={tokenizer!r:.80}: give a tokenizer, such as "
+                          "AutoTokenizer.from_pretrained(...)")
+
+
+def _tokenizer_of(model: Any) -> Any:
+    """That of the folder or hub id that a model came from."""
+    from transformers import AutoTokenizer
+
+    name = getattr(model, "name_or_path", "")
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"processing_class=None: the tokenizer of {name or 'the model'} cannot "
+                          f"be loaded ({first_line(error)}); give one") from error
 
 
 def _adapters(config: Any) -> dict[str, Any]:
     """A LoraConfig by names of GRPOConfig."""
     if config is None:
         return {}
+    if not all(hasattr(config, field) for field in _LORA):
+        raise ConfigError(f"peft_config={config!r:.80}: give a peft.LoraConfig")
     given = {name: getattr(config, field) for field, name in _LORA.items()}
     modules = given["lora_target_modules"]
     given["lora_target_modules"] = sorted(modules) if isinstance(modules, set) else modules
-    for field in ("use_dora", "use_rslora", "modules_to_save", "layers_to_transform"):
-        if getattr(config, field, None):
-            raise ConfigError(f"peft_config.{field}={getattr(config, field)!r}: adapters are plain "
-                              "LoRA here; leave it out")
+    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    usual = type(config)() if fields else None
+    for name in (one.name for one in fields if one.name not in _IDLE | _LORA.keys()):
+        if (value := getattr(config, name)) != getattr(usual, name):
+            raise ConfigError(f"peft_config.{name}={value!r:.80}: adapters are plain LoRA here; "
+                              "leave it out")
     return {"use_peft": True} | given

@@ -69,6 +69,8 @@ class Learner:
         seconds: what the last update spent in ``"train"`` (forward and backward) and in
             ``"optimizer"``.
         before_step: called before each optimizer step.
+        halfway: whether the last update ended by an error after it had begun to change the
+            weights, which then are those of no iteration.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Learner:
         self.device = next(loss.actor_network.parameters()).device
         self.seconds = {"train": 0.0, "optimizer": 0.0}
         self.before_step = BeforeStep()
+        self.halfway = False
         self._perturbation: Perturbation | None = None
         self._probe: CheckpointingProbe | None = None
         if getattr(loss.actor_network, "is_gradient_checkpointing", False):
@@ -114,6 +117,7 @@ class Learner:
             self.seconds["proximal"] = time.perf_counter() - start
         steps = [self._optimizer_step(batch) for batch in self._optimizer_batches(rollout,
                                                                                    iteration)]
+        self.halfway = False
         # A step without a single valid token reports its loss, but no ratio, entropy or ESS.
         return {key: _over_steps(key, [step[key] for step in steps if key in step])
                 for key in dict.fromkeys(key for step in steps for key in step)}
@@ -188,8 +192,7 @@ class Learner:
         lr = self.optimizer.lr
         self.before_step()
         stepping = time.perf_counter()
-        # Without a single valid token there is no gradient, and momentum must not move the weights.
-        grad_norm = self.optimizer.step() if normalizer.count > 0 else self.optimizer.skip()
+        grad_norm = self._change(trains=normalizer.count > 0)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds["train"] += trained - start
@@ -197,6 +200,16 @@ class Learner:
         named = {_metric_name(key): value for key, value in values.items()}
         total = sum(value for name, value in named.items() if name.startswith("loss/"))
         return named | {"loss/total": total, "train/grad_norm": grad_norm, "train/lr": lr}
+
+    def _change(self, *, trains: bool) -> float:
+        """Change the weights; without a single valid token there is no gradient, and momentum must
+        not move them."""
+        before, self.halfway = self.halfway, True
+        try:
+            return self.optimizer.step() if trains else self.optimizer.skip()
+        except FloatingPointError:  # found before anything is changed
+            self.halfway = before
+            raise
 
     # What differs where rows are divided over ranks, see grpo.training.parallel.
 

@@ -36,6 +36,7 @@ class StopRequests:
 
     Attributes:
         asked: number of the signal that came; None: none.
+        insisted: whether a second Ctrl-C has come, which may have ended anything halfway.
 
     Examples:
         >>> with StopRequests() as requests:
@@ -49,6 +50,7 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.asked: int | None = None
+        self.insisted = False
         self._at_once = False
         self._before: dict[int, Any] = {}
 
@@ -83,6 +85,7 @@ class StopRequests:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked == number == signal.SIGINT:
+            self.insisted = True
             raise Stopped(number)
         first, self.asked = self.asked is None, number
         if self._at_once:

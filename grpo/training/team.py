@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,15 +42,39 @@ class Leader:
     At its end all ranks leave together, as NCCL waits for the others when it closes. After an error
     they may be in the middle of something, so they are left to whoever started them. ``check`` is
     called before each order, and raises if a rank is gone.
+
+    Attributes:
+        interrupted: the order in the middle of which this rank alone was ended by an error. The
+            others wait for it there, so that nothing can be told any more.
     """
 
     def __init__(self, ranks: Ranks, check: Callable[[], None] = lambda: None) -> None:
         self.ranks, self.check = ranks, check
+        self.interrupted: str | None = None
 
     def tell(self, what: str, *details: Any) -> None:
-        """Give an order; all ranks meet in what follows."""
+        """Give an order; all ranks meet in what follows.
+
+        Raises:
+            RuntimeError: if they are still in the middle of an earlier one.
+        """
         self.check()
+        if self.interrupted is not None:
+            raise RuntimeError(f"the other ranks of the trainer are in the middle of "
+                               f"{self.interrupted!r}, in which rank 0 failed")
         dist.broadcast_object_list([(what, *details)], src=0, device=torch.device("cpu"))
+
+    @contextmanager
+    def together(self, what: str, *details: Any) -> Iterator[None]:
+        """Give an order that this rank carries out in the context."""
+        self.tell(what, *details)
+        try:
+            yield
+        except FloatingPointError:  # which all ranks find at the same place
+            raise
+        except BaseException:
+            self.interrupted = what
+            raise
 
     def __enter__(self) -> Leader:
         return self
@@ -124,25 +149,29 @@ class LedLearner:
     def seconds(self) -> dict[str, float]:
         return self.learner.seconds
 
+    @property
+    def halfway(self) -> bool:
+        return self.learner.halfway
+
     def update(self, rollout: TensorDictBase, *, iteration: int) -> dict[str, float]:
         """See :meth:`grpo.training.learner.Learner.update`."""
         self.before_step()  # which may need the other ranks, as they are not busy yet
-        self.leader.tell("update", iteration,
-                         {name: getattr(self.loss.terms, name) for name in _CONTROLLED})
-        return self.learner.update(self.leader.ranks.share(rollout), iteration=iteration)
+        coefficients = {name: getattr(self.loss.terms, name) for name in _CONTROLLED}
+        with self.leader.together("update", iteration, coefficients):
+            return self.learner.update(self.leader.ranks.share(rollout), iteration=iteration)
 
     def before_saving(self) -> None:
         self.leader.tell("save")
 
     def perturb(self) -> None:
         """See :meth:`grpo.training.learner.Learner.perturb`."""
-        self.leader.tell("perturb")
-        self.learner.perturb()
+        with self.leader.together("perturb"):
+            self.learner.perturb()
 
     def restore(self) -> None:
         """See :meth:`grpo.training.learner.Learner.restore`."""
-        self.leader.tell("restore")
-        self.learner.restore()
+        with self.leader.together("restore"):
+            self.learner.restore()
 
 
 class _LedOptimizer:
@@ -150,8 +179,8 @@ class _LedOptimizer:
         self._optimizer, self._leader = optimizer, leader
 
     def state_dict(self) -> dict[str, Any]:
-        self._leader.tell("optimizer")
-        return self._optimizer.state_dict()
+        with self._leader.together("optimizer"):
+            return self._optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Each rank reads the checkpoint itself and keeps its slices.
@@ -166,17 +195,19 @@ class LedReference:
         self.loss, self.leader, self.max_tokens = learner.loss, learner.leader, max_tokens
 
     def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
-        self.leader.tell("reference", self.max_tokens)
+        needed = rollout.select(data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK,
+                                data.LOG_PROBS)
         ranks = self.leader.ranks
-        shared = ranks.share(rollout.select(data.TOKENS, data.ATTENTION_MASK, data.ASSISTANT_MASK,
-                                            data.LOG_PROBS))
-        log_probs_BT = _score_without_adapters(self.loss, ranks, shared, self.max_tokens)
+        with self.leader.together("reference", self.max_tokens):
+            log_probs_BT = _score_without_adapters(self.loss, ranks, ranks.share(needed),
+                                                   self.max_tokens)
         rollout[data.REF_LOG_PROBS] = log_probs_BT.to(rollout[data.LOG_PROBS].device)
         return rollout
 
 
 class LedScorer:
-    """Scores tokens with the sharded model, on all ranks, for the canary."""
+    """Scores tokens with the sharded model, on all ranks: for the canary, and log-probs that an
+    environment does not know."""
 
     def __init__(self, loss: GRPOLoss, leader: Leader) -> None:
         self.loss, self.leader = loss, leader
@@ -185,13 +216,17 @@ class LedScorer:
     def model(self) -> nn.Module:
         return self.loss.actor_network
 
+    @property
+    def shares_prompts(self) -> bool:
+        return self.loss.scorer.shares_prompts
+
     def __call__(self, tokens_BT: Tensor, attention_BT: Tensor, mask_BT: Tensor
                  ) -> tuple[Tensor, Tensor]:
-        self.leader.tell("score")
         batch = TensorDict({}, batch_size=[len(tokens_BT)])
         batch[data.TOKENS], batch[data.ATTENTION_MASK] = tokens_BT, attention_BT
         batch[data.ASSISTANT_MASK] = mask_BT
-        return _score(self.loss, self.leader.ranks.share(batch))
+        with self.leader.together("score"):
+            return _score(self.loss, self.leader.ranks.share(batch))
 
 
 @torch.no_grad()

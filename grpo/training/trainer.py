@@ -127,8 +127,8 @@ class Trainer:
             with self.reporter.console, self.requests:
                 try:
                     self._train()
-                # What comes of numbers, engines, disks and data.
-                except (Stopped, ArithmeticError, OSError, RuntimeError, ValueError) as reason:
+                # Also what a user's own reward, environment or estimator raises.
+                except (Stopped, Exception) as reason:
                     self._end_early(reason)
                     # A signal to all processes of a job takes from the step what it needs.
                     if self.requests.asked is not None and not isinstance(reason, Stopped):
@@ -176,9 +176,11 @@ class Trainer:
             warn(f"{summary}; nothing has been trained yet")
             return
         try:
+            if self.requests.insisted:
+                raise NotSavedError("it was interrupted at once")
             if self.saved is None or self.saved.step < self.step:
                 self.save()
-        except (OSError, RuntimeError) as error:  # the disk is full, or a rank has died
+        except Exception as error:  # the disk is full, or a rank has died; the reason is raised
             warn(f"{summary}; the present state could not be saved: {error}")
         if self.saved is not None:
             self._write_report(f"{summary} after {self.step} of {self.iterations} iterations",
@@ -283,8 +285,10 @@ class Trainer:
         """Write a checkpoint of the whole run.
 
         Raises:
-            NotSavedError: if the disk has no room for it.
+            NotSavedError: if the disk has no room for it, or the weights are those of no iteration.
         """
+        if self.learner.halfway:
+            raise NotSavedError("the optimizer has taken some of its steps on a batch, but not all")
         state = self.state_dict()
         check_room(self.run_dir / "checkpoints", saved_bytes(self.model, state))
         self.learner.before_saving()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from grpo import data
+from grpo.objectives.scorer import TokenScorer
 from grpo.policies.base import Policy
 from grpo.policies.handle import EngineHandle, InProcessEngine
 from grpo.policies.inprocess import engine_module
@@ -54,7 +55,8 @@ class Diagnosis:
         tensors: names of parameters whose values differ.
         layer: first output that differs, such as ``layers.7``, if any does.
         layer_difference: relative difference there, or the greatest one.
-        layers_read: whether the engine's layer outputs could be read.
+        layers_read: whether layer outputs could be read, of the engine's worker and of a trainer
+            that has its model to itself.
         cause: the likely one.
         fix: what to do about it.
     """
@@ -70,7 +72,7 @@ class Diagnosis:
         found = (f"these parameters differ: {some_groups(self.tensors)}" if self.tensors else
                  "all synchronised parameters are equal")
         if not self.layers_read:
-            layer = "the engine's layer outputs cannot be read"
+            layer = "layer outputs could not be compared"
         elif self.layer is None:
             layer = f"all layer outputs agree within {self.layer_difference:.1e} of their norm"
         else:
@@ -80,7 +82,10 @@ class Diagnosis:
 
 
 def diagnose(canary: Canary) -> Diagnosis:
-    """Find out what a failed canary's two sides do not have in common."""
+    """Find out what a failed canary's two sides do not have in common.
+
+    A trainer of several ranks answers fewer questions: it has no model that runs on one of them.
+    """
     tensors = canary.weights.differing()
     layer, difference, was_read = _first_difference(canary)
     cause, fix = (_cause_of_tensors(canary, tensors, layer, difference) if tensors else
@@ -119,6 +124,11 @@ def _cause_of_tensors(
     if layer is not None and difference > _SAME_MODEL:
         return ("the engine serves another model, or another checkpoint of it",
                 "start the engine from the model that the trainer was loaded from")
+    if not _is_whole(canary.scorer):
+        return ("a missed update, or an engine that serves another model than the trainer was "
+                "loaded from",
+                "call publish() after every optimizer step, see that it did not fail, and start "
+                "the engine from the trainer's model")
     return ("a missed update: the engine has older weights than the trainer",
             "call publish() after every optimizer step, and see that it did not fail")
 
@@ -146,6 +156,11 @@ def _cause_beside_tensors(canary: Canary, layer: str | None) -> tuple[str, str]:
             "compare the configurations of both models, and restart the engine")
 
 
+def _is_whole(scorer: object) -> TypeGuard[TokenScorer]:
+    """Whether a scorer has a model that this process can run alone."""
+    return isinstance(scorer, TokenScorer)
+
+
 def _unseen(canary: Canary) -> TensorDict:
     """The canary's prompts with another first token each time, so that nothing cached fits them."""
     prompts = canary.prompts.clone()
@@ -157,7 +172,10 @@ def _unseen(canary: Canary) -> TensorDict:
 @torch.no_grad()
 def _fitting_temperature(canary: Canary) -> float | None:
     """The temperature at which the trainer would agree with the engine, if there is one."""
-    scorer, batch = canary.scorer, canary.sample(canary.prompts)
+    scorer = canary.scorer
+    if not _is_whole(scorer):
+        return None
+    batch = canary.sample(canary.prompts)
     mask_BT = batch[data.ASSISTANT_MASK]
     predictions = scorer.predict(batch[data.TOKENS], batch[data.ATTENTION_MASK], mask_BT)
 
@@ -176,6 +194,8 @@ def _fitting_temperature(canary: Canary) -> float | None:
 
 def _first_difference(canary: Canary) -> tuple[str | None, float, bool]:
     """Name of the first output that differs, how far it does, and whether any could be read."""
+    if not _is_whole(canary.scorer):
+        return None, 0.0, False
     model, prompts = canary.scorer.model, _unseen(canary)
     longest = int(prompts[data.PROMPT_MASK].sum(-1).argmax())
     prompt = prompts[data.PROMPT_TOKENS][longest][prompts[data.PROMPT_MASK][longest]]

@@ -14,6 +14,7 @@ from grpo.atropos.convert import GroupConverter
 from grpo.atropos.hub_server import HubServer
 from grpo.atropos.stream import BatchStream
 
+from ..support import wait_until
 from .groups import group, registration, tag_of
 
 VOCABULARY = 40
@@ -30,15 +31,22 @@ class Killed(BaseException):
 
 
 @contextmanager
-def trainer(client, *, checkpoint=None, hold=False):
-    """A collector of batches of two groups, at work; ``Killed`` inside ends it and no more."""
+def trainer(client, *, checkpoint=None, hold=False, fetched_before=False):
+    """A collector of batches of two groups, at work; ``Killed`` inside ends it and no more.
+
+    ``fetched_before``: its first batch, as where a checkpoint takes long to load.
+    """
     stream = BatchStream(AtroposClient(client.url), registration(), poll_seconds=0.01,
                          hold=hold)
     assembler = GroupAssembler(StreamSource(stream), GroupConverter(
         pad_token_id=0, vocab_size=VOCABULARY), rows=4)
+    if fetched_before:
+        stream.__enter__()
+        wait_until(lambda: not stream._ready.empty())
     if checkpoint is not None:
         assembler.load_state_dict(checkpoint)
-    stream.__enter__()
+    if not fetched_before:
+        stream.__enter__()
     try:
         yield AtroposCollector(assembler, timeout=20.0)
         stream.__exit__(None)
@@ -82,14 +90,15 @@ def test_a_batch_is_acknowledged_when_the_last_of_it_was_trained_or_left_out(cli
     assert sorted(left(client)) == [7, 8, 9, 10]  # what was not, and 7 because it came with 8
 
 
-def test_what_a_checkpoint_has_trained_is_not_trained_again_after_a_kill(client):
+@pytest.mark.parametrize("fetched_before", [False, True])
+def test_what_a_checkpoint_has_trained_is_not_trained_again_after_a_kill(client, fetched_before):
     fill(client, 6, VOCABULARY, 7, 8, 9, 10)
     with trainer(client) as collector:
         assert trained(collector) == [6, 7]
         checkpoint = collector.state_dict()  # after the step
         raise Killed
     fill(client, 11, 12)
-    with trainer(client, checkpoint=checkpoint) as collector:
+    with trainer(client, checkpoint=checkpoint, fetched_before=fetched_before) as collector:
         found = [tag for _ in range(2) for tag in trained(collector)]
         assert collector.metrics["atropos/groups_repeated"] == 3
         assert collector.metrics["atropos/groups_rejected_unknown_token"] == 1  # not once a life

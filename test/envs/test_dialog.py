@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from grpo.envs.dialog import RETRY, Dialog, Talk, environment, named_step, retry
@@ -117,6 +119,15 @@ def test_an_error_of_a_step_names_the_problem(tokenizer):
     with pytest.raises(ZeroDivisionError) as caught:
         make(tokenizer, lambda state: 1 / 0).answer([talk(tokenizer, "41")])
     assert caught.value.__notes__ == ["while env.step answered turn 1 of problem 'p1'"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])  # in this thread, by an alarm, and in others
+def test_a_step_that_does_not_return_is_an_error_at_its_deadline(tokenizer, workers):
+    dialog = make(tokenizer, lambda state: time.sleep(30), workers=workers)
+    dialog.score.timeout = 0.1
+    with pytest.raises(TimeoutError, match="env.step took longer than 0.2 s on turn 1 of problem "
+                                           "'p1', twice env.reward_timeout"):
+        dialog.answer([talk(tokenizer, "41")])
 
 
 def test_a_problem_without_anybody_who_answers_is_named(tokenizer):

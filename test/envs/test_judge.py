@@ -29,6 +29,9 @@ class StandIn(ThreadingHTTPServer):
         self.tries: dict[str, int] = {}
         self.running, self.most, self.lock = 0, 0, threading.Lock()
 
+    def handle_error(self, request, client_address) -> None:
+        """Say nothing of callers that did not wait for their answer."""
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/v1"

@@ -187,6 +187,33 @@ class TestDriver:
         driver.resume(timeout=5)
         assert second.result(timeout=5) and third.cancelled()
 
+    def test_what_is_not_finished_when_the_engine_is_closed_is_cancelled(self, driver):
+        running = driver.submit(job(tokens=10**9))
+        with pytest.raises(EngineError, match="did not finish"):
+            driver.drain(timeout=0.05)
+        driver.call(driver._hold, timeout=5)
+        held = driver.submit(job())
+        driver.call(lambda: None, timeout=5)
+        driver.close()
+        assert running.cancelled() and held.cancelled()
+
+    def test_a_conversation_that_has_begun_goes_on_while_the_engine_drains(self, driver):
+        first, later = job(), job(goes_on=True)
+        talking = [first]
+        driver.submit(first)
+        draining = threading.Thread(target=driver.drain, kwargs={
+            "timeout": 10, "over": lambda held: all(one in held for one in talking)})
+        draining.start()
+        time.sleep(0.1)  # between two turns it has no request
+        assert draining.is_alive() and driver.sampler.idle
+        new = driver.submit(job())
+        talking[:] = [later]
+        assert driver.submit(later).result(timeout=5) and not new.done()
+        talking.clear()
+        draining.join()
+        driver.resume(timeout=5)
+        assert new.result(timeout=5)
+
     def test_a_call_that_the_engine_does_not_get_to_has_a_deadline(self, driver):
         release = threading.Event()
         driver.sampler.step = lambda: release.wait(5) and []

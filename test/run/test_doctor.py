@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 from grpo.run.doctor import gpu, host, packages
 from grpo.run.doctor.probe import Probe
 
-from ..support import REPO
+from ..support import REPO, wait_until
 
 TORCH = {"version": "2.11.0+cu130", "cuda": "13.0", "devices": 2, "nccl": "2.28.9"}
 SMI = """#!/bin/sh
@@ -78,6 +79,21 @@ def test_folders_that_cannot_be_written_or_are_full_are_problems_and_none_is_mad
     assert found.status == "problem" and found.fix.endswith("set HF_HOME")
     found = host.check_folder("outputs", tmp_path / "a" / "b", "give another")
     assert "are free" in found.found and not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("name, value, status", [
+    ("VLLM_USE_MODELSCOPE", "True", "problem"), ("VLLM_WORKER_MULTIPROC_METHOD", "fork", "problem"),
+    ("VLLM_ENABLE_V1_MULTIPROCESSING", "1", "remark"),
+    ("VLLM_PORT", "tcp://10.0.0.1:8000", "problem")])
+def test_variables_that_contradict_a_run_are_told(monkeypatch, name, value, status):
+    for other in ("VLLM_USE_MODELSCOPE", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_PORT",
+                  "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(other, raising=False)
+    assert [one.status for one in host.check_variables()] == ["ok"]
+    monkeypatch.setenv(name, value)
+    (found,) = host.check_variables()
+    assert found.status == status and found.found.startswith(f"{name}={value}")
+    assert found.fix.startswith(f"unset {name}")
 
 
 # -- what is installed: distributions of these names, of which there is the metadata alone ---------
@@ -276,6 +292,20 @@ def test_the_exit_code_is_1_where_there_is_a_problem_and_the_hub_has_a_deadline(
     assert found["hub"]["status"] == "remark" and "127.0.0.1 cannot be" in found["hub"]["found"]
     assert told["problems"] == sum(one["status"] == "problem" for one in told["findings"]) > 0
     assert not list(tmp_path.glob("outputs"))
+
+
+def test_an_interrupt_ends_it_in_a_line_and_leaves_no_process(tmp_path, module):
+    module("torch", f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
+                    "; time.sleep(60)")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo.run.cli.console", "doctor"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    child = wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT and errors.strip() == "stopped by SIGINT"
+    wait_until(lambda: not Path(f"/proc/{child}/fd").exists() or (
+        "zombie" in Path(f"/proc/{child}/status").read_text()), seconds=5)
 
 
 @pytest.mark.slow

@@ -213,6 +213,19 @@ def test_a_run_and_its_model_are_compared_on_what_the_run_was_not_trained_on(
     assert own["p_value"] == benchmark["p_value"] == 1.0
 
 
+@pytest.mark.parametrize(("second", "message"), [
+    ("{tmp}/none", "error: compare SECOND={tmp}/none: there is no such folder; give a folder"),
+    ("no-such-org/none", "error: compare SECOND=no-such-org/none: there is no such folder"),
+    ("{tmp}/none.json", "error: {tmp}/none.json is no result of an evaluation"),
+    ("{tmp}", "error: compare SECOND={tmp} is a run that has no final_model/ yet")])
+def test_both_that_are_compared_are_looked_for_before_one_is_evaluated(
+        tiny, tmp_path, monkeypatch, second, message):
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr("grpo.run.evaluate.evaluate.evaluate", lambda *given, **more: 1 / 0)
+    with pytest.raises(SystemExit, match=re.escape(message.format(tmp=tmp_path))):
+        main(["compare", str(tiny), second.format(tmp=tmp_path), *SMALL, f"out={tmp_path / 'c'}"])
+
+
 def test_results_on_other_problems_are_not_compared(evaluate, tmp_path):
     evaluate(out="a")
     evaluate("env.task.num_test=5", out="b")

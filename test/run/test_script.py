@@ -164,8 +164,13 @@ def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
      "grpo_async, grpo_async_gsm8k, grpo_async_ifeval, grpo_gsm8k, grpo_ifeval"),
     (GRPO, ["env=reasoning_gym", "env.task.options.max_terms=2"],
      "write 'env.task.options={max_terms: 2}'"),
-    (GRPO, ["env=gsmk8"],
-     "Available options in 'env':\n\tarithmetic\n\tatropos\n\tchat_env\n\tcountdown"),
+    (GRPO, ["env=gsmk8"], "env=gsmk8: there is no group 'gsmk8' of env; did you mean env=gsm8k? "
+     "Known: arithmetic, atropos, chat_env, countdown, dataset, gsm8k, ifeval, reasoning_gym, sat"),
+    (GRPO, ["preset=zzz"], "preset=zzz: there is no group 'zzz' of preset; known: cispo, dapo, "),
+    (GRPO, ["-m", "preset=dapo,zzz"], "preset=zzz: there is no group 'zzz' of preset; known: "),
+    (GRPO, ["optimizer=adafactor"], "optimizer=adafactor: it is a name; write optimizer.name=ada"),
+    (GRPO, ["model=gpt2"], "model=gpt2: model is a section; write model.KEY=VALUE, such as model."),
+    (GRPO, ["objective=zzz"], "objective: unknown key (given 'zzz'); did you mean 'train.objec"),
     (GRPO, ["train.seed=1", "--config-name", "grpo_gsm8k", "env.task.max_operand=3"],
      "known keys of env.task: num_train, num_test"),
 ])
@@ -174,10 +179,13 @@ def test_a_wrong_name_is_explained_at_once(quick, script, given, expected):
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and expected in done.stderr
     assert "Traceback" not in done.stderr and "+train" not in done.stderr
+    assert "Config search path" not in done.stderr
 
 
 @pytest.mark.parametrize("command, given", [
     (GRPO, ["model.name=no-such-org/no-such-model"]),
+    (GRPO, ["ref_model.name=no-such-org/no-such-model"]),
+    (OF_CONSOLE["grpo evaluate"], ["model.name=no-such-org/no-such-model"]),
     (ASYNC, ["model.name=no-such-org/no-such-model"]),
     (OFFLINE, ["model.train_id=no-such-org/no-such-model"]),
     (SERVERS["grpo.server.serve"], ["--port", "0", "--model=no-such-org/no-such-model"])])

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from grpo.config.offline import in_offline_keys
 from grpo.config.schema import ConfigError, load_config
+from grpo.policies.client import EngineClient
 from grpo.report.loggers import read_jsonl
 from grpo.run.assemble import assemble
-from grpo.run.engine_attach import open_stock_server, with_server_kind
+from grpo.run.engine_attach import open_stock_server, server_info, with_server_kind
 from grpo.weights.canary import StaleWeightsError
 from grpo.weights.stock import StockReload
 
@@ -50,8 +52,8 @@ def fit(config, run_dir):
 
 
 def opened(config, tokens=20):
-    return open_stock_server(SimpleNamespace(config=with_server_kind(config),
-                                             max_model_len=tokens))
+    return open_stock_server(SimpleNamespace(
+        config=with_server_kind(config), max_model_len=tokens, path=config.model.name))
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -115,8 +117,25 @@ def test_another_kind_of_server_than_the_key_says_is_refused(folder):
     with StandIn("vllm", folder) as there, pytest.raises(
             ConfigError, match="is vllm's, which is not what inference_model.server says"):
         opened(config_of(there.url, folder, inference_model={"server": "sglang"}))
-    with pytest.raises(ConfigError, match="is the server running"):
-        opened(config_of("http://127.0.0.1:9", folder, inference_model={"server": "vllm"}))
+
+
+@pytest.mark.parametrize(("kind", "lora", "line"), [
+    ("vllm", False, "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model "
+     "{path} --port 9 --logprobs-mode processed_logprobs;"),
+    ("vllm", True, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server"
+     " --model {path} --port 9 --logprobs-mode processed_logprobs --enable-lora --max-lora-rank 8"),
+    ("sglang", False, "python -m sglang.launch_server --model-path {path} --port 9;"),
+    ("sglang", True, "--model-path {path} --port 9 --enable-lora --max-lora-rank 8 --lora-target"),
+    ("own", False, "python -m grpo.server.serve --model {path} --port 9,")])
+def test_where_no_server_answers_the_line_that_starts_one_is_told(folder, kind, lora, line):
+    more = {"train_model": {"lora": {"enabled": True, "r": 4}}} if lora else {}
+    config = config_of("http://127.0.0.1:9", folder, inference_model={"server": kind}, **more)
+    with pytest.raises(ConfigError, match="no server answers .*Connection refused") as raised:
+        opened(config) if kind != "own" else server_info(
+            EngineClient("http://127.0.0.1:9"), str(folder))
+    assert line.format(path=folder) in str(raised.value)
+    assert "or have none: inference_model.backend=vllm" in str(raised.value)
+    assert "generation.base_url=http://127.0.0.1:9: no server" in in_offline_keys(str(raised.value))
 
 
 def test_a_server_that_takes_less_than_a_row_is_refused(folder):

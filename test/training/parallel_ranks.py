@@ -30,14 +30,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from grpo import data  # noqa: E402
+from grpo.atropos.recompute import RecomputeLogProbs  # noqa: E402
 from grpo.objectives import GRPOLoss  # noqa: E402
 from grpo.objectives.maxent import MaxEntWeights  # noqa: E402
 from grpo.objectives.scorer import TokenScorer  # noqa: E402
+from grpo.policies.base import Sampling  # noqa: E402
 from grpo.policies.scoring import (  # noqa: E402
     ProximalScorer,
     ReferenceScorer,
     score_rollout,
 )
+from grpo.policies.transformers import TransformersPolicy  # noqa: E402
 from grpo.training.checkpoint import list_checkpoints, save_checkpoint  # noqa: E402
 from grpo.training.learner import Learner  # noqa: E402
 from grpo.training.optim import MasterAdamW  # noqa: E402
@@ -49,9 +52,10 @@ from grpo.training.parallel import (  # noqa: E402
     shard_model,
 )
 from grpo.training.ranks import Ranks  # noqa: E402
-from grpo.training.team import Leader, obey  # noqa: E402
+from grpo.training.team import Leader, LedLearner, obey  # noqa: E402
 from grpo.weights import gather  # noqa: E402
 from grpo.weights.adapters import adapters_disabled, load_adapter, make_lora  # noqa: E402
+from grpo.weights.canary import Canary, StaleWeightsError  # noqa: E402
 from grpo.weights.gather import TrainerRanks  # noqa: E402
 
 ROWS, PROMPT, RESPONSE = 8, 3, 9
@@ -375,6 +379,38 @@ def run_adapters(ranks: Ranks) -> dict:
     return {"without": without.cpu(), "plain": plain.cpu(), "gradients": gradients}
 
 
+def run_led(ranks: Ranks) -> dict:
+    """What the leading rank asks of all: unknown log-probs, and why an engine disagrees."""
+    rollout, case = make_rollout(ranks.device), CASES["token"]
+    learner = make_learner(make_model(ranks.device), ranks, case)
+    if not ranks.leads:
+        obey(learner)
+        return {}
+    leader = Leader(ranks)
+    led = LedLearner(learner, leader)
+    unknown = rollout.clone()
+    unknown[data.LOG_PROBS][1:3] = torch.nan
+    known, _ = score_rollout(TokenScorer(make_model(ranks.device)), rollout, max_tokens=12)
+    recompute = RecomputeLogProbs(led.scorer, max_tokens=12)
+    other = make_model(ranks.device)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(1.5)
+    policy = TransformersPolicy(other, Sampling(max_tokens=3), pad_token_id=0, eos_token_ids=(),
+                                max_model_len=32)
+    weights = SimpleNamespace(pending=False, version=3, unshared=list,
+                              differing=lambda: ["lm_head.weight"])
+    complaint = None
+    try:
+        Canary(policy, led.scorer, weights, prompts=[[5, 6, 7], [8]]).check()
+    except StaleWeightsError as error:
+        complaint = str(error)
+    found = {"filled": recompute(unknown)[data.LOG_PROBS][1:3].cpu(), "known": known[1:3].cpu(),
+             "complaint": complaint}
+    leader.tell("stop")
+    return found
+
+
 def run_gathering(ranks: Ranks) -> dict[str, tuple[bool, int]]:
     """Whether tensors that are gathered together are those gathered alone, to the bit, and in how
     many messages; by the bytes of a message."""
@@ -412,7 +448,8 @@ def run_rank(rank: int, device: str, count: int, folder: str) -> None:
     ranks = Ranks.join(device, rank=rank, count=count, device_index=rank, timeout=60.0,
                        address=f"file://{folder}/meeting")
     results: dict = {"cases": {}, "exchanges": run_exchanges(ranks), "scoring": run_scoring(ranks),
-                     "refusals": run_refusals(ranks), "gathering": run_gathering(ranks)}
+                     "refusals": run_refusals(ranks), "gathering": run_gathering(ranks),
+                     "led": run_led(ranks)}
     for name, case in CASES.items():
         together = run_case(case, ranks.device, ranks)
         alone = run_case(case, ranks.device, None) if ranks.leads else None

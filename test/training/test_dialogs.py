@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from grpo import data
 from grpo.config.schema import ConfigError
 from grpo.report.loggers import read_jsonl
 from grpo.training.checkpoint import find_checkpoint
@@ -78,6 +79,26 @@ def test_engines_elsewhere_hold_them_too(talker, tmp_path, monkeypatch):
     assert all(1 < row["tokens/turns_mean"] <= 3 for row in rows)
     # At float32 the trainer's log-probs are those that were sampled from: also behind messages.
     assert rows[0]["policy/ratio_p99"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_new_weights_reach_engines_elsewhere_between_two_conversations(
+        talker, tmp_path, monkeypatch):
+    LocalRay(monkeypatch)
+    config = async_config(
+        talker, env={"step": STEP, "max_steps": 3, "reward": f"{runs.__name__}:by_text"},
+        inference_model={"max_tokens": 24}, train={"staleness": 2})
+    ages, turns_in_one = set(), set()
+    with ExitStack() as at_end:
+        trainer = make_async_trainer(config, tmp_path, at_end)
+        for _ in range(5):
+            batch = trainer.collector.collect()
+            for row, mask in zip(batch[data.POLICY_VERSIONS], batch[data.ASSISTANT_MASK],
+                                 strict=True):
+                assert len(row[mask].unique()) == 1
+                turns_in_one.add(int((mask[1:] & ~mask[:-1]).sum()))
+            ages |= set((trainer.weights.version - batch[data.POLICY_VERSION]).tolist())
+            trainer.weights.publish()
+    assert len(ages) > 1 and max(turns_in_one) > 1  # updates came while they were held
 
 
 @pytest.mark.slow

@@ -232,6 +232,13 @@ def test_without_its_adapters_a_sharded_model_is_the_one_beneath_and_still_learn
     assert error(learned, expected) <= 1e-6
 
 
+def test_the_leading_rank_alone_can_ask_for_scores_and_for_why_an_engine_disagrees(results):
+    found = results[0]["led"]
+    torch.testing.assert_close(found["filled"], found["known"], atol=2e-6, rtol=1e-6)
+    assert "these parameters differ: lm_head.weight" in found["complaint"]
+    assert "Likely cause: a" in found["complaint"]
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 
 

@@ -176,6 +176,55 @@ def test_a_dead_engine_and_a_failed_proof_leave_a_checkpoint(
     assert torch.equal(weights(resumed), weights(trainer))
 
 
+def test_an_error_of_any_class_leaves_a_checkpoint(make_config, tmp_path):
+    """A user's environment, reward or estimator may raise anything."""
+    trainer = make_trainer(make_config(train={"checkpoint_frequency": 0}), tmp_path)
+    ends_in(trainer, trainer.collector.env, "step", lambda: {}["no such column"], call=3)
+    with pytest.raises(KeyError, match="no such column"):
+        trainer.fit()
+    assert [found.step for found in list_checkpoints(tmp_path)] == [2]
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError("no memory left")
+
+
+@pytest.mark.parametrize(("fault", "error"), [
+    (out_of_memory, RuntimeError),
+    (lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)], Stopped)])
+def test_weights_between_two_steps_on_one_batch_are_not_saved(
+        make_config, tmp_path, capsys, fault, error):
+    """A run that went on from them would train a part of the batch again."""
+    config = make_config(train={"checkpoint_frequency": 2, "optim_batch_size": 4})
+    trainer = make_trainer(config, tmp_path)
+    ends_in(trainer, trainer.learner.optimizer, "step", fault, call=7)
+    with pytest.raises(error):
+        trainer.fit()
+    assert [found.step for found in list_checkpoints(tmp_path)] == [2]
+    assert "the present state could not be saved" in " ".join(capsys.readouterr().out.split())
+    resumed = make_trainer(config, tmp_path, list_checkpoints(tmp_path)[-1])
+    resumed.fit()
+    assert resumed.learner.optimizer.steps == 2 * 5
+
+
+def test_a_failure_before_the_first_step_on_a_batch_is_saved(make_config, tmp_path):
+    config = make_config(train={"checkpoint_frequency": 0, "optim_batch_size": 4})
+    trainer = make_trainer(config, tmp_path)
+    ends_in(trainer, trainer.learner, "_optimizer_batches", out_of_memory, call=3)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        trainer.fit()
+    assert [found.step for found in list_checkpoints(tmp_path)] == [2]
+
+
+def test_a_second_ctrl_c_saves_nothing_as_it_says(make_config, tmp_path):
+    trainer = make_trainer(make_config(train={"checkpoint_frequency": 0}), tmp_path)
+    ends_in(trainer, trainer.weights, "publish", lambda: [
+        os.kill(os.getpid(), signal.SIGINT) for _ in range(2)], call=3 + SELF_TEST)
+    with pytest.raises(Stopped):
+        trainer.fit()
+    assert list_checkpoints(tmp_path) == []
+
+
 def test_a_step_that_fails_after_a_signal_ends_with_the_signals_code(make_config, tmp_path):
     """As when all processes of a job get it, the engine's among them."""
     trainer = make_trainer(make_config(train={"checkpoint_frequency": 0}), tmp_path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +26,11 @@ class Leader:
 
     def tell(self, *order) -> None:
         self.told.append(order)
+
+    @contextmanager
+    def together(self, *order):
+        self.tell(*order)
+        yield
 
 
 class Learner:
@@ -89,6 +96,31 @@ def test_ranks_that_may_be_in_the_middle_of_something_are_told_nothing():
     with pytest.raises(KeyboardInterrupt), leader:
         raise KeyboardInterrupt
     assert leader.told == []
+
+
+@pytest.mark.parametrize(("error", "told"), [
+    (torch.OutOfMemoryError("no memory left on this GPU"), False),
+    (KeyboardInterrupt(), False),
+    (FloatingPointError("the gradient norm is nan"), True)])  # by all ranks, at the same place
+def test_nothing_is_told_after_an_error_of_the_leader_alone(monkeypatch, error, told):
+    sent = []
+    monkeypatch.setattr(team.dist, "broadcast_object_list",
+                        lambda box, **_: sent.append(box[0][0]))
+    leader = team.Leader(SimpleNamespace(share=lambda batch: batch))
+    learner = Learner()
+    learner.update = Mock(side_effect=error)
+    learner.optimizer = SimpleNamespace(state_dict=dict)
+    led = LedLearner(learner, leader)
+    with pytest.raises(type(error)):
+        led.update(None, iteration=0)
+    if told:
+        led.optimizer.state_dict()
+        assert sent == ["update", "optimizer"]
+        return
+    for call in (led.before_saving, led.optimizer.state_dict, lambda: leader.tell("publish", 1)):
+        with pytest.raises(RuntimeError, match="in the middle of 'update', in which rank 0 failed"):
+            call()
+    assert sent == ["update"]
 
 
 class Transfer:

@@ -22,6 +22,7 @@ try:
     from omegaconf.errors import OmegaConfBaseException
 
     from grpo.config.keys import ATROPOS, ConfigError, errors_text
+    from grpo.config.recipes import unknown_group
     from grpo.config.trl_names import FIELDS
     from grpo.envs.tasks.base import check_options
     from grpo.policies.model_source import look_for
@@ -32,6 +33,10 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not installed for {sys.executable}; activate the environment "
              "that `make setup` builds (source .venv/bin/activate), or pip install this package")
+
+
+#: Keys of further models that a run needs.
+_OTHER_MODELS = ("ref_model.name", "distill.teacher", "model.ref_id")
 
 
 def look_ahead(folder: Path, config_name: str, *, model: str = "model.name",
@@ -74,7 +79,8 @@ def look_ahead(folder: Path, config_name: str, *, model: str = "model.name",
             sys.argv.append("hydra.help.app_name='{}'".format(typed.replace("'", "\\'")))
         hydra.main(version_base=None, config_path=str(folder), config_name=config_name)(show)()
         sys.exit()
-    _check_model(args.overrides, model)
+    for key in (model, *_OTHER_MODELS):
+        _check_model(args.overrides, key)
     _check_run_folder(args.overrides, "hydra.sweep.dir" if args.multirun else "hydra.run.dir")
 
 
@@ -113,7 +119,7 @@ def _check_model(overrides: list[str], key: str) -> None:
     """Refuse a model that is not there; which files it has is looked at later."""
     given = _given(overrides)
     name = given.get(key, "embedded")
-    if name == "embedded" or "," in name or "resume" in given:
+    if name in ("embedded", "null") or "," in name or "resume" in given:
         return
     try:
         look_for(name, key=key)
@@ -149,6 +155,10 @@ def _name_errors(folder: Path, config_name: str, overrides: list[str],
         return
     parsed = OverridesParser.create().parse_overrides(overrides)
     groups = [override for override in parsed if _is_group(override, folder)]
+    unknown = [error for override in groups for error in _group_errors(override, folder)]
+    if unknown:
+        yield from unknown
+        return
     with hydra.initialize_config_dir(str(folder), version_base=None):
         known = hydra.compose(config_name, overrides=[_first(override) for override in groups])
         if within is not None:
@@ -167,6 +177,17 @@ def _name_errors(folder: Path, config_name: str, overrides: list[str],
 def _is_group(override: Override, folder: Path) -> bool:
     key = override.key_or_group
     return override.package is not None or "/" in key or (folder / key).is_dir()
+
+
+def _group_errors(override: Override, folder: Path) -> Iterator[str]:
+    """Of each name that a group is given, of which a sweep has several."""
+    group = override.key_or_group
+    if override.is_delete() or not (folder / group).is_dir():
+        return
+    names = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
+    for name in names:
+        if isinstance(name, str) and (error := unknown_group(folder, group, name)):
+            yield error
 
 
 def _first(override: Override) -> str:

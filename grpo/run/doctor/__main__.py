@@ -63,6 +63,7 @@ def checks() -> list[tuple[str, Check]]:
                             "give another, such as hydra.run.dir=/tmp/run")),
         ("cache", host.check_cache),
         ("hub", host.check_hub),
+        ("variables", host.check_variables),
         ("ray", packages.check_ray),
         ("extras", packages.check_extras),
         ("driver", lambda: gpu.check_driver(driver())),

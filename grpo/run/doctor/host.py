@@ -110,3 +110,28 @@ def check_cache() -> Finding:
     from huggingface_hub import constants
 
     return check_folder("cache", Path(constants.HF_HUB_CACHE), "set HF_HOME to another folder")
+
+
+#: Variables of vLLM -> values with which runs fail or go another way, and why.
+_CONTRADICT = {
+    "VLLM_USE_MODELSCOPE": (("1", "true"), "problem", "vLLM takes models from ModelScope, the "
+                            "trainer from the hub"),
+    "VLLM_WORKER_MULTIPROC_METHOD": (("fork",), "problem", "workers that are forked from a process "
+                                     "with threads may hang"),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": (("1",), "remark", "runs set it to 0, and "
+                                       "inference_model.engine=process does what it is for"),
+}
+
+
+def check_variables() -> list[Finding]:
+    """Whether variables of vLLM contradict what runs do."""
+    found = []
+    for name, (values, status, why) in _CONTRADICT.items():
+        if (value := os.environ.get(name, "")).lower() in values:
+            found.append(Finding("variables", status, f"{name}={value}: {why}", f"unset {name}"))
+    port = os.environ.get("VLLM_PORT", "0")
+    if not port.isdigit():
+        found.append(Finding("variables", "problem", f"VLLM_PORT={port} is no number, so vLLM does "
+                             "not start", "unset VLLM_PORT; Kubernetes sets it where a service is "
+                             "called vllm, whose name can be changed"))
+    return found or [Finding("variables", "ok", "none of vLLM's contradicts")]

@@ -5,13 +5,17 @@ Run by its path, so that modules are found as any other program finds them; need
 Python.
 """
 
+import ctypes
 import importlib
 import importlib.util
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1
 
 
 def look_at(module: Any) -> dict[str, Any]:
@@ -21,7 +25,8 @@ def look_at(module: Any) -> dict[str, Any]:
 
 
 def main(modules: Sequence[str]) -> None:
-    """Import and tell."""
+    """Import and tell; end with the doctor, who may be interrupted."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for name in modules:
         try:
             facts = load_engine() if name == "vllm" else look_at(importlib.import_module(name))

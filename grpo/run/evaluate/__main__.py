@@ -33,6 +33,7 @@ from grpo.config.keys import ConfigError
 from grpo.config.recipes import recipes
 from grpo.run.evaluate.options import EvaluateOptions, split_options
 from grpo.system.command_line import Parser, errors_in_a_line
+from grpo.training.stopping import signals_end_the_process
 
 _RECIPE = "grpo"
 _EVALUATIONS = Path("outputs", "evaluations")
@@ -47,8 +48,8 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m grpo.run.evalu
     compared = args.keys[:1] == ["compare"]
     names = [text for text in args.keys[compared:] if "=" not in text]
     overrides = [text for text in args.keys if "=" in text]
-    with errors_in_a_line(ValueError, OSError, ImportError, RuntimeError,
-                          switch="HYDRA_FULL_ERROR"):
+    with signals_end_the_process(), errors_in_a_line(
+            ValueError, OSError, ImportError, RuntimeError, switch="HYDRA_FULL_ERROR"):
         if compared and len(names) != 2:
             typed = prog.removesuffix(" compare")
             raise ConfigError(f"compare takes two results or two models, not {len(names)}; write "
@@ -62,7 +63,17 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m grpo.run.evalu
                 _refuse([f"--config-name {chosen}"] * (chosen != _RECIPE) + overrides)
             _compare(names, options, args.config_name, keys)
         else:
+            _check_there(_model(keys), "model.name")
             _evaluate(_config(args.config_name, keys), options)
+
+
+def _check_there(name: str, key: str) -> None:
+    """Refuse a model that is not there; needs no PyTorch."""
+    from grpo.policies.model_source import look_for
+    from grpo.run.evaluate.source import find_source
+
+    if (model := find_source(name, key=key).model) != "embedded":
+        look_for(model, key=key)
 
 
 def _config(recipe: str, keys: list[str], env_of: str | None = None) -> Any:
@@ -140,10 +151,16 @@ def _compare(names: list[str], options: EvaluateOptions, recipe: str, keys: list
     files = [Path(name).suffix == ".json" for name in names]
     from grpo.run.evaluate.source import saved_env
 
+    # Both are looked for before one is evaluated, which may take hours.
+    read: list[Any] = [read_tasks(Path(name)) if is_file else None
+                       for name, is_file in zip(names, files, strict=True)]
+    for place, name, is_file in zip(("FIRST", "SECOND"), names, files, strict=True):
+        if not is_file:
+            _check_there(name, f"compare {place}")
     sides, run = [], next((name for name in names if saved_env(name) is not None), None)
-    for number, (name, is_file) in enumerate(zip(names, files, strict=True), start=1):
-        if is_file:
-            sides.append(read_tasks(Path(name)))
+    for number, (name, there) in enumerate(zip(names, read, strict=True), start=1):
+        if there is not None:
+            sides.append(there)
             continue
         folder = _folder(options) / ("first", "second")[number - 1]
         config = _config(recipe, [*keys, f"model.name='{name}'"], run)

@@ -25,11 +25,12 @@ class Source:
     iteration: int = 0  # of the run that wrote it, as far as it is known
 
 
-def find_source(name: str) -> Source:
+def find_source(name: str, *, key: str = "model.name") -> Source:
     """What a name means.
 
     A run's folder stands for ``final_model/`` or ``final_adapter/`` in it, a checkpoint's for its
-    model or adapter. Adapters lie on the model that their ``adapter_config.json`` names.
+    model or adapter. Adapters lie on the model that their ``adapter_config.json`` names. ``key`` is
+    what the name was given as, for messages.
 
     Raises:
         ConfigError: for a folder of a run without a result, or adapters that name no model.
@@ -39,15 +40,15 @@ def find_source(name: str) -> Source:
         return Source(name, iteration=_iteration(folder))
     for part in ("final_model", "final_adapter", "model", "adapter"):
         if (folder / part).is_dir():
-            return find_source(str(folder / part))
+            return find_source(str(folder / part), key=key)
     if not (folder / "adapter_config.json").exists():
         if (folder / "checkpoints").is_dir():
-            raise ConfigError(f"model.name={name} is a run that has no final_model/ yet; give one "
+            raise ConfigError(f"{key}={name} is a run that has no final_model/ yet; give one "
                               f"of its checkpoints, such as {folder}/checkpoints/step_000100")
         return Source(name)  # whose missing files are named where it is loaded
     settings = json.loads((folder / "adapter_config.json").read_text())
     if not (base := settings.get("base_model_name_or_path")):
-        raise ConfigError(f"model.name={name}: its adapter_config.json does not say which model it "
+        raise ConfigError(f"{key}={name}: its adapter_config.json does not say which model it "
                           "is for; set base_model_name_or_path in it")
     return Source(base, folder, _iteration(folder))
 
