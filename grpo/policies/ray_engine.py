@@ -30,9 +30,14 @@ class WorkersLost(RuntimeError):
     """Workers die faster than it makes sense to replace them."""
 
 
+def ray_available() -> bool:
+    """Whether Ray is installed."""
+    return importlib.util.find_spec("ray") is not None
+
+
 def require_ray() -> None:
     """Raise unless Ray is installed."""
-    if importlib.util.find_spec("ray") is None:
+    if not ray_available():
         raise ModuleNotFoundError("workers on devices of their own need Ray: pip install "
                                   "'torchrl-grpo[ray]'")
 
