@@ -6,11 +6,13 @@ worker import PyTorch and vLLM. What a worker imports needs no checked configura
 the keys that say on which devices they are. The run takes them by :func:`taken` if it asks for the
 same; else they are ended, and others started as if there had been none.
 
-Ray ends what it has started when the command is gone, however that went.
+A signal ends them before the command (:mod:`grpo.system.descendants`), and Ray does where the
+command ends by itself.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -27,7 +29,9 @@ from grpo.config.keys import ATROPOS, ConfigError
 from grpo.policies.first_import import vllm_available
 from grpo.policies.ray_engine import ray_available
 from grpo.run.local_ray import start_own_ray
-from grpo.run.placement import DevicePlan, Kind, Places, gpu_names, plan_devices
+from grpo.run.placement import DevicePlan, Kind, Places, plan_devices
+from grpo.system.descendants import end_descendants
+from grpo.training.stopping import Stopped, signals_end_at_once
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class _Ahead:
     actors: dict[int, Any]  # Ray's handles, by number of the engine
 
 
+_DEVICES = Path("/dev")
 # At most one: between the start of a command and its first run nothing else can hand it on, for
 # the run is Hydra's to begin. A sweep's next runs find none.
 _started: list[_Ahead] = []
@@ -68,14 +73,20 @@ def start_ahead(config: DictConfig | None) -> None:
     Args:
         config: that a recipe and a command line have composed, not checked; None: not known yet.
     """
-    guess = None if config is None else _guess(config)
+    if config is None or "torch" in sys.modules:  # where there is nothing left to wait for
+        return
+    guess = _guess(config)
     if guess is None:
         return
     plan, imports = guess
+    signals_end_at_once(end_descendants)
     try:
         start_own_ray(plan)
     except ConfigError as error:
         sys.exit(f"error: {error}")
+    except Stopped as stopped:
+        print(f"\n{stopped}", file=sys.stderr)
+        sys.exit(stopped.exit_code)
     places = Places(plan, cluster=False)
     _started.append(_Ahead(plan, imports, {
         number: start_worker(places.engine(number), imports)
@@ -137,5 +148,5 @@ def _wanted(config: DictConfig) -> SimpleNamespace | None:
 
 def _sees_gpus() -> bool:
     """Whether PyTorch will see a GPU, as far as that can be told without it."""
-    hidden = gpu_names() is not None and gpu_names()[0] in ("", "-1")
-    return not hidden and "+cpu" not in version("torch") and any(Path("/dev").glob("nvidia[0-9]*"))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    return not hidden and "+cpu" not in version("torch") and any(_DEVICES.glob("nvidia[0-9]*"))
