@@ -208,13 +208,14 @@ def waits(folder: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("at", ["gcs_server", "RuntimeEnvAgent", "RolloutWorker"])
+@pytest.mark.parametrize("at", ["gcs_server", "raylet/raylet", "RolloutWorker"])
 def test_a_signal_leaves_nothing_that_was_started_ahead(tmp_path, name, at):
     pytest.importorskip("ray")
     number = signal.Signals[name]
     with started(tmp_path) as process:
         wait_until(lambda: any(at in line for line in with_variable(MARK, tmp_path)),
-                   seconds=200.0, every=0.1, alive=process)
+                   seconds=200.0, every=0.1, alive=process,
+                   said=lambda: "" if process.poll() is None else process.stderr.read())
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number, err
