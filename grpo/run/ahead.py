@@ -83,10 +83,12 @@ def start_ahead(config: DictConfig | None) -> None:
     try:
         start_own_ray(plan)
     except ConfigError as error:
+        end_descendants()
         sys.exit(f"error: {error}")
-    except Stopped as stopped:
-        print(f"\n{stopped}", file=sys.stderr)
-        sys.exit(stopped.exit_code)
+    except Stopped as stopped:  # of which Ray, half started, has no account that it could end
+        print(f"\n{stopped}", file=sys.stderr, flush=True)
+        end_descendants()
+        os._exit(stopped.exit_code)  # Ray would wait for what has ended
     places = Places(plan, cluster=False)
     _started.append(_Ahead(plan, imports, {
         number: start_worker(places.engine(number), imports)

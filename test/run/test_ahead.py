@@ -161,9 +161,13 @@ def test_a_ray_that_does_not_start_ends_the_command_in_a_line(
     pytest.importorskip("ray")
     monkeypatch.setattr(ahead, "start_own_ray", fail)
     monkeypatch.setattr(ahead, "signals_end_at_once", lambda clean_up: None)
+    ended: list[str] = []
+    monkeypatch.setattr(ahead, "end_descendants", lambda: ended.append("all"))
+    monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.delitem(sys.modules, "torch")
     with pytest.raises(SystemExit) as ending:
         ahead.start_ahead(composed("grpo_async"))
+    assert ended == ["all"]
     assert ending.value.code == code and capsys.readouterr().err.strip() == said
 
 
