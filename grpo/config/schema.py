@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field, ValidationError, model_validator
 
+from grpo.config import devices
 from grpo.config.aliases import accept_aliases
 from grpo.config.env import WITH_ATROPOS, EnvConfig
 from grpo.config.evaluation import EvalConfig
@@ -197,7 +198,7 @@ class Config(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether anything is compared with the reference policy."""
-        return self.train.kl_to_ref_coeff is not None or bool(self.maxent.beta)
+        return devices.needs_reference(self)
 
     @property
     def engine(self) -> EngineKind:
@@ -218,12 +219,7 @@ class Config(Section):
     def has_workers(self) -> bool:
         """Whether engines are workers on Ray, because they or the reference have devices of their
         own."""
-        engines, reference, own = self.inference_model, self.ref_model, self.train_model.devices
-        asked = engines.num_devices or engines.devices or engines.tensor_parallel_size > 1
-        scored = self.needs_reference and (reference.num_devices or reference.devices)
-        # Without workers the engine is on the first device of the trainer, the reference on all.
-        return bool(asked and engines.devices != (own or [])[:1]
-                    or scored and (own is None or sorted(reference.devices or ()) != sorted(own)))
+        return devices.has_workers(self)
 
     @property
     def weight_sync(self) -> Sync:

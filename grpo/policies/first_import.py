@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import sys
 from typing import NoReturn
 
 from grpo.system.threads import in_background
+
+
+def vllm_available() -> bool:
+    """True if vLLM (GPU or CPU build) can be imported."""
+    return importlib.util.find_spec("vllm") is not None
 
 
 def import_vllm() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from grpo.policies.first_import import import_vllm
+from grpo.policies.first_import import import_vllm, vllm_available
 from grpo.policies.lifecycle import remember, starting, stop_engine
 from grpo.policies.model_shape import ModelShape
 from grpo.policies.unpacked import (
@@ -41,11 +41,6 @@ _MAX_SHARE_ALONE = 0.85
 _WORKER = "grpo.weights.worker.extension.WeightWorker"
 # Ranks that vLLM has kernels for.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-
-
-def vllm_available() -> bool:
-    """True if vLLM (GPU or CPU build) can be imported."""
-    return importlib.util.find_spec("vllm") is not None
 
 
 def start_engine(
@@ -117,10 +112,7 @@ def start_engine(
     if tensor_parallel_size > 1 and not separate_process:
         raise ValueError(f"tensor_parallel_size={tensor_parallel_size} needs a process for each "
                          "device; set separate_process=True")
-    if enforce_eager is None:
-        enforce_eager = device.type == "cpu"
-    _prepare_environment(device, enforce_eager=enforce_eager)
-    import_vllm()
+    enforce_eager = import_engine(device.type, enforce_eager=enforce_eager)
     look_at_model_here(model_path)
     from vllm import LLM
     from vllm.platforms import current_platform
@@ -165,6 +157,16 @@ def start_engine(
         )
     remember(engine)
     return engine
+
+
+def import_engine(device: str, *, enforce_eager: bool | None) -> bool:
+    """Import vLLM for an engine on ``"cuda"`` or ``"cpu"``; for ``enforce_eager``, which is
+    returned with None decided, see :func:`start_engine`."""
+    if enforce_eager is None:
+        enforce_eager = device == "cpu"
+    _prepare_environment(device, enforce_eager=enforce_eager)
+    import_vllm()
+    return enforce_eager
 
 
 def look_at_model_here(model_path: str) -> None:
@@ -241,17 +243,17 @@ def engine_module(engine: LLM) -> nn.Module:
     return executor.driver_worker.worker.model_runner.get_model()
 
 
-def _prepare_environment(device: torch.device, *, enforce_eager: bool) -> None:
+def _prepare_environment(device: str, *, enforce_eager: bool) -> None:
     """Settings that vLLM reads from the environment when an engine starts."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # Its start-up messages would bury ours; set the variable to see them.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if device.type == "cpu":
+    if device == "cpu":
         share_cores()
-    if device.type == "cpu" and enforce_eager:
+    if device == "cpu" and enforce_eager:
         # Else log-probs are compiled at the first request, eager or not.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    elif device.type == "cpu":
+    elif device == "cpu":
         os.environ["TORCHDYNAMO_DISABLE"] = "0"
     elif importlib.util.find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")

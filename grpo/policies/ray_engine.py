@@ -30,9 +30,14 @@ class WorkersLost(RuntimeError):
     """Workers die faster than it makes sense to replace them."""
 
 
+def ray_available() -> bool:
+    """Whether Ray is installed."""
+    return importlib.util.find_spec("ray") is not None
+
+
 def require_ray() -> None:
     """Raise unless Ray is installed."""
-    if importlib.util.find_spec("ray") is None:
+    if not ray_available():
         raise ModuleNotFoundError("workers on devices of their own need Ray: pip install "
                                   "'torchrl-grpo[ray]'")
 
@@ -55,7 +60,8 @@ def answer(ref: Any, *, timeout: float, who: str, what: str) -> Any:
         raise EngineError(f"{who}: no answer to {what} within {timeout:g} s; see its log in Ray's "
                           "session folder") from None
     except RayTaskError as error:
-        raise EngineError(f"{who}: {what} failed: {error.cause!r}") from error
+        cause = error.cause  # whose text may have lines, as that of an engine that did not start
+        raise EngineError(f"{who}: {what} failed: {type(cause).__name__}: {cause}") from error
     except RayError as error:  # Ray has a class for each way to go, such as out of memory
         raise EngineDied(f"{who} died during {what}: {_reason(error)}") from None
 

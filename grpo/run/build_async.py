@@ -16,8 +16,9 @@ import torch
 
 from grpo.collectors.ray import RayCollector
 from grpo.collectors.reference_worker import ReferenceWorker
-from grpo.collectors.rollout_worker import RolloutWorker, WorkerSetup
+from grpo.collectors.rollout_worker import WorkerSetup
 from grpo.collectors.schedule import RolloutSchedule
+from grpo.collectors.worker_actor import start_worker
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError
 from grpo.envs.prompts import template_text
@@ -25,31 +26,22 @@ from grpo.policies.fleet import FleetPolicy
 from grpo.policies.ray_engine import WorkerPool, require_ray
 from grpo.policies.scoring import ReferenceScorer
 from grpo.report.starting import Starting
-from grpo.run.build import Prompts, uses_cuda
+from grpo.run import ahead
+from grpo.run.ahead import Imports
+from grpo.run.build import Prompts, resolve_backend, uses_cuda
 from grpo.run.build_engine import Setup, load_trained, quantised_model
 from grpo.run.build_model import prepare_model
 from grpo.run.build_objective import build_learner, build_loss, rows_like_a_batch
 from grpo.run.build_team import TrainingActor, start_others
 from grpo.run.build_worker import build_reference, build_worker
+from grpo.run.local_ray import start_own_ray, start_ray
 from grpo.run.placement import Kind, Places, plan_devices
-from grpo.system.child_process import package_environment
-from grpo.system.cores import share_cores
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.parallel import ShardedReference
-from grpo.training.stopping import handlers_kept
 from grpo.training.team import Leader, LedLearner
 from grpo.weights.factory import make_fleet_sync, network_of
 from grpo.weights.fleet import FleetSync
 from grpo.weights.gather import tell_nobody
-
-# Threads of a worker: one reports groups, the others take them and bring weights, or sample for
-# the trainer while groups are sampled.
-_THREADS = {"report": 1, "control": 4, "sample": 2}
-_GROUPS = {"finished": "report", "generate": "sample"}
-# Of the Ray that a run starts. Its head process would keep the timeline of each of the last 100,000
-# calls; `enable_task_events` of an actor leaves out other records alone. Processes would be started
-# ahead of work, but each of our actors has variables, hence a process, of its own.
-_RAY_SETTINGS = {"enable_timeline": False, "prestart_worker_first_driver": False}
 
 
 @dataclass(frozen=True)
@@ -73,49 +65,22 @@ def open_ray(config: AsyncConfig, at_end: ExitStack, starting: Starting) -> Plac
     available = None
     if cluster:
         with starting.part(f"Ray at {config.ray.address}"):
-            at_end.callback(_start_ray(address=config.ray.address))
+            at_end.callback(start_ray(address=config.ray.address))
         available = int(ray.cluster_resources().get("GPU", 0)) if kind == "cuda" else None
     elif kind == "cuda":
         available = torch.cuda.device_count()
     plan = plan_devices(config, kind=kind, available=available)
+    waiting = None
     if not cluster:
-        # Not a cluster that RAY_ADDRESS names, or that a `ray start` left on this machine.
         with starting.part("Ray"):
-            at_end.callback(_start_ray(
-                address="local", include_dashboard=False, num_gpus=0,
-                num_cpus=4 + len(plan.engines) + len(plan.reference) + len(plan.train),
-                _system_config=_RAY_SETTINGS))
+            waiting = ahead.taken(plan, _imports(config, kind))
+            at_end.callback(start_own_ray(plan) if waiting is None else ray.shutdown)
     places = Places(plan, cluster=cluster)
+    places.ahead = waiting or {}
     at_end.callback(places.release)
     if kind == "cuda":
         torch.cuda.set_device(places.trainer[0])
     return places
-
-
-def _start_ray(**options: Any) -> Callable[[], None]:
-    """Connect to Ray or start it; returns what ends that."""
-    import ray
-
-    if ray.is_initialized():  # by whoever embeds this run
-        return lambda: None
-    # Workers find this very package, not what lies in the folder of a script.
-    variables = {"PYTHONPATH": package_environment()["PYTHONPATH"], **share_cores()}
-    try:
-        with handlers_kept():
-            ray.init(**options, runtime_env={"env_vars": variables}, log_to_driver=False,
-                     logging_level="ERROR")
-    except SystemError:  # a signal in its compiled code, see StopRequests.at_once
-        raise
-    except Exception as error:  # it raises bare ones, where a part of it was not up within 30 s
-        ray.shutdown()
-        address, reason = options.get("address"), " ".join(str(error).split())
-        raise ConfigError(
-            f"Ray could not be started: {reason}; something else may take the cores or the memory "
-            "that it needs; try again, or start it yourself (ray start --head) and set "
-            "ray.address=auto" if address in (None, "local") else
-            f"ray.address={address}: {reason}; check the address and that `ray status` answers "
-            "there") from error
-    return ray.shutdown
 
 
 def build_actor(
@@ -346,19 +311,19 @@ def _make_worker(
     import ray
 
     worker = worker_setup(setup, prompts, places, backend)
-    # Where the trainer hands on what environments ask, each request waits in a thread.
-    threads = _THREADS if prompts else _THREADS | {"sample": _THREADS["sample"] + worker.rows}
-    actor_class = ray.remote(max_concurrency=1, concurrency_groups=threads)(_grouped())
-    train = ray.put(prompts.train if prompts else [])
-    return lambda number: actor_class.options(**places.engine(number)).remote(
-        build_worker, worker, number, train)
+    prepare, train = _imports(setup.config, places.plan.kind), ray.put(
+        prompts.train if prompts else [])
+
+    def make(number: int) -> Any:
+        # Where the trainer hands on what environments ask, each request waits in a thread.
+        actor = places.ahead.pop(number, None) or start_worker(
+            places.engine(number), prepare, asked_at_a_time=0 if prompts else worker.rows)
+        actor.build.remote(build_worker, worker, number, train)
+        return actor
+
+    return make
 
 
-def _grouped() -> type:
-    """A :class:`RolloutWorker` whose methods name their threads."""
-    import ray
-
-    members = {name: ray.method(concurrency_group=_GROUPS.get(name, "control"))(method)
-               for name, method in vars(RolloutWorker).items()
-               if callable(method) and not name.startswith("_")}
-    return type("RolloutWorker", (RolloutWorker,), members)
+def _imports(config: AsyncConfig, kind: Kind) -> Imports:
+    """What workers import, whether ahead or not."""
+    return Imports(resolve_backend(config), kind, config.inference_model.enforce_eager)

@@ -2,7 +2,7 @@
 
 The same keys serve one machine and a cluster: ``train_model.num_devices``,
 ``ref_model.num_devices``, ``inference_model.num_devices`` and ``tensor_parallel_size``, or explicit
-``devices=[...]`` on one machine. On a CPU a device is a process.
+``devices=[...]`` on one machine. On a CPU a device is a process. Needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from grpo.config.asynchronous import AsyncConfig
-from grpo.config.schema import Config, ConfigError
+from grpo.config.devices import needs_reference
+from grpo.config.keys import ConfigError
+
+if TYPE_CHECKING:
+    from grpo.config.asynchronous import AsyncConfig
+    from grpo.config.schema import Config
 
 Kind = Literal["cuda", "cpu"]
 #: Variable that tells Ray to leave a process the devices that it is shown.
@@ -79,7 +83,7 @@ def plan_devices(config: AsyncConfig, *, kind: Kind, available: int | None) -> D
     size = config.inference_model.tensor_parallel_size
     sections = {"train_model": (config.train_model, 1), "ref_model": (config.ref_model, 0),
                 "inference_model": (config.inference_model, size)}
-    if not config.needs_reference:
+    if not needs_reference(config):
         del sections["ref_model"]
     wanted = {name: (len(section.devices), section.devices) if section.devices else
               (section.num_devices or default, None)
@@ -129,6 +133,7 @@ def unused_reference(config: Config) -> list[str]:
     """The line that says so where ``ref_model`` asks for devices and there is no reference.
 
     Examples:
+        >>> from grpo.config.asynchronous import AsyncConfig
         >>> for line in unused_reference(AsyncConfig(ref_model={"num_devices": 2})):
         ...     print(line)
         ref_model.num_devices=2 stays idle and reserves nothing: without train.kl_to_ref_coeff \
@@ -197,6 +202,8 @@ class Places:
 
     def __init__(self, plan: DevicePlan, *, cluster: bool, timeout: float = 300.0) -> None:
         self.plan, self._group, self._holder = plan, None, None
+        #: Ray's handles of workers that were started ahead, by number of the engine.
+        self.ahead: dict[int, Any] = {}
         #: Numbers of the trainer's GPUs on this machine.
         self.trainer = plan.train
         if cluster:

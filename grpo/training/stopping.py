@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -102,20 +102,40 @@ def interrupts_end_at_once() -> None:
     For the seconds in which libraries are imported: nothing has been started that would have to be
     ended, and what is raised in the middle of an import may be taken for a fault of the library.
     """
+    _end_at_once((signal.SIGINT,), lambda: None)
+
+
+def signals_end_at_once(clean_up: Callable[[], None]) -> None:
+    """The same for SIGTERM, too, where libraries are imported and something has been started, which
+    ``clean_up`` ends. It may be called in the middle of anything, so it takes no locks."""
+    _end_at_once(_SIGNALS, clean_up)
+
+
+def _end_at_once(numbers: Iterable[int], clean_up: Callable[[], None]) -> None:
     def end(number: int, frame: FrameType | None) -> None:
-        os.write(2, b"\nstopped by SIGINT\n")
+        os.write(2, f"\nstopped by {signal.Signals(number).name}\n".encode())
+        clean_up()
         os._exit(128 + number)
 
-    signal.signal(signal.SIGINT, end)
+    for number in numbers:
+        signal.signal(number, end)
 
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
     """Keep the handlers of SIGTERM and SIGINT from a library that installs its own, also below
-    Python, where Ray's aborts the process on SIGTERM."""
+    Python, where Ray's aborts the process on SIGTERM.
+
+    Raises:
+        Stopped: where the library's own has ended the process with the number of the signal.
+    """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
+    except SystemExit as error:
+        if error.code not in _SIGNALS:
+            raise
+        raise Stopped(error.code) from None
     finally:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():

@@ -24,10 +24,13 @@ if __name__ == "__main__":  # before PyTorch is imported: help and misspelt keys
     from grpo.training.stopping import interrupts_end_at_once
 
     interrupts_end_at_once()
-    from grpo.run.cli.script import look_ahead
+    from grpo.run.cli.script import look_ahead, what_runs
 
     look_ahead(CONFIG, "grpo_async")
     print("loading PyTorch, TorchRL and Transformers", flush=True)
+    from grpo.run.ahead import start_ahead
+
+    start_ahead(what_runs(CONFIG, "grpo_async"))
 
 import grpo.run.cli  # noqa: F401, I001  shares the cores, before PyTorch is imported
 import hydra

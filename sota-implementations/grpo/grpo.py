@@ -24,9 +24,12 @@ if __name__ == "__main__":  # before PyTorch is imported: help and misspelt keys
     from grpo.training.stopping import interrupts_end_at_once
 
     interrupts_end_at_once()
-    from grpo.run.cli.script import look_ahead
+    from grpo.run.cli.script import look_ahead, what_runs
 
     look_ahead(CONFIG, "grpo")
+    from grpo.run.ahead import start_ahead
+
+    start_ahead(what_runs(CONFIG, "grpo"))  # workers, if there are any, import meanwhile
 
 import grpo.run.cli  # noqa: F401, I001  shares the cores, before PyTorch is imported
 import hydra

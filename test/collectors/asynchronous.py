@@ -112,7 +112,7 @@ class LocalRay:
 
     def __init__(self, monkeypatch) -> None:
         monkeypatch.setattr(build_async, "WorkerPool", LocalPool)
-        monkeypatch.setattr(build_async, "_start_ray", lambda **options: lambda: None)
+        monkeypatch.setattr(build_async, "start_own_ray", lambda plan: lambda: None)
         monkeypatch.setattr(build_async, "_make_worker", self._make_worker)
         monkeypatch.setattr(build_async, "_make_reference", self._make_reference)
 

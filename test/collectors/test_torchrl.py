@@ -35,7 +35,7 @@ def parts(values: dict, path: str):
 @pytest.mark.slow
 def test_batches_are_those_of_our_collector_and_new_weights_arrive(tmp_path, tokenizer):
     from grpo.collectors.torchrl import DenseRayLLMCollector
-    from grpo.run.build_async import _start_ray
+    from grpo.run.local_ray import start_ray
 
     path = str(save_tiny(tmp_path / "model", tokenizer, seed=0))
     values = sync_config(path).model_dump(mode="json")
@@ -44,7 +44,7 @@ def test_batches_are_those_of_our_collector_and_new_weights_arrive(tmp_path, tok
     ours = SyncCollector(env, actor.policy)
     # The actor cannot import this file.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    stop = _start_ray(num_cpus=2, num_gpus=0, include_dashboard=False)
+    stop = start_ray(num_cpus=2, num_gpus=0, include_dashboard=False)
     try:
         collector = DenseRayLLMCollector(
             lambda: parts(values, path)[3],

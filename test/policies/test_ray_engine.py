@@ -49,6 +49,15 @@ def test_an_answer_that_is_late_is_no_death(monkeypatch):
     assert not isinstance(raised.value, EngineDied)
 
 
+def test_an_error_of_several_lines_keeps_them(monkeypatch):
+    cause = ValueError("too small:\ntake more")
+    answered_by(monkeypatch, ray.exceptions.RayTaskError("describe", "traceback", cause))
+    with pytest.raises(EngineError) as raised:
+        answer("ref", timeout=1.0, who="rollout worker 0", what="describe")
+    assert str(raised.value).splitlines() == [
+        "rollout worker 0: describe failed: ValueError: too small:", "take more"]
+
+
 def test_a_worker_that_could_not_start_says_why(monkeypatch):
     answered_by(monkeypatch, StartFailure(START_FAILURE))
     with pytest.raises(EngineDied) as raised:

@@ -224,14 +224,14 @@ def test_ray_puts_actors_where_the_plan_says_and_a_cluster_reserves_them(
     ("host:1", "ray.address=host:1: The current node timed out; check the address")])
 def test_a_ray_that_does_not_start_is_an_error_of_one_paragraph(monkeypatch, address, message):
     ray = pytest.importorskip("ray")
-    from grpo.run.build_async import _start_ray
+    from grpo.run.local_ray import start_ray
 
     def init(**options):
         raise Exception("The current node\n timed out")  # as Ray itself does
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ConfigError, match=message):
-        _start_ray(address=address)
+        start_ray(address=address)
 
 
 def test_the_ray_of_a_run_keeps_no_record_of_calls():

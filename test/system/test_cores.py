@@ -15,7 +15,7 @@ from grpo.config.schema import load_config
 from grpo.envs.embedded import EmbeddedSpec, small_qwen2
 from grpo.policies import inprocess
 from grpo.report.loggers import METRICS_FILE, read_jsonl
-from grpo.run import build_async, build_model
+from grpo.run import build_model, local_ray
 from grpo.system.cores import share_cores
 
 REPO = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def test_an_engine_on_a_cpu_shares_the_cores_whoever_starts_it(clean, device):
     clean.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "TORCHDYNAMO_DISABLE"):
         clean.setenv(name, os.environ.get(name, "0"))  # so that they are put back
-    inprocess._prepare_environment(torch.device(device), enforce_eager=True)
+    inprocess._prepare_environment(device, enforce_eager=True)
     found = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     assert found == (SHARING if device == "cpu" else {})
 
@@ -91,7 +91,7 @@ def test_workers_of_ray_share_the_cores_of_their_machine(clean):
     started = {}
     clean.setattr(ray, "is_initialized", lambda: False)
     clean.setattr(ray, "init", lambda **options: started.update(options))
-    build_async._start_ray(address="local")
+    local_ray.start_ray(address="local")
     assert SHARING.items() <= started["runtime_env"]["env_vars"].items()
 
 

@@ -84,6 +84,19 @@ def look_ahead(folder: Path, config_name: str, *, model: str = "model.name",
     _check_run_folder(args.overrides, "hydra.sweep.dir" if args.multirun else "hydra.run.dir")
 
 
+def what_runs(folder: Path, config_name: str) -> DictConfig | None:
+    """The configuration of a command line that :func:`look_ahead` has let pass, not checked; None
+    for a sweep, and for recipes of somebody's own."""
+    args = get_args_parser().parse_args()
+    if args.multirun or args.config_path or args.config_dir or args.experimental_rerun:
+        return None
+    try:
+        with hydra.initialize_config_dir(str(folder), version_base=None):
+            return hydra.compose(args.config_name or config_name, overrides=args.overrides)
+    except (HydraException, OmegaConfBaseException):  # which Hydra will say, too
+        return None
+
+
 def _added(text: str, section: str | None) -> str:
     """An override of a section that is empty before it is given keys, as Hydra wants it."""
     return f"++{text}" if section is not None and text.startswith(f"{section}.") else text

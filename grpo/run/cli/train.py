@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from grpo.config.recipes import recipes
-from grpo.run.cli.script import job_name, look_ahead
+from grpo.run.ahead import start_ahead
+from grpo.run.cli.script import job_name, look_ahead, what_runs
 from grpo.training.stopping import interrupts_end_at_once
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str], *, prog: str) -> None:
     """One process holds everything, unless roles have devices of their own."""
     _look_ahead(argv, prog, "grpo")
+    start_ahead(what_runs(recipes(), "grpo"))
     from grpo.config.schema import Config
     from grpo.run.assemble import assemble
     from grpo.run.cli.steps import train
@@ -29,6 +31,7 @@ def main_async(argv: Sequence[str], *, prog: str) -> None:
     """Workers on Ray generate all the time, the trainer trains all the time."""
     _look_ahead(argv, prog, "grpo_async")
     print("loading PyTorch, TorchRL and Transformers", flush=True)
+    start_ahead(what_runs(recipes(), "grpo_async"))
     from grpo.config.asynchronous import AsyncConfig
     from grpo.run.assemble import assemble_async
     from grpo.run.cli.steps import train

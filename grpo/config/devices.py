@@ -1,0 +1,25 @@
+"""What the keys of a run ask of devices, and need no PyTorch to say: a command looks at it before
+that is imported, in a configuration that has been composed, but not checked yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def needs_reference(config: Any) -> bool:
+    """Whether anything is compared with the reference policy.
+
+    ``config`` is a :class:`~grpo.config.schema.Config`, or has the sections and keys of one.
+    """
+    return config.train.kl_to_ref_coeff is not None or bool(config.maxent.beta)
+
+
+def has_workers(config: Any) -> bool:
+    """Whether engines of ``grpo.py`` are workers on Ray, because they or the reference have devices
+    of their own; for ``config`` see :func:`needs_reference`."""
+    engines, reference, own = config.inference_model, config.ref_model, config.train_model.devices
+    asked = engines.num_devices or engines.devices or engines.tensor_parallel_size > 1
+    scored = needs_reference(config) and (reference.num_devices or reference.devices)
+    # Without workers the engine is on the first device of the trainer, the reference on all.
+    return bool(asked and engines.devices != (own or [])[:1]
+                or scored and (own is None or sorted(reference.devices or ()) != sorted(own)))

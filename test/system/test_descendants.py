@@ -1,0 +1,57 @@
+"""All that a process has started ends, also what its children start meanwhile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from grpo.system.descendants import end_descendants
+
+from ..support import REPO, wait_until, with_variable
+
+MARK = "GRPO_TEST_DESCENDANTS"
+# A child that starts a process of another session every few milliseconds, each with a child.
+SPAWNING = """
+import subprocess, sys, time
+for _ in range(200):
+    subprocess.Popen(["/bin/sh", "-c", "sleep 300 & sleep 300"], start_new_session=True)
+    time.sleep(0.005)
+time.sleep(300)
+"""
+ENDING = f"""
+import os, subprocess, sys, time
+from grpo.system.descendants import end_descendants
+subprocess.Popen([sys.executable, "-c", {SPAWNING!r}])
+sys.stdin.readline()
+end_descendants()
+os._exit(7)
+"""
+
+
+def test_everything_below_ends_while_it_grows_and_nothing_beside(tmp_path):
+    beside = subprocess.Popen(["sleep", "300"])
+    with subprocess.Popen([sys.executable, "-c", ENDING], stdin=subprocess.PIPE, text=True,
+                          env=os.environ | {"PYTHONPATH": str(REPO), MARK: str(tmp_path)}
+                          ) as process:
+        wait_until(lambda: len(with_variable(MARK, tmp_path)) > 20, every=0.05, alive=process)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(timeout=30) == 7
+        assert with_variable(MARK, tmp_path) == []
+    assert beside.poll() is None
+    beside.kill()
+    beside.wait()
+
+
+def test_shared_memory_of_what_is_killed_is_removed(tmp_path):
+    """Python's resource tracker is left to do that."""
+    code = ("from multiprocessing.shared_memory import SharedMemory; import time;"
+            "print(SharedMemory(create=True, size=64).name, flush=True); time.sleep(300)")
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    name = child.stdout.readline().strip()
+    assert Path("/dev/shm", name).exists()
+    end_descendants()
+    assert not Path("/dev/shm", name).exists()
+    child.communicate()
