@@ -44,7 +44,7 @@ def test_batches_are_those_of_our_collector_and_new_weights_arrive(tmp_path, tok
     ours = SyncCollector(env, actor.policy)
     # The actor cannot import this file.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    stop = start_ray(num_cpus=2, num_gpus=0, include_dashboard=False)
+    stop = start_ray(address="local", num_cpus=2, num_gpus=0, include_dashboard=False)
     try:
         collector = DenseRayLLMCollector(
             lambda: parts(values, path)[3],
