@@ -32,6 +32,7 @@ from grpo.run.build_objective import build_learner, build_loss, rows_like_a_batc
 from grpo.run.build_team import TrainingActor, start_others
 from grpo.run.build_worker import build_reference, build_worker
 from grpo.run.placement import Kind, Places, plan_devices
+from grpo.run.ray_token import token_of_ray
 from grpo.system.child_process import package_environment
 from grpo.system.cores import share_cores
 from grpo.training.checkpoint import Checkpoint
@@ -100,6 +101,7 @@ def _start_ray(**options: Any) -> Callable[[], None]:
         return lambda: None
     # Workers find this very package, not what lies in the folder of a script.
     variables = {"PYTHONPATH": package_environment()["PYTHONPATH"], **share_cores()}
+    forget_token = token_of_ray(own=options.get("address") == "local")
     try:
         with handlers_kept():
             ray.init(**options, runtime_env={"env_vars": variables}, log_to_driver=False,
@@ -108,6 +110,7 @@ def _start_ray(**options: Any) -> Callable[[], None]:
         raise
     except Exception as error:  # it raises bare ones, where a part of it was not up within 30 s
         ray.shutdown()
+        forget_token()
         address, reason = options.get("address"), " ".join(str(error).split())
         raise ConfigError(
             f"Ray could not be started: {reason}; something else may take the cores or the memory "
@@ -115,7 +118,12 @@ def _start_ray(**options: Any) -> Callable[[], None]:
             "ray.address=auto" if address in (None, "local") else
             f"ray.address={address}: {reason}; check the address and that `ray status` answers "
             "there") from error
-    return ray.shutdown
+
+    def end() -> None:
+        ray.shutdown()
+        forget_token()
+
+    return end
 
 
 def build_actor(
