@@ -339,7 +339,7 @@ def test_transformers_has_one_device():
     several = load_config(small(inference_model={
         "backend": "transformers", "num_devices": 2, "tensor_parallel_size": 2}), AsyncConfig)
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not read by inference_model"
-                                          ".backend=transformers; .*remove it"):
+                                          ".backend=transformers, .*num_devices, and remove it"):
         build.check(several, build.build_task(several), device=torch.device("cuda"),
                     backend="transformers")
 
