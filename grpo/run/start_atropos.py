@@ -42,9 +42,6 @@ def set_up(config: AtroposConfig, run_dir: Path, checkpoint: Checkpoint | None) 
                           "atropos.bridge=true, which also works with transformers")
     task = build.build_task(config) if config.atropos.evaluate else make_task("arithmetic")
     build.check(config, task, device=device, backend=backend)
-    if config.optimizer.name == "adamw_cpu" and device.type == "cpu":
-        raise ConfigError("optimizer.name=adamw_cpu keeps the optimizer's state off the GPU, but "
-                          "the run is on the CPU already; use adamw")
     model, adapter = build.start_of(config, task, checkpoint)
     if config.atropos.bridge:
         check_port(config)

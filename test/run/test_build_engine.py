@@ -335,6 +335,14 @@ def test_a_url_needs_no_vllm_here(monkeypatch):
         build.check(own, build.build_task(own), device=CPU, backend="transformers")
 
 
+def test_an_optimizer_off_the_gpu_needs_one():
+    config = load_config(small(optimizer={"name": "adamw_cpu"}))
+    task = build.build_task(config)
+    build.check(config, task, device=torch.device("cuda"), backend="transformers")
+    with pytest.raises(ConfigError, match="optimizer.name=adamw_cpu .* is on the CPU already; use"):
+        build.check(config, task, device=CPU, backend="transformers")
+
+
 def test_transformers_has_one_device():
     several = load_config(small(inference_model={
         "backend": "transformers", "num_devices": 2, "tensor_parallel_size": 2}), AsyncConfig)
