@@ -11,9 +11,11 @@ from grpo.config.atropos import AtroposConfig
 from grpo.config.schema import ConfigError
 from grpo.config.unread import ENGINE_AT_URL, WHOLE_PROOF, refuse_unread
 from grpo.envs.tasks import make_task
+from grpo.policies.model_shape import ModelShape
 from grpo.report.console import Console
 from grpo.run import build
 from grpo.run.build_engine import Setup
+from grpo.run.build_objective import tau_warning
 from grpo.run.engine_attach import check_port, find_engine
 from grpo.run.start import Start
 from grpo.training.checkpoint import Checkpoint
@@ -51,6 +53,9 @@ def set_up(config: AtroposConfig, run_dir: Path, checkpoint: Checkpoint | None) 
     config, length = _with_engine_defaults(config, model, device, backend)
     setup = Setup(config=config, path=model, tokenizer=build.load_tokenizer(model), device=device,
                   dtype=dtype, max_model_len=length, folder=run_dir / "engine", adapter=adapter)
+    if config.train.is_maxent and (
+            warning := tau_warning(config, ModelShape.of(model).vocabulary)):
+        console.warn(warning)
     return Start(setup, backend, task, None, checkpoint, asked, console)
 
 
