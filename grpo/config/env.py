@@ -128,8 +128,10 @@ class EnvConfig(Section):
     @model_validator(mode="after")
     def _every_weight_has_a_reward(self) -> EnvConfig:
         names = self.reward if isinstance(self.reward, list) else None
-        if names is not None and (not names or len(set(names)) < len(names)):
-            raise ValueError(f"env.reward={names} must name at least one reward, and none twice")
+        named = [self.reward] if isinstance(self.reward, str) else list(self.reward or ())
+        if self.reward is not None and not (named and all(named) and len(named) == len(set(named))):
+            raise ValueError(f"env.reward={self.reward!r} must name at least one reward, and none "
+                             "twice; null for the task's own")
         if self.reward_weights is not None and len(self.reward_weights) != len(names or ()):
             raise ValueError(f"env.reward_weights={self.reward_weights} needs a list env.reward "
                              f"of as many names, not {self.reward!r}; give one weight for each")
@@ -142,7 +144,7 @@ class EnvConfig(Section):
 
     def weighted_rewards(self, default: str) -> dict[str, float]:
         """Names of the rewards and their weights in the sum."""
-        chosen = self.reward or default
+        chosen = default if self.reward is None else self.reward
         if isinstance(chosen, list):
             return dict(zip(chosen, self.reward_weights or [1.0] * len(chosen), strict=True))
         return chosen if isinstance(chosen, dict) else {chosen: 1.0}

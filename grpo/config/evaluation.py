@@ -46,7 +46,7 @@ class EvalConfig(Section):
     """Of the samples."""
     k: Annotated[list[Annotated[int, Field(ge=1)]] | None, _SAMPLED] = Field(None, min_length=1)
     """For which pass@k and its relatives are given; null: 1 and ``eval.samples``."""
-    seed: Annotated[int, _SAMPLED] = Field(0, ge=0)
+    seed: Annotated[int, _SAMPLED] = Field(0, ge=0, lt=2**32)
     """Of the samples and of the bootstrap, the same at each evaluation."""
     batch_size: int | None = Field(None, ge=1)
     """Completions at a time; null: those of a batch of training."""

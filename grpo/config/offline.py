@@ -158,7 +158,7 @@ class OfflineConfig(Section):
     """A run of the offline trainer."""
 
     iterations: int = Field(10, ge=1)
-    seed: int = Field(42, ge=0)
+    seed: int = Field(42, ge=0, lt=2**32)
     resume: str | None = None
     model: OfflineModel = Field(default_factory=OfflineModel)
     generation: Generation = Field(default_factory=Generation)

@@ -16,7 +16,7 @@ class TrainConfig(ObjectiveConfig):
     """The loop, and the objective of :class:`~grpo.config.objective.ObjectiveConfig`."""
 
     exp_name: str = "grpo"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     max_steps: int | None = Field(None, ge=1)
     """Iterations: rounds of generate, train and publish. One takes several optimizer steps where
     ``train.optim_batch_size`` or ``train.epochs`` says so."""

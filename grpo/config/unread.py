@@ -72,6 +72,8 @@ TRANSFORMERS = (
            "inference_model.max_num_seqs "
            "inference_model.gpu_memory_utilization inference_model.kv_cache_memory_bytes "
            "inference_model.enforce_eager"),
+    Unread(lambda c: True, "by inference_model.backend=transformers, whose workers have one device "
+           "each; raise inference_model.num_devices, and", "inference_model.tensor_parallel_size"),
 )
 
 

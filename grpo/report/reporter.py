@@ -49,10 +49,12 @@ class Reporter:
         """Show and save completions of a batch, of the same rows each time.
 
         The rows are chosen at the first call: as many that failed then as that succeeded, so that
-        later calls show what has been learnt and what has been kept.
+        later calls show what has been learnt and what has been kept. A run that goes on with other
+        samples or problems than its checkpoint's chooses them anew.
         """
-        if self.sample_rows is None:
-            success = batch[data.SUCCESS].flatten()
+        success, rows = batch[data.SUCCESS].flatten(), self.sample_rows
+        if rows is None or len(rows) != min(self.num_samples, len(success)) or (
+                max(rows, default=-1) >= len(success)):
             failed, solved = (~success).nonzero()[:, 0].tolist(), success.nonzero()[:, 0].tolist()
             mixed = [row for pair in zip_longest(failed, solved) for row in pair]
             self.sample_rows = [row for row in mixed if row is not None][: self.num_samples]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -53,18 +54,24 @@ class Imports:
 
 
 @dataclass(frozen=True)
-class _Ahead:
-    """What has been started, and for what."""
+class Ahead:
+    """What has been started, and for what.
+
+    Attributes:
+        actors: Ray's handles of the workers, by number of the engine.
+        end: ends them and their Ray.
+    """
 
     plan: DevicePlan
     imports: Imports
-    actors: dict[int, Any]  # Ray's handles, by number of the engine
+    actors: dict[int, Any]
+    end: Callable[[], None]
 
 
 _DEVICES = Path("/dev")
 # At most one: between the start of a command and its first run nothing else can hand it on, for
 # the run is Hydra's to begin. A sweep's next runs find none.
-_started: list[_Ahead] = []
+_started: list[Ahead] = []
 
 
 def start_ahead(config: DictConfig | None) -> None:
@@ -81,7 +88,7 @@ def start_ahead(config: DictConfig | None) -> None:
     plan, imports = guess
     signals_end_at_once(end_descendants)
     try:
-        start_own_ray(plan)
+        end = start_own_ray(plan)
     except ConfigError as error:
         end_descendants()
         sys.exit(f"error: {error}")
@@ -90,22 +97,20 @@ def start_ahead(config: DictConfig | None) -> None:
         end_descendants()
         os._exit(stopped.exit_code)  # Ray would wait for what has ended
     places = Places(plan, cluster=False)
-    _started.append(_Ahead(plan, imports, {
+    _started.append(Ahead(plan, imports, {
         number: start_worker(places.engine(number), imports)
-        for number in range(len(plan.engines))}))
+        for number in range(len(plan.engines))}, end))
 
 
-def taken(plan: DevicePlan, imports: Imports) -> dict[int, Any] | None:
-    """Workers that were started ahead and fit, by number, in a Ray that is the caller's to end;
-    None if there are none, nor Ray."""
+def taken(plan: DevicePlan, imports: Imports) -> Ahead | None:
+    """What was started ahead and fits, which is the caller's to end; None if there is none, nor a
+    Ray."""
     if not _started:
         return None
     ahead = _started.pop()
     if (ahead.plan, ahead.imports) == (replace(plan, available=None), imports):
-        return ahead.actors
-    import ray
-
-    ray.shutdown()
+        return ahead
+    ahead.end()
     return None
 
 

@@ -17,6 +17,7 @@ from grpo.collectors.base import Collector
 from grpo.collectors.sync import SyncCollector
 from grpo.config.asynchronous import AsyncConfig, with_workers
 from grpo.config.schema import Config
+from grpo.policies.model_shape import ModelShape
 from grpo.report.console import Console
 from grpo.report.loggers import LoggerGroup
 from grpo.report.starting import Starting
@@ -177,8 +178,11 @@ def _set_up(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Sta
     setup = Setup(config=config, path=path, tokenizer=tokenizer, device=device, dtype=dtype,
                   max_model_len=max([prompts.max_model_len, *(one.length for one in benchmarks)]),
                   folder=run_dir / "engine", adapter=adapter)
-    return Start(setup, backend, task, prompts, checkpoint, asked, Console(config.iterations),
-                 benchmarks)
+    console = Console(config.iterations)
+    if config.train.is_maxent and (
+            warning := build_objective.tau_warning(config, ModelShape.of(path).vocabulary)):
+        console.warn(warning)
+    return Start(setup, backend, task, prompts, checkpoint, asked, console, benchmarks)
 
 
 def _advised(

@@ -108,9 +108,11 @@ def check(config: Config, task: Task, *, device: torch.device, backend: str) -> 
                               "backend=vllm, or set it to false")
     if device.type == "cpu":
         refuse_unread(config, ON_A_CPU)
-    inference = config.inference_model
-    if inference.url is not None:
-        EngineClient(inference.url)  # checks the address
+        if config.optimizer.name == "adamw_cpu":
+            raise ConfigError("optimizer.name=adamw_cpu keeps its state off the GPU, and the run "
+                              "is on the CPU already; use adamw")
+    if config.inference_model.url is not None:
+        EngineClient(config.inference_model.url)  # checks the address
     if config.train_model.lora.enabled:
         require_peft()
     if config.train_model.quantization is not None:
@@ -292,9 +294,8 @@ def reward_function(
     _check_overlong(config, chosen)
     if "code" in chosen and (most := reward_options(chosen["code"])["total_seconds"]
                              ) >= env.reward_timeout:
-        raise ConfigError(f"env.reward=code: a program may take {most:g} s, its option "
-                          f"total_seconds, which must be below env.reward_timeout="
-                          f"{env.reward_timeout:g}; lower the one or raise the other")
+        raise ConfigError(f"env.reward=code: its option total_seconds={most:g} must be below "
+                          f"env.reward_timeout={env.reward_timeout:g}; lower that or raise this")
     processes = env.reward_processes if env.reward_processes is not None else (
         env.reward_workers if env.reward_workers > 1 else 0)
     try:

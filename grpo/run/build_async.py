@@ -74,9 +74,9 @@ def open_ray(config: AsyncConfig, at_end: ExitStack, starting: Starting) -> Plac
     if not cluster:
         with starting.part("Ray"):
             waiting = ahead.taken(plan, _imports(config, kind))
-            at_end.callback(start_own_ray(plan) if waiting is None else ray.shutdown)
+            at_end.callback(start_own_ray(plan) if waiting is None else waiting.end)
     places = Places(plan, cluster=cluster)
-    places.ahead = waiting or {}
+    places.ahead = {} if waiting is None else waiting.actors
     at_end.callback(places.release)
     if kind == "cuda":
         torch.cuda.set_device(places.trainer[0])

@@ -3,6 +3,7 @@ controllers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -40,6 +41,39 @@ def build_advantage(config: Config) -> TensorDictModuleBase:
         max_response_tokens=None if train.overlong_buffer is None else config.max_tokens,
         kl_in_reward_coeff=train.kl_to_ref_coeff if train.kl_in_reward else None,
         kl_in_reward_estimator=train.kl_estimator if train.kl_in_reward else None)
+
+
+def tau_warning(config: Config, vocabulary: int) -> str | None:
+    """What to say of a MaxEnt temperature at which a model of random tokens fits the shares that
+    are asked for better than one that is sure, with one at which it does not; None where it is low
+    enough. Taken are rewards that are 1 apart, see "How large tau may be" in docs/objectives.md.
+    """
+    if config.train.objective != "maxent_listwise":
+        return None
+    maxent, chance = config.maxent, math.log(vocabulary)
+    tau, beta = 1.0 if maxent.tau is None else maxent.tau, maxent.beta or 0.0
+    q_temperature = maxent.q_temperature or 1.0
+    most = 1 / (q_temperature * chance)
+    if tau + beta <= most:
+        return None
+    share = most / 1.5  # not at the very border
+    fit = (f"maxent.tau={_rounded_down(share - beta)} fits" if beta < share / 2 else
+           f"maxent.tau={_rounded_down(share / 2)} and maxent.beta={_rounded_down(share / 2)} fit")
+    return (f"maxent.tau={tau:g} with maxent.beta={beta:g} and maxent.q_temperature="
+            f"{q_temperature:g} wants scores {1 / (q_temperature * (tau + beta)):.3g} nats a token "
+            f"apart for rewards 1 apart, and below {chance:.3g} (log of the vocabulary) the best "
+            f"such model draws its tokens at random (docs/objectives.md); {fit}")
+
+
+def _rounded_down(value: float) -> str:
+    """A positive number with one digit.
+
+    Examples:
+        >>> _rounded_down(0.0559), _rounded_down(0.12)
+        ('0.05', '0.1')
+    """
+    unit = 10.0 ** math.floor(math.log10(value))
+    return f"{math.floor(value / unit) * unit:.6g}"
 
 
 def build_loss(config: Config, model: nn.Module, tokenizer: Any) -> GRPOLoss:

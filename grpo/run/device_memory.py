@@ -90,6 +90,8 @@ def _role_ledgers(
     trainer = _memory_plan(*shared, sharing="apart", memory=memory, trained_tokens=trained_tokens)
     engine = _memory_plan(*shared, sharing="two_copies", apart=True,
                           alone=not places.shared("engine"), memory=memory)
+    # Transformers has the whole model on one, whatever the key says until it is refused.
+    together = config.inference_model.tensor_parallel_size if backend == "vllm" else 1
     ledgers = {}
     if places.reference:
         frozen = dict(trainer.frozen)
@@ -99,7 +101,7 @@ def _role_ledgers(
             devices=len(places.reference) if sharded else 1)
         trainer = replace(trainer, frozen=tuple(frozen.items()))
     return {"train": memory_ledger(trainer),
-            "engine": engine_ledger(engine, devices=config.inference_model.tensor_parallel_size),
+            "engine": engine_ledger(engine, devices=together),
             **ledgers}
 
 

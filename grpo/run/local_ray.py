@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo.config.keys import ConfigError
 from grpo.run.placement import DevicePlan
+from grpo.run.ray_token import token_of_ray
 from grpo.system.child_process import package_environment
 from grpo.system.cores import share_cores
 from grpo.training.stopping import handlers_kept
@@ -39,6 +40,7 @@ def start_ray(**options: Any) -> Callable[[], None]:
         return lambda: None
     # Workers find this very package, not what lies in the folder of a script.
     variables = {"PYTHONPATH": package_environment()["PYTHONPATH"], **share_cores()}
+    forget_token = token_of_ray(own=options.get("address") == "local")
     try:
         with handlers_kept():
             ray.init(**options, runtime_env={"env_vars": variables}, log_to_driver=False,
@@ -47,6 +49,7 @@ def start_ray(**options: Any) -> Callable[[], None]:
         raise
     except Exception as error:  # it raises bare ones, where a part of it was not up within 30 s
         ray.shutdown()
+        forget_token()
         address, reason = options.get("address"), " ".join(str(error).split())
         raise ConfigError(
             f"Ray could not be started: {reason}; something else may take the cores or the memory "
@@ -54,4 +57,9 @@ def start_ray(**options: Any) -> Callable[[], None]:
             "ray.address=auto" if address in (None, "local") else
             f"ray.address={address}: {reason}; check the address and that `ray status` answers "
             "there") from error
-    return ray.shutdown
+
+    def end() -> None:
+        ray.shutdown()
+        forget_token()
+
+    return end

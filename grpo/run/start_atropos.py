@@ -11,9 +11,11 @@ from grpo.config.atropos import AtroposConfig
 from grpo.config.schema import ConfigError
 from grpo.config.unread import ENGINE_AT_URL, WHOLE_PROOF, refuse_unread
 from grpo.envs.tasks import make_task
+from grpo.policies.model_shape import ModelShape
 from grpo.report.console import Console
 from grpo.run import build
 from grpo.run.build_engine import Setup
+from grpo.run.build_objective import tau_warning
 from grpo.run.engine_attach import check_port, find_engine
 from grpo.run.start import Start
 from grpo.training.checkpoint import Checkpoint
@@ -42,9 +44,6 @@ def set_up(config: AtroposConfig, run_dir: Path, checkpoint: Checkpoint | None) 
                           "atropos.bridge=true, which also works with transformers")
     task = build.build_task(config) if config.atropos.evaluate else make_task("arithmetic")
     build.check(config, task, device=device, backend=backend)
-    if config.optimizer.name == "adamw_cpu" and device.type == "cpu":
-        raise ConfigError("optimizer.name=adamw_cpu keeps the optimizer's state off the GPU, but "
-                          "the run is on the CPU already; use adamw")
     model, adapter = build.start_of(config, task, checkpoint)
     if config.atropos.bridge:
         check_port(config)
@@ -54,6 +53,9 @@ def set_up(config: AtroposConfig, run_dir: Path, checkpoint: Checkpoint | None) 
     config, length = _with_engine_defaults(config, model, device, backend)
     setup = Setup(config=config, path=model, tokenizer=build.load_tokenizer(model), device=device,
                   dtype=dtype, max_model_len=length, folder=run_dir / "engine", adapter=adapter)
+    if config.train.is_maxent and (
+            warning := tau_warning(config, ModelShape.of(model).vocabulary)):
+        console.warn(warning)
     return Start(setup, backend, task, None, checkpoint, asked, console)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -193,7 +194,6 @@ class Trainer:
         self._prove_start()
         metrics = self._evaluate()
         if metrics:
-            self.first_accuracy = self.last_accuracy
             self.reporter.step(0, metrics)
         self._looked = True
 
@@ -338,7 +338,7 @@ class Trainer:
         self._prove_start()
         # Last, because loading and checking may have drawn numbers and counted calls.
         for name, policy in self._policies().items():
-            policy.calls = state["calls"][name]
+            policy.calls = state["calls"].get(name, 0)  # 0: new in this run, as its evaluations
         restore_random_state(state["random"])
 
     def _policies(self) -> dict[str, Any]:
@@ -352,6 +352,8 @@ class Trainer:
         options = {"checkpoint": checkpoint} if self.evaluator.at_checkpoints else {}
         evaluation = self.evaluator.run(**options)
         self.last_accuracy = evaluation.accuracy
+        if math.isnan(self.first_accuracy):  # also where earlier parts of a run had none
+            self.first_accuracy = self.last_accuracy
         self.reporter.samples(self.step, evaluation.batch, evaluation.problems)
         self.reporter.evaluation(self.step, evaluation.record)
         return evaluation.metrics()

@@ -156,6 +156,7 @@ def test_sampling_that_is_not_what_is_trained_is_refused_with_the_reason(key, va
     ({"run": {"env": {"task": {"num_train_seeds": 1}}}}, ["data.num_train_seeds; give that"]),
     ({"run": {"train": {"sead": 1}}}, ["run.train.sead: unknown key"]),
     ({"run": {"train_model": 1}}, ["write run.SECTION.KEY"]),
+    ({"seed": 2**32}, ["seed=4294967296", "less than 4294967296"]),
     ({"trian": {}}, ["trian: unknown key"])])
 def test_what_would_not_be_read_or_cannot_be_is_refused_in_the_trainers_own_keys(sections, parts):
     said = refused(**sections)

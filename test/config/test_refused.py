@@ -45,6 +45,10 @@ REFUSED = {
     "train.kl_estimator=k1":
         "train.kl_estimator=k1 ... train.kl_to_ref_coeff ... train.kl_to_inference_coeff ... "
         "remove it",
+    "env.reward={}": "env.reward={} ... at least one reward ... null for the task's own",
+    "env.reward=''": "env.reward='' ... at least one reward ... null for the task's own",
+    "env.reward=[]": "env.reward=[] ... at least one reward ... null for the task's own",
+    "env.reward=['',gsm8k]": "env.reward=['', 'gsm8k'] ... at least one reward",
     "train.kl_in_reward=true":
         "train.kl_in_reward=true ... train.kl_to_ref_coeff above 0 ... set it",
     "train.kl_in_reward=true train.kl_to_ref_coeff=0.0":

@@ -129,6 +129,8 @@ def test_all_errors_are_reported_at_once():
     ("model", "warm_start_steps", 0, "greater than or equal to 1"),
     ("model", "warm_start_noise", 1.1, "less than or equal to 1"),
     ("train", "seed", -1, "greater than or equal to 0"),
+    ("train", "seed", 2**32, "less than 4294967296"),
+    ("eval", "seed", 2**64, "less than 4294967296"),
     ("train", "epochs", 0, "greater than or equal to 1"),
     ("train", "kl_to_ref_coeff", -0.1, "greater than or equal to 0"),
     ("train", "kl_to_inference_coeff", -0.1, "greater than or equal to 0"),

@@ -13,7 +13,7 @@ import pytest
 
 from grpo import data
 from grpo.envs.rewards import RewardScorer, get_reward
-from grpo.envs.rewards.code import code, program_in, require_isolation
+from grpo.envs.rewards.code import code, program_in
 from grpo.envs.rewards.registry import with_options
 from grpo.envs.tasks import Problem
 from grpo.system import sandbox
@@ -185,7 +185,20 @@ def test_without_isolation_it_is_refused(monkeypatch):
                         lambda: {"network": "not permitted"})
     with pytest.raises(ValueError, match=r"cannot keep it from: network \(not permitted\)"):
         with_options(get_reward("code"), {})
-    require_isolation(unsafe=True)
+    with_options(get_reward("code"), {"unsafe": True})
+
+
+@pytest.mark.parametrize("name", ["seconds", "total_seconds", "memory", "file_size"])
+@pytest.mark.parametrize("value", [0, -1.0, 1e-6, float("nan"), float("inf"), "20", None, True])
+def test_limits_within_which_no_program_is_right_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r}.*(at least|valid number)"):
+        with_options(get_reward("code"), {"unsafe": True, name: value})
+
+
+def test_the_least_limits_are_enough_for_a_program_that_is_right():
+    least = {"memory": 0.0625, "file_size": 0.001}
+    fn = with_options(get_reward("code"), {"unsafe": True, **least})
+    assert fn(block("print(sum(map(int, input().split())))"), problem()).success
 
 
 @pytest.mark.slow

@@ -149,11 +149,13 @@ def test_options_are_those_of_the_function():
     ("cosine", {"max_len": 0}), ("repetition_penalty", {"ngram_size": 0}),
     ("repetition_penalty", {"max_penalty": 1.0}),
     ("soft_overlong_punishment", {"soft_punish_cache": 0}),
-    ("soft_overlong_punishment", {"max_completion_len": 5})])
-def test_options_out_of_their_range_are_named(name, options):
-    arguments = (of_tokens(3), HALF, True)[: 3 if name == "cosine" else 2]
-    with pytest.raises(ValueError, match=next(iter(options))):
-        with_options(get_reward(name), options)(*arguments)
+    ("soft_overlong_punishment", {"max_completion_len": 5}), ("cosine", {"max_len": "1000"}),
+    ("cosine", {"max_value_wrong": math.inf}), ("repetition_penalty", {"ngram_size": "3"}),
+    ("repetition_penalty", {"max_penalty": -math.inf}), ("repetition_penalty", {"max_penalty": 1}),
+    ("length", {"verdict": 5})])
+def test_options_out_of_their_range_are_named_before_a_run(name, options):
+    with pytest.raises(ValueError, match=rf"{next(iter(options))}=(.|\n)*{name}|{name}(.|\n)*="):
+        with_options(get_reward(name), options)
 
 
 def test_rewards_of_tokens_refuse_texts_without_them():

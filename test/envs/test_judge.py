@@ -149,7 +149,13 @@ def test_no_more_questions_at_a_time_than_allowed(server):
 @pytest.mark.parametrize(("options", "said"), [
     ({"url": "judge.example"}, "must be an address"), ({"scale": [3, 1]}, "two numbers"),
     ({"key_variable": "NO_SUCH_KEY"}, "no such variable"), ({"prompt": "Judge."}, "{completion}"),
-    ({"tokens": 3}, "no option 'tokens'")])
+    ({"tokens": 3}, "no option 'tokens'"), ({"retries": -1}, "retries=-1.*at least 0"),
+    ({"concurrency": 0}, "concurrency=0.*at least 1"), ({"timeout": -1}, "timeout=-1.*above 0"),
+    ({"timeout": 0}, "timeout=0"), ({"max_tokens": 0}, "max_tokens=0.*at least 1"),
+    ({"temperature": -0.5}, "temperature=-0.5"), ({"success": float("nan")}, "success=nan"),
+    ({"scale": ["0", "10"]}, "scale=.*valid number"), ({"scale": 5}, "scale=5"),
+    ({"scale": [0, float("inf")]}, "two numbers"), ({"url": 5}, "url=5 should be a valid string"),
+    ({"model": None}, "model=None")])
 def test_what_cannot_work_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
         with_options(get_reward("judge"), {"url": "http://127.0.0.1:9", "model": "m"} | options)

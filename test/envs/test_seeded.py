@@ -127,6 +127,16 @@ def test_expressions_have_the_values_that_python_gives_them():
             assert countdown.evaluate(text)[0] == expected
 
 
+@pytest.mark.parametrize("options", [
+    {"max_number": 10**9}, {"max_number": 10**6, "num_numbers": 2}])
+def test_numbers_that_hardly_ever_reach_a_target_are_refused(options):
+    start = time.process_time()
+    with pytest.raises(ValueError, match=f"env.task.max_number={options['max_number']}.*"
+                                         "env.task.max_target=10 .*lower the one or raise"):
+        make_task("countdown", max_target=10, **options)
+    assert time.process_time() - start < 2
+
+
 @pytest.mark.parametrize("piece", ["1", "(", ")", "1+", "(1+", "9*9*", " ", "x1=1,", "\x00"])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_answer_takes_a_second(name, piece):

@@ -55,6 +55,16 @@ class TestRegistry:
         with pytest.raises(ValueError, match="'arithmetic' has no option 'data_path'.*'/data'"):
             make_task("arithmetic", data_path="/data")
 
+    @pytest.mark.parametrize(("name", "options"), [
+        ("arithmetic", {"operators": 5}), ("arithmetic", {"operators": [5]}),
+        ("countdown", {"num_numbers": None}), ("countdown", {"num_numbers": ["3"]}),
+        ("sat", {"difficulty": "1"}), ("gsm8k", {"num_train": "10"}),
+        ("dataset", {"dataset_mixture": "a/b"}), ("verifiers", {"args": [1]})])
+    def test_an_option_of_another_type_is_named_before_anything_is_loaded(self, name, options):
+        (option, _), = options.items()
+        with pytest.raises(ValueError, match=f"env.task.{option}=.* should be a "):
+            make_task(name, **options)
+
     def test_unnamed_options_of_a_constructor_do_not_hide_a_typo(self, monkeypatch):
         monkeypatch.setattr("grpo.envs.tasks.base._TASKS", {})
 

@@ -18,7 +18,7 @@ from grpo.config.keys import ConfigError
 from grpo.config.schema import Config, load_config
 from grpo.report.starting import Starting
 from grpo.run import ahead, build, build_async
-from grpo.run.ahead import Imports
+from grpo.run.ahead import Ahead, Imports
 from grpo.run.cli.script import what_runs
 from grpo.run.placement import DevicePlan, plan_devices
 from grpo.training.stopping import Stopped
@@ -114,40 +114,47 @@ def test_the_command_line_is_composed_but_sweeps_and_recipes_of_others(
 
 
 @pytest.fixture
-def ended(monkeypatch) -> list[str]:
-    ray = pytest.importorskip("ray")
-    calls: list[str] = []
-    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
-    return calls
+def ended() -> list[str]:
+    return []
 
 
-def test_workers_that_fit_are_taken_once(ended):
-    ahead._started.append(ahead._Ahead(PLAN, IMPORTS, {0: "actor"}))
-    assert ahead.taken(replace(PLAN, available=8), IMPORTS) == {0: "actor"}
+@pytest.fixture
+def waiting(ended):
+    """What was started ahead, for ``PLAN`` or another one."""
+    def make(plan: DevicePlan = PLAN) -> Ahead:
+        ahead._started.append(Ahead(plan, IMPORTS, {0: "actor"}, lambda: ended.append("ahead")))
+        return ahead._started[-1]
+
+    return make
+
+
+def test_workers_that_fit_are_taken_once(waiting, ended):
+    there = waiting()
+    assert ahead.taken(replace(PLAN, available=8), IMPORTS) is there
     assert ahead.taken(PLAN, IMPORTS) is None and ended == []
 
 
 @pytest.mark.parametrize("plan, imports", [
     (replace(PLAN, engines=((1,), (2,))), IMPORTS), (replace(PLAN, train=(1,)), IMPORTS),
     (PLAN, replace(IMPORTS, device="cuda")), (PLAN, replace(IMPORTS, enforce_eager=True))])
-def test_workers_that_do_not_fit_are_ended_with_their_ray(ended, plan, imports):
-    ahead._started.append(ahead._Ahead(PLAN, IMPORTS, {0: "actor"}))
+def test_workers_that_do_not_fit_are_ended_with_their_ray(waiting, ended, plan, imports):
+    waiting()
     assert ahead.taken(plan, imports) is None
-    assert ended == ["shutdown"] and ahead.taken(plan, imports) is None
+    assert ended == ["ahead"] and ahead.taken(plan, imports) is None
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_a_run_ends_the_ray_that_it_takes_or_starts_its_own(ended, monkeypatch, fits):
+def test_a_run_ends_the_ray_that_it_takes_or_starts_its_own(waiting, ended, monkeypatch, fits):
+    pytest.importorskip("ray")
     monkeypatch.setattr(build_async, "start_own_ray", lambda plan: lambda: ended.append("own"))
     monkeypatch.setattr(build, "vllm_available", lambda: False)
-    ahead._started.append(ahead._Ahead(
-        PLAN if fits else replace(PLAN, train=(3,)), IMPORTS, {0: "actor"}))
+    waiting(PLAN if fits else replace(PLAN, train=(3,)))
     with ExitStack() as at_end:
         places = build_async.open_ray(load_config({"device": "cpu"}, AsyncConfig), at_end,
                                       Starting(print))
         assert places.ahead == ({0: "actor"} if fits else {})
-        assert ended == ([] if fits else ["shutdown"])
-    assert ended == (["shutdown"] if fits else ["shutdown", "own"])
+        assert ended == ([] if fits else ["ahead"])
+    assert ended == (["ahead"] if fits else ["ahead", "own"])
 
 
 @pytest.mark.parametrize("error, code, said", [

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError, load_config
 from grpo.policies.base import Sampling
 from grpo.policies.server import ServerPolicy
@@ -332,6 +333,23 @@ def test_a_url_needs_no_vllm_here(monkeypatch):
     with pytest.raises(ConfigError, match="inference_model.engine=server is not read by .*"
                                           "backend=transformers"):
         build.check(own, build.build_task(own), device=CPU, backend="transformers")
+
+
+def test_an_optimizer_off_the_gpu_needs_one():
+    config = load_config(small(optimizer={"name": "adamw_cpu"}))
+    task = build.build_task(config)
+    build.check(config, task, device=torch.device("cuda"), backend="transformers")
+    with pytest.raises(ConfigError, match="optimizer.name=adamw_cpu .* is on the CPU already; use"):
+        build.check(config, task, device=CPU, backend="transformers")
+
+
+def test_transformers_has_one_device():
+    several = load_config(small(inference_model={
+        "backend": "transformers", "num_devices": 2, "tensor_parallel_size": 2}), AsyncConfig)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not read by inference_model"
+                                          ".backend=transformers, .*num_devices, and remove it"):
+        build.check(several, build.build_task(several), device=torch.device("cuda"),
+                    backend="transformers")
 
 
 @pytest.mark.parametrize(("engine", "device", "seeded"), [

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from grpo.config.schema import load_config
 from grpo.run import build_objective
-from grpo.run.build_objective import build_adaptations, build_advantage, build_loss
+from grpo.run.build_objective import (
+    build_adaptations,
+    build_advantage,
+    build_loss,
+    tau_warning,
+)
 
 MAXENT = {"train": {"objective": "maxent_weighted", "aggregation": "prompt"}}
 KL = {"kl_controller": {"kind": "band", "target": 0.1}}
@@ -92,3 +98,31 @@ def test_the_learner_keeps_groups_whole_for_losses_that_compare_them(tiny_model,
 ])
 def test_the_loss_is_described_in_a_line(sections, expected):
     assert build_objective.describe_loss(load_config(sections)) == expected
+
+
+def listwise(maxent: dict, objective: str = "maxent_listwise"):
+    return load_config({"train": {"objective": objective, "aggregation": "prompt"},
+                        "maxent": maxent})
+
+
+@pytest.mark.parametrize(("maxent", "vocabulary", "said"), [
+    ({"tau": 0.3}, 151_936, "maxent.tau=0.3.* 3.33 nats .* 11.9 .*; maxent.tau=0.05 fits"),
+    ({"tau": 0.5}, 258, "maxent.tau=0.5.* 2 nats .* 5.55 .*; maxent.tau=0.1 fits"),
+    ({}, 258, "maxent.tau=1 "),
+    ({"tau": 0.05, "q_temperature": 2.0}, 151_936,
+     "maxent.q_temperature=2 .*; maxent.tau=0.02 fits"),
+    ({"tau": 0.05, "beta": 0.2}, 151_936,
+     "maxent.beta=0.2 .*; maxent.tau=0.02 and maxent.beta=0.02 fit")])
+def test_a_tau_whose_optimum_is_random_tokens_is_warned_of_with_one_that_fits(
+        maxent, vocabulary, said):
+    text = tau_warning(listwise(maxent), vocabulary)
+    assert re.search(said, text) and "\n" not in text
+    fits = {key: float(value) for key, value in re.findall(
+        r"maxent\.(\w+)=([\d.]+)", text.rpartition(";")[2])}
+    assert tau_warning(listwise(maxent | fits), vocabulary) is None
+
+
+def test_other_objectives_and_a_small_tau_are_not_warned_of():
+    assert tau_warning(listwise({"tau": 0.05}), 151_936) is None
+    assert tau_warning(listwise({"tau": 0.5}, "maxent_weighted"), 151_936) is None
+    assert tau_warning(load_config({}), 151_936) is None

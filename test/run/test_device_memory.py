@@ -230,6 +230,14 @@ def test_an_engine_on_its_own_gpu_may_fill_it_and_divides_weights_and_heads(fold
     assert row(two, "KV cache").bytes == wanted // 2
 
 
+def test_transformers_has_all_of_the_model_on_each_device(folder):
+    one, two = (roles_of(placed(inference_model={
+        "backend": "transformers", "num_devices": 2, "tensor_parallel_size": size}),
+        DevicePlan("cuda", (0,), (), ((1,), (2,))), folder)["engine"] for size in (1, 2))
+    assert row(two, "weights").bytes == row(one, "weights").bytes
+    assert two.total == one.total
+
+
 def test_a_role_that_does_not_fit_is_named_and_on_a_cpu_all_share_one_memory(folder):
     config, plan = placed(), DevicePlan("cpu", (0,), (), ((1,), (2,)))
     ledgers = roles_of(config, plan, folder)

@@ -171,6 +171,11 @@ def test_ray_of_another_version_is_a_problem_and_none_a_remark(distribution, mon
     distribution("ray", "1.0")
     found = packages.check_ray()
     assert found.status == "problem" and "ray 1.0 (wanted >=2.40)" in found.found
+    distribution("ray", "2.51.1")
+    found = packages.check_ray()
+    assert found.status == "remark" and "asks nobody for a token" in found.found
+    distribution("ray", "2.52.0")
+    assert packages.check_ray().status == "ok"
     monkeypatch.setattr(packages, "installed", lambda name: None)
     assert packages.check_ray().status == "remark"
 

@@ -91,7 +91,7 @@ def test_workers_of_ray_share_the_cores_of_their_machine(clean):
     started = {}
     clean.setattr(ray, "is_initialized", lambda: False)
     clean.setattr(ray, "init", lambda **options: started.update(options))
-    local_ray.start_ray(address="local")
+    local_ray.start_ray(address="local")()
     assert SHARING.items() <= started["runtime_env"]["env_vars"].items()
 
 

@@ -174,6 +174,21 @@ def test_another_model_task_or_seed_is_refused(first, tmp_path):
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("then", [2, 0])
+def test_a_run_that_was_not_evaluated_may_be_from_its_checkpoint_on(first, tmp_path, then):
+    """What a checkpoint knows nothing of starts at its beginning, the first accuracy as well."""
+    _, make = first
+    train = {"total_dialog_turns": 8, "checkpoint_frequency": 1}
+    silent = make_trainer(make(train=train | {"eval_frequency": "never"}), tmp_path)
+    silent.iterate()
+    silent.reporter.loggers.close()
+    resumed = make_trainer(make(train=train | {"eval_frequency": then}), tmp_path, silent.saved)
+    resumed.fit()
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [2]
+    assert resumed.first_accuracy == resumed.last_accuracy == rows[-1]["eval/accuracy"]
+
+
 # -- Comparing configurations ---------------------------------------------------------------------
 
 

@@ -224,3 +224,12 @@ def test_the_tokens_of_the_teacher_alone_move_the_student_towards_it(distilling)
     losses = [row["loss/distill"] for row in rows]
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
     assert all(abs(row["loss/objective"]) < 1e-6 for row in rows)
+
+
+def test_a_run_warns_of_its_tau_before_its_first_step(make_config, tmp_path, capsys):
+    own = {"objective": "maxent_listwise", "aggregation": "prompt"}
+    make_trainer(make_config(train=own, maxent={"tau": 0.5}), tmp_path / "run")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: maxent.tau=0.5" in said and "maxent.tau=0.1 fits" in said
+    make_trainer(make_config(train=own, maxent={"tau": 0.05}), tmp_path / "other")
+    assert "maxent.tau" not in capsys.readouterr().out

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 
 from grpo.envs.rewards.registry import RewardResult, register_reward
 from grpo.envs.tasks.base import Problem
 from grpo.system.sandbox import missing_isolation, run_python
 
+#: Below these no program is right, whatever it is: Python itself does not start in less memory.
+_LEAST = {"seconds": 0.05, "total_seconds": 0.05, "memory": 0.0625, "file_size": 0.001}
 _FENCE, _END = "```python\n", "```"
 
 
-def require_isolation(*, unsafe: bool = False, **_: object) -> None:
-    """Raises ValueError where programs cannot be kept from network, files and processes."""
+def check_code(*, unsafe: bool, **limits: float) -> None:
+    """Raises ValueError for limits within which no program is right, and where programs cannot be
+    kept from network, files and processes."""
+    for name, value in limits.items():
+        if not _LEAST[name] <= value < math.inf:
+            raise ValueError(f"{name}={value} of the reward 'code' must be a finite number of at "
+                             f"least {_LEAST[name]:g}, or every program fails")
     missing = missing_isolation()
     if missing and not unsafe:
         said = "; ".join(f"{name} ({why})" for name, why in missing.items())
@@ -22,7 +30,7 @@ def require_isolation(*, unsafe: bool = False, **_: object) -> None:
                          "allowed, or set its option unsafe=true where nothing can be harmed")
 
 
-@register_reward("code", apart=True, check=require_isolation)
+@register_reward("code", apart=True, check=check_code)
 def code(
     completion: str, problem: Problem, *, seconds: float = 4.0, total_seconds: float = 20.0,
     memory: float = 1.0, file_size: float = 16.0, unsafe: bool = False,

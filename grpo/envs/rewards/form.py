@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from grpo.envs.rewards.completion import tokens_of
-from grpo.envs.rewards.registry import register_reward
+from grpo.envs.rewards.registry import check_finite, register_reward
 from grpo.envs.tasks.base import Problem
 
 _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
@@ -68,7 +68,15 @@ def reasoning_steps(completion: str, problem: Problem) -> float:
     return min(1.0, found / _ENOUGH_STEPS)
 
 
-@register_reward("repetition_penalty", quick=True)
+def check_repetition(*, ngram_size: int, max_penalty: float) -> None:
+    """Raises ValueError for what cannot work."""
+    check_finite("repetition_penalty", max_penalty=max_penalty)
+    if ngram_size < 1 or max_penalty > 0:
+        raise ValueError(f"ngram_size={ngram_size} of the reward 'repetition_penalty' must be at "
+                         f"least 1, and its max_penalty={max_penalty} at most 0")
+
+
+@register_reward("repetition_penalty", quick=True, check=check_repetition)
 def repetition_penalty(
     completion: str, problem: Problem, *, ngram_size: int = 3, max_penalty: float = -1.0
 ) -> float:
@@ -85,7 +93,6 @@ def repetition_penalty(
 
     Raises:
         TypeError: for a text without tokens.
-        ValueError: for an option out of its range.
 
     Examples:
         >>> from grpo.envs.rewards import Completion
@@ -93,9 +100,6 @@ def repetition_penalty(
         >>> repetition_penalty(text, Problem(prompt="", answer="", id="p0"), ngram_size=2)
         -0.75
     """
-    if ngram_size < 1 or max_penalty > 0:
-        raise ValueError(f"repetition_penalty needs ngram_size of at least 1 and max_penalty of "
-                         f"at most 0, not {ngram_size} and {max_penalty}")
     tokens = tokens_of(completion)
     count = len(tokens) - ngram_size + 1
     if count < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import re
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.envs.rewards.registry import RewardResult, register_reward
+from grpo.envs.rewards.registry import RewardResult, check_finite, register_reward
 from grpo.envs.tasks.base import Problem
 
 PROMPT = """Judge an answer to a problem.
@@ -41,17 +42,26 @@ class JudgeError(RuntimeError):
 
 
 def check_judge(
-    *, url: str, prompt: str = PROMPT, scale: Sequence[float] = (0, 10),
-    key_variable: str | None = None, **_: object,
+    *, url: str, prompt: str, scale: Sequence[float], key_variable: str | None, success: float,
+    temperature: float, max_tokens: int, concurrency: int, timeout: float, retries: int,
+    **_: object,
 ) -> None:
     """Raises ValueError for what cannot work."""
+    check_finite("judge", success=success, temperature=temperature, timeout=timeout)
+    least = {"temperature": (temperature, 0), "max_tokens": (max_tokens, 1),
+             "concurrency": (concurrency, 1), "retries": (retries, 0)}
+    for name, (value, minimum) in least.items():
+        if value < minimum:
+            raise ValueError(f"{name}={value} of the reward 'judge' must be at least {minimum}")
+    if timeout <= 0:
+        raise ValueError(f"timeout={timeout} of the reward 'judge' must be above 0 seconds")
     if not re.match(r"https?://[^/]+", url):
         raise ValueError(f"url={url!r} of the reward 'judge' must be an address such as "
                          "http://127.0.0.1:8000/v1")
     if key_variable is not None and not os.environ.get(key_variable):
         raise ValueError(f"key_variable={key_variable} of the reward 'judge': the environment has "
                          "no such variable; set it to the server's key")
-    if len(scale) != 2 or not scale[0] < scale[1]:
+    if len(scale) != 2 or not -math.inf < scale[0] < scale[1] < math.inf:
         raise ValueError(f"scale={list(scale)} of the reward 'judge' must be two numbers, the "
                          "lowest score and the highest")
     if "{completion}" not in _template(prompt):

@@ -13,6 +13,7 @@ from grpo.envs.rewards.completion import token_count
 from grpo.envs.rewards.registry import (
     RewardFn,
     batch_reward,
+    check_finite,
     options_of,
     register_reward,
     with_options,
@@ -81,7 +82,14 @@ def length(
     return rewards
 
 
-@register_reward("cosine", quick=True, judged=True)
+def check_cosine(*, max_len: int, **values: float | str | None) -> None:
+    """Raises ValueError for what cannot work."""
+    check_finite("cosine", **{key: value for key, value in values.items() if key != "verdict"})
+    if max_len < 1:
+        raise ValueError(f"max_len={max_len} of the reward 'cosine' must be at least 1")
+
+
+@register_reward("cosine", quick=True, judged=True, check=check_cosine)
 def cosine(
     completion: str, problem: Problem, correct: bool, *, min_value_wrong: float = -1.0,
     max_value_wrong: float = -0.5, min_value_correct: float = 0.5, max_value_correct: float = 1.0,
@@ -115,15 +123,21 @@ def cosine(
         ...  for right in (True, False)]
         [0.75, -0.75]
     """
-    if max_len < 1:
-        raise ValueError(f"cosine needs a max_len of at least 1, not {max_len}")
     short, long = ((max_value_correct, min_value_correct) if correct else
                    (min_value_wrong, max_value_wrong))
     progress = min(token_count(completion) / max_len, 1.0)
     return long + 0.5 * (short - long) * (1.0 + math.cos(math.pi * progress))
 
 
-@register_reward("soft_overlong_punishment", quick=True)
+def check_overlong(*, max_completion_len: int, soft_punish_cache: int) -> None:
+    """Raises ValueError for what cannot work."""
+    if not 0 < soft_punish_cache <= max_completion_len:
+        raise ValueError(f"soft_punish_cache={soft_punish_cache} of the reward "
+                         "'soft_overlong_punishment' must be at least 1 and at most its "
+                         f"max_completion_len={max_completion_len}")
+
+
+@register_reward("soft_overlong_punishment", quick=True, check=check_overlong)
 def soft_overlong_punishment(
     completion: str, problem: Problem, *, max_completion_len: int = 16384,
     soft_punish_cache: int = 4096,
@@ -141,8 +155,5 @@ def soft_overlong_punishment(
         ...                          max_completion_len=100, soft_punish_cache=20)
         -0.5
     """
-    if not 0 < soft_punish_cache <= max_completion_len:
-        raise ValueError(f"soft_overlong_punishment needs 0 < soft_punish_cache <= "
-                         f"max_completion_len, not {soft_punish_cache} and {max_completion_len}")
     beyond = token_count(completion) - (max_completion_len - soft_punish_cache)
     return -min(max(beyond / soft_punish_cache, 0.0), 1.0)

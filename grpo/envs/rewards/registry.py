@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from grpo.envs.tasks.base import Problem
+from grpo.system.annotations import check_types
 
 
 class RewardResult(NamedTuple):
@@ -67,7 +69,8 @@ def register_reward(
             as the run says.
         judged: it takes a third argument, whether the completion is right, which the reward named
             by its option ``verdict`` says.
-        check: called with the options before a run; raises ValueError for what cannot work.
+        check: called with all options before a run, once they are of the types that they are
+            annotated with; raises ValueError for what cannot work.
         imports: that a process has before a first call counts, as
             :class:`~grpo.system.apart.CallsApart` takes them.
         computing: seconds of processor time that a call in another process may take.
@@ -156,7 +159,8 @@ def with_options(fn: RewardFn, options: Mapping[str, Any]) -> RewardFn:
     """A function with some of its keyword-only parameters set, once they have been checked.
 
     Raises:
-        ValueError: if it has no such option, or refuses its value.
+        ValueError: if it has no such option, or refuses its value, or that is of another type than
+            the annotation's.
 
     Examples:
         >>> def brevity(completion, problem, *, scale=1.0):
@@ -178,14 +182,22 @@ remove it, or use one of: scale
                    if value is inspect.Parameter.empty and name not in options]:
         raise ValueError(f"reward {name_of(fn)} needs {', '.join(missing)}; set them in "
                          "env.reward_options")
+    check_types(fn, options, f"reward {name_of(fn)}: ")
     if (check := getattr(fn, "check", None)) is not None:
-        check(**options)
+        check(**known | options)
     if not options:
         return fn
     # With the marks of the function, which are its attributes, but values of its own.
     chosen = functools.update_wrapper(functools.partial(fn, **options), fn)
     del chosen.__wrapped__
     return chosen
+
+
+def check_finite(name: str, **options: float) -> None:
+    """Raises ValueError for the first option of the reward ``name`` that is no finite number."""
+    for option, value in options.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{option}={value} of the reward {name!r} must be a finite number")
 
 
 def options_of(fn: RewardFn) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
+from grpo.system.annotations import check_types
+
 
 class Partner(Protocol):
     """The other side of one conversation, which keeps what it needs between the turns."""
@@ -163,16 +165,18 @@ def options_of(name: str) -> tuple[str, ...]:
 
 
 def check_options(name: str, options: Mapping[str, object]) -> None:
-    """Check a task's name and the names of its options, without loading anything.
+    """Check a task's name, the names of its options and their types, without loading anything.
 
     Raises:
-        ValueError: if the task is unknown, or has no such option (it would be ignored).
+        ValueError: if the task is unknown, or has no such option (it would be ignored), or one with
+            another type than the annotation's.
     """
     accepted = options_of(name)
     for option, value in options.items():
         if option not in accepted:
             raise ValueError(f"task {name!r} has no option {option!r} (given {value!r}); "
                              f"remove it, or use one of: {', '.join(accepted) or '(none)'}")
+    check_types(task_class(name), options, "env.task.")
 
 
 def make_task(name: str, /, **options: object) -> Task:

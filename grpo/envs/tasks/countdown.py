@@ -22,6 +22,8 @@ SYSTEM_PROMPT = (
 )
 #: Characters of an answer; no expression with twenty numbers needs more.
 LONGEST = 500
+#: Expressions that are made until the value of one may be a target; the defaults need a few.
+_TRIES = 10_000
 _TOKEN = re.compile(r"\s*(?:([0-9]{1,9})|(.))", re.DOTALL)
 _OTHER_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
 
@@ -43,7 +45,8 @@ class CountdownTask(SeededTask):
         system_prompt: first message; None: the question stands alone.
 
     Raises:
-        ValueError: if the seeds of the splits meet, or an option is out of range.
+        ValueError: if the seeds of the splits meet, or an option is out of range or hardly allows a
+            problem.
 
     Examples:
         >>> task = CountdownTask(num_train_seeds=3, num_test_seeds=1)
@@ -85,9 +88,13 @@ parentheses.
 def puzzle(
     seed: int, counts: Sequence[int], max_number: int, max_target: int
 ) -> tuple[tuple[int, ...], int, str]:
-    """Numbers, the target, and an expression that reaches it."""
+    """Numbers, the target, and an expression that reaches it.
+
+    Raises:
+        ValueError: if hardly any expression of such numbers has a value that may be a target.
+    """
     rng = random.Random(f"countdown/{seed}")
-    while True:
+    for _ in range(_TRIES):
         numbers = [rng.randint(1, max_number) for _ in range(rng.choice(counts))]
         parts = [(number, str(number)) for number in numbers]
         while len(parts) > 1:
@@ -100,6 +107,9 @@ def puzzle(
         value, text = parts[0]
         if 1 <= value <= max_target:
             return tuple(numbers), value, text[1:-1]
+    raise ValueError(f"env.task.max_number={max_number}: none of {_TRIES:,} expressions of such "
+                     f"numbers has a value from 1 to env.task.max_target={max_target} (seed "
+                     f"{seed}); lower the one or raise the other")
 
 
 def verify(numbers: Sequence[int], target: int, completion: str) -> float:

