@@ -63,7 +63,7 @@ def environment(cache: Path | None = None, **more: str) -> dict[str, str]:
 
 
 def finished(command: list[str | Path], folder: Path, env: dict[str, str], *,
-             seconds: float = 280.0, expect: int = 0) -> str:
+             seconds: float = 600.0, expect: int = 0) -> str:
     """Output and errors of a command that has ended as expected."""
     done = subprocess.run(list(map(str, command)), cwd=folder, env=env, timeout=seconds, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -85,7 +85,7 @@ for number, arguments in enumerate(json.loads(sys.argv[1])):
 
 
 def several_runs(runs: list[list[str]], folder: Path, env: dict[str, str], *,
-                 seconds: float = 280.0) -> list[str]:
+                 seconds: float = 600.0) -> list[str]:
     """Output of scripts and their arguments, each run to its end in one process and without the
     report, in the folders ``run0``, ``run1`` ..."""
     output = finished([sys.executable, "-c", _SEVERAL, json.dumps(runs), REPO], folder, env,
