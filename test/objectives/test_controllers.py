@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import given
 
 from grpo.objectives.controllers import BandKL, EntropyController, HorizonKL, make_kl_controller
 from grpo.objectives.maxent import TauController
+
+REPO = Path(__file__).parents[2]
 
 
 def horizon(init=0.1, **options):
@@ -62,6 +65,19 @@ def test_band_reads_its_options():
     assert controller.update(0.56) == pytest.approx(0.3)
     assert controller.update(0.54) == pytest.approx(0.3)
     assert controller.update(0.45) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("page", [
+    "config/kl_controller/default.yaml", "config/offline_grpo.yaml", "docs/offline.md",
+    "docs/objectives.md"])
+def test_pages_say_what_a_horizon_at_twice_the_target_does(page):
+    """The error that counts is cut at the step, so the coefficient is far from doubled."""
+    controller, updates = horizon(horizon=50), 50
+    for _ in range(updates):
+        controller.update(1.0)
+    factor = f"{controller.value / 0.1:.2f}"
+    text = " ".join((REPO / page).read_text().replace("#", " ").split())
+    assert f"{factor} in as many iterations" in text and "doubles the coefficient" not in text
 
 
 @pytest.mark.parametrize("init", [1e-3, 10.0])
