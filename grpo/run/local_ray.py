@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from grpo.config.keys import ConfigError
@@ -42,14 +43,15 @@ def start_ray(**options: Any) -> Callable[[], None]:
     variables = {"PYTHONPATH": package_environment()["PYTHONPATH"], **share_cores()}
     forget_token = token_of_ray(own=options.get("address") == "local")
     try:
-        with handlers_kept():
+        with ExitStack() as after_a_failure, handlers_kept():
+            after_a_failure.callback(forget_token)
             ray.init(**options, runtime_env={"env_vars": variables}, log_to_driver=False,
                      logging_level="ERROR")
+            after_a_failure.pop_all()
     except SystemError:  # a signal in its compiled code, see StopRequests.at_once
         raise
     except Exception as error:  # it raises bare ones, where a part of it was not up within 30 s
         ray.shutdown()
-        forget_token()
         address, reason = options.get("address"), " ".join(str(error).split())
         raise ConfigError(
             f"Ray could not be started: {reason}; something else may take the cores or the memory "

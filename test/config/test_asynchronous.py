@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -221,9 +222,11 @@ def test_without_an_address_ray_is_the_runs_own(ray, wanted, monkeypatch):
     module = pytest.importorskip("ray")
     monkeypatch.setattr(module, "init", init)
     monkeypatch.setattr(module, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     with pytest.raises(Stop), ExitStack() as at_end:
         build_async.open_ray(load_config(small(device="cpu", ray=ray), AsyncConfig), at_end,
                              Starting(print))
+    assert "RAY_AUTH_TOKEN" not in os.environ  # which is that of a Ray that runs
 
 
 @pytest.mark.parametrize("model, sent", [("models/tiny", "{}/models/tiny"),

@@ -200,7 +200,7 @@ def test_ray_puts_actors_where_the_plan_says_and_a_cluster_reserves_them(
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", numbers)
     names = numbers.split(",")
-    ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False,
+    ray.init("local", num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False,
              logging_level="ERROR")
     try:
         made = DevicePlan("cuda", (0,), (1, 2), ((3,),), 4)
