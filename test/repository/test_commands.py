@@ -188,8 +188,9 @@ def on_less_work(words: list[str], model: Path, problems: Path, *smaller: str) -
         return [str(REPO / script), *of_own(arguments), *SMALLER, *smaller, f"model.name={model}",
                 *with_rows(arguments, problems)]
     if "--dataset_name" in arguments:  # batches have either TRL's names or those of today
-        return [str(REPO / script), *arguments, "--per_device_train_batch_size", "4",
-                "--num_generations", "2", *(word for word in SMALLER if "env." not in word),
+        for name, value in (("per_device_train_batch_size", "4"), ("num_generations", "2")):
+            arguments[arguments.index(f"--{name}") + 1] = value
+        return [str(REPO / script), *arguments, *(word for word in SMALLER if "env." not in word),
                 f"env.data_path={problems}", *smaller]
     more = few_problems(arguments, problems)
     if not any(word.startswith("model.name=") for word in arguments):
