@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,19 @@ EOS, PAD = 1, 0
 
 
 def pytest_collection_modifyitems(items):
-    """Whole runs, of which two go on at a time, may take longer than other tests."""
+    """Whole runs, of which two go on at a time, may take longer than other tests. Tests with an
+    engine are looked for in the files alone that have their mark."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
+        if item.get_closest_marker("vllm") and "mark.vllm" not in _text(item.path):
+            raise pytest.UsageError(f"{item.nodeid} has the mark vllm, but tools/run_tests.py "
+                                    f"finds no mark.vllm in {item.path.name}: write it there")
+
+
+@cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

@@ -6,19 +6,22 @@ import importlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 BENCHMARKS = REPO / "benchmarks"
+STARTED_IN = "GRPO_TEST_STARTED_IN"
 
 
 def wait_until(condition: Callable[[], Any], *, seconds: float = 30.0,
@@ -64,11 +67,21 @@ def environment(cache: Path | None = None, **more: str) -> dict[str, str]:
 
 def finished(command: list[str | Path], folder: Path, env: dict[str, str], *,
              seconds: float = 600.0, expect: int = 0) -> str:
-    """Output and errors of a command that has ended as expected."""
-    done = subprocess.run(list(map(str, command)), cwd=folder, env=env, timeout=seconds, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == expect, done.stdout[-8000:]
-    return done.stdout
+    """Output and errors of a command that has ended as expected; pytest shows what one said that
+    was still running when the time was up."""
+    with tempfile.TemporaryFile() as said:
+        def output() -> str:
+            said.seek(0)
+            return said.read().decode(errors="replace")
+
+        try:
+            done = subprocess.run(list(map(str, command)), cwd=folder, env=env, timeout=seconds,
+                                  stdout=said, stderr=subprocess.STDOUT)
+        except BaseException:
+            print(output()[-8000:])
+            raise
+        assert done.returncode == expect, output()[-8000:]
+        return output()
 
 
 # Imports and charts take longer than small runs.
@@ -118,6 +131,24 @@ def with_variable(name: str, value: str | Path) -> list[str]:
         except OSError:  # another user's, or it has just ended
             continue
     return found
+
+
+@contextmanager
+def started(command: list[str | Path], folder: Path) -> Iterator[subprocess.Popen]:
+    """This Python as a terminal starts it: Ctrl-C there reaches all of its process group.
+
+    All that it starts inherits :data:`STARTED_IN`, with the folder as its value.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(REPO), STARTED_IN: str(folder)})
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def interpreter_with(requirement: str, folder: Path) -> Path:

@@ -27,7 +27,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "benchmarks"), str(REPO / "tools")]
 
-from acceptance.family import Process, adopt_orphans, descendants, kill, processes  # noqa: E402
+from acceptance.family import Process, adopt_orphans, descendants, kill  # noqa: E402
 from acceptance.pages import blocks  # noqa: E402
 from acceptance.report import (  # noqa: E402
     Report,
@@ -40,6 +40,8 @@ from acceptance.rows import PREPARE, all_parts, not_run  # noqa: E402
 from acceptance.schedule import Part, Schedule, needed  # noqa: E402
 from gpu_memory import gpu_memory, gpu_names  # noqa: E402
 from step_time import make_problems  # noqa: E402
+
+from grpo.system.processes import all_running  # noqa: E402
 
 SHARE = 0.92  # of a GPU's memory that parts may take together
 
@@ -111,8 +113,8 @@ def run(parts: list[Part], gpus: list[str], args: argparse.Namespace, work: Path
 
 def end_orphans() -> None:
     """End what parts have left that nobody saw being started: it has become this process's."""
-    table = processes()
-    own = Process(os.getpid(), table[os.getpid()][1])
+    table = all_running()
+    own = Process(os.getpid(), table[os.getpid()].started)
     kill(descendants({own}, table) - {own})
 
 

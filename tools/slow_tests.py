@@ -1,14 +1,14 @@
 """Run as many of the slow tests as a budget of seconds allows, others at each commit.
 
     make test-slow ARGS="--budget 1700"
-    make test-slow ARGS="--budget 600 --passed"    # of those that have been seen to pass
+    make test-slow ARGS="--budget 900 --passed"    # of those that have been seen to pass
     python tools/slow_tests.py --list              # in which order, and what each may take
 
-First come files that the last commit has changed, then the others, beginning at a place that the
-commit's hash says: it is the same whenever that commit is tested, and another at the next one. Two
-run at a time, one a core. What ran and what did not is printed; pytest's counts, added up, come
-last. test/slow_seconds.json has the seconds that files took, those that passed and others;
-``--record`` writes those of this run.
+First come those that every commit is held to (``ALWAYS``), then files that the last commit has
+changed, then the others, beginning at a place that the commit's hash says: it is the same whenever
+that commit is tested, and another at the next one. Two run at a time, one a core. What ran and what
+did not is printed; pytest's counts, added up, come last. test/slow_seconds.json has the seconds
+that files took, those that passed and others; ``--record`` writes those of this run.
 """
 
 from __future__ import annotations
@@ -36,6 +36,19 @@ SECONDS = REPO / "test" / "slow_seconds.json"
 UNKNOWN = 60.0  # seconds of a file that was not recorded
 LONG = 300.0  # files that take longer are run test by test
 START = 15.0  # seconds until the first test of a call of pytest
+# Whole runs with environments of each world, whose reward rises, and the tokens that they train on.
+ALWAYS = (
+    "test/end_to_end/test_atropos.py::test_grpo_py_learns_from_an_environment_that_it_starts[1]",
+    "test/end_to_end/test_atropos.py::test_grpo_py_learns_from_an_environment_that_it_starts[2]",
+    "test/end_to_end/test_atropos.py::"
+    "test_grpo_async_learns_from_it_and_bounds_the_age_of_groups[1]",
+    "test/end_to_end/test_atropos.py::"
+    "test_grpo_async_learns_from_it_and_bounds_the_age_of_groups[2]",
+    "test/end_to_end/test_runs.py::"
+    "test_the_verifiers_reward_rises_on_problems_of_reasoning_gym",
+    "test/envs/test_verifiers_installed.py",
+    "test/end_to_end/test_conversations.py",
+)
 NOTHING_SELECTED = 5  # pytest's exit status when no test was chosen
 LANES = min(2, os.cpu_count() or 1)
 # One thread each: the threads of several processes would wait for each other.
@@ -65,29 +78,40 @@ def make_units(tests: Sequence[str], recorded: Mapping[str, float]) -> list[Unit
 Unit(name='b.py', expected=20.0)]
     """
     counts = Counter(test.partition("::")[0] for test in tests)
+    apart = {test.partition("::")[0] for test in tests if test in ALWAYS}
     units: dict[str, Unit] = {}
     for test in tests:
         file = test.partition("::")[0]
         seconds = recorded.get(file, UNKNOWN)
-        if seconds > LONG and counts[file] > 1:
+        if file in apart or (seconds > LONG and counts[file] > 1):
             units[test] = Unit(test, START + seconds / counts[file])
         else:
             units[file] = Unit(file, seconds)
     return list(units.values())
 
 
-def in_order(units: Sequence[Unit], *, changed: Iterable[str], commit: str) -> list[Unit]:
-    """Changed files first, then the others from a place that the commit's hash says.
+def in_order(units: Sequence[Unit], *, changed: Iterable[str], commit: str,
+             always: Sequence[str] = ()) -> list[Unit]:
+    """Those that always run, then changed files, then others from a place that the hash says.
 
     Examples:
         >>> units = [Unit(name, 1.0) for name in "abcd"]
-        >>> [unit.name for unit in in_order(units, changed=["c"], commit="2")]
-        ['c', 'd', 'a', 'b']
+        >>> [unit.name for unit in in_order(units, changed=["c"], commit="2", always=["b"])]
+        ['b', 'c', 'a', 'd']
+
+    Raises:
+        ValueError: one that always runs is not there.
     """
-    first = set(changed)
-    others = [unit for unit in units if unit.file not in first]
+    named = {unit.name: unit for unit in units}
+    if missing := [name for name in always if name not in named]:
+        raise ValueError(f"no such slow test: {', '.join(missing)}; was it renamed? "
+                         "ALWAYS in tools/slow_tests.py names those that every commit runs")
+    first = [named[name] for name in always]
+    touched = set(changed)
+    first += [unit for unit in units if unit.file in touched and unit not in first]
+    others = [unit for unit in units if unit not in first]
     start = int(commit or "0", 16) % max(1, len(others))
-    return [unit for unit in units if unit.file in first] + others[start:] + others[:start]
+    return first + others[start:] + others[:start]
 
 
 class Running:
@@ -226,7 +250,7 @@ def main() -> int:
     commit = next(iter(git("rev-parse", "--verify", "HEAD")), "0")
     recorded = json.loads(SECONDS.read_text())
     units = in_order(make_units(collect(), recorded["passed"] | recorded["others"]), commit=commit,
-                     changed=git("log", "-1", "--format=", "--name-only"))
+                     changed=git("log", "-1", "--format=", "--name-only"), always=ALWAYS)
     if args.passed:
         units = [unit for unit in units if unit.file in recorded["passed"]]
     if args.list:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.objectives import registry
 from grpo.objectives.aggregate import Aggregation
@@ -172,14 +174,21 @@ def test_asynchronous_command_runs(command, tmp_path, cache, model_folder, gsm8k
 
 @pytest.mark.parametrize("page", [README, WORLDS, GUIDE],
                          ids=["README", "environments", "objectives"])
-def test_python_programs_run(page, model_folder):
+def test_python_programs_run(page, model_folder, tmp_path):
+    # As the checkpoint that the pages name, it is bfloat16.
+    for part in (AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16),
+                 AutoTokenizer.from_pretrained(model_folder)):
+        part.save_pretrained(tmp_path)
     found = blocks("python", page)
     if find_spec("verifiers") is None:  # an extra, whose program is run with its command
         found = [source for source in found if "import verifiers" not in source]
     assert found
     for source in found:
-        exec(compile(source.replace("Qwen/Qwen2.5-0.5B-Instruct", str(model_folder)), "page",
-                     "exec"), {"__name__": "page"})
+        names = {"__name__": "page"}
+        exec(compile(source.replace("Qwen/Qwen2.5-0.5B-Instruct", str(tmp_path)), "page", "exec"),
+             names)
+        if "optimizer" in names:  # what it trains can move by its learning rate
+            assert {weight.dtype for weight in names["model"].parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("command", sorted({*commands_of("make "), *commands_of("make ", WORLDS)}))

@@ -70,6 +70,17 @@ def test_every_unit_comes_first_at_some_commit_and_always_at_the_same():
         assert ordered[0].name == "e" and sorted(unit.name for unit in ordered) == list("abcdefg")
 
 
+def test_what_always_runs_comes_first_and_is_missed_if_it_is_not_there(monkeypatch):
+    monkeypatch.setattr(slow_tests, "ALWAYS", ("b.py::two", "c.py"))
+    units = make_units(["a.py::one", "b.py::one", "b.py::two", "c.py::one", "c.py::two"], {})
+    names = [unit.name for unit in units]
+    assert names == ["a.py", "b.py::one", "b.py::two", "c.py"]
+    ordered = in_order(units, changed=["b.py"], commit="0", always=slow_tests.ALWAYS)
+    assert [unit.name for unit in ordered] == ["b.py::two", "c.py", "b.py::one", "a.py"]
+    with pytest.raises(ValueError, match="no such slow test: b.py::three; was it renamed?"):
+        in_order(units, changed=[], commit="0", always=["b.py::three"])
+
+
 def test_a_long_file_is_run_test_by_test_and_recorded_as_a_whole(tmp_path):
     path = tmp_path / "seconds.json"
     path.write_text('{"passed": {"a.py": 600, "c.py": 1}, "others": {}}')
@@ -97,6 +108,6 @@ def test_recorded_files_are_there():
 def test_ci_fails_with_any_of_its_parts():
     lines = (REPO / ".ci" / "run").read_text().splitlines()
     calls = [line for line in lines if line.startswith("make ")]
-    assert [call.split()[1] for call in calls] == ["lint", "test", "test-slow"]
+    assert [call.split()[1] for call in calls] == ["atropos-env", "lint", "test", "test-slow"]
     assert all(call.endswith("|| failed=1") for call in calls)
     assert lines[-1] == 'exit "$failed"'

@@ -89,6 +89,26 @@ def test_all_gpus_that_the_engine_leaves_train(run):
     assert "train_model.num_devices=2 GPU 5,6 token True" in trainer
 
 
+def test_the_server_is_started_for_the_adapters_and_the_head_of_the_run(run):
+    done, server, trainer = run("train_model.lora.enabled=true", "train_model.lora.r=32",
+                                "train_model.fp32_head=true", "optimizer.lr=1e-4")
+    assert done.returncode == 0, done.stderr
+    assert "--fp32-head --enable-lora --max-lora-rank 32 GPU" in server
+    given = trainer[:trainer.index(" GPU ")].split()
+    config = composed_like(given[2:], script=given[1])
+    assert (config.inference_model.weight_sync, config.train_model.lora.r) == ("lora", 32)
+
+
+def test_what_the_server_has_to_know_is_read_as_hydra_does(run, tmp_path):
+    done, server, trainer = run("train_model.lora.enabled=True", "train_model.fp32_head=TRUE",
+                                "hydra.run.dir=/scratch/runs/${now:%H}/a", "optimizer.lr=1e-4")
+    assert done.returncode == 0, done.stderr
+    assert "--fp32-head --enable-lora --adapter-root /scratch/runs/ GPU" in server
+    assert "inference_model.weight_sync=lora" in trainer
+    _, server, _ = run("hydra.run.dir=/scratch/runs/a")  # where the server has no adapters
+    assert "--adapter-root" not in server
+
+
 def test_what_the_head_calls_a_default_is_one(run):
     head = dict(re.findall(r"^#     ([A-Z_]+) +([^\s:;]+)", LOCAL.read_text(), re.MULTILINE))
     assert head["VLLM_MODEL"] == "Qwen/Qwen2.5-1.5B-Instruct" and len(head) == 10
@@ -182,10 +202,10 @@ STAND_INS = {
 while [[ $1 == -* ]]; do [[ $1 == -w ]] && shift; shift; done
 [[ $1 == hostname ]] && exec "$@"
 exit 0''',
-    # Asked for Ray's nodes, it says that both are there when all steps have begun.
+    # Asked for Ray's nodes, it says that all are there when all steps have begun.
     "python": '''[[ $1 != -c ]] && exec echo "trainer $*"
 [[ $2 == *secrets* ]] && exec echo a-token
-[[ $(grep -c "^srun cpus" "$LOG_DIR/srun.log") == 3 ]] && echo 2'''}
+[[ $(grep -c "^srun cpus" "$LOG_DIR/srun.log") == 3 ]] && echo "$SLURM_NNODES"'''}
 
 
 @pytest.fixture
@@ -223,9 +243,10 @@ def test_several_nodes_join_at_the_heads_address_with_all_cpus_of_a_task(
 
 
 @pytest.mark.parametrize("given, keys", [
-    ({}, []), ({"VLLM_MEM_UTIL": "0.8", "VLLM_MAX_LEN": "512", "MAXENT": "1"}, [
+    ({}, []), ({"VLLM_MEM_UTIL": "0.8", "VLLM_MAX_LEN": "512", "VLLM_TIMEOUT": "70",
+                "MAXENT": "1"}, [
         "inference_model.gpu_memory_utilization=0.8", "inference_model.max_model_len=512",
-        "preset=maxent_listwise"])])
+        "ray.start_timeout=70", "preset=maxent_listwise"])])
 def test_variables_are_keys_of_the_engines_where_they_are_set(submit, given, keys):
     done = submit("train.seed=3", VLLM_TP_SIZE="2", **given)
     assert done.returncode == 0, done.stderr
@@ -233,9 +254,43 @@ def test_variables_are_keys_of_the_engines_where_they_are_set(submit, given, key
         "inference_model.tensor_parallel_size=2", *keys, "train.seed=3"]
 
 
-def test_several_nodes_refuse_what_one_does(submit):
-    done = submit(MAXENT="true")
-    assert done.returncode == 2 and "MAXENT=true must be 0 or 1" in done.stderr
+@pytest.mark.parametrize("given, train, generate", [
+    ((), 8, 6), (("train_model.num_devices=2",), 2, 6),
+    (("inference_model.num_devices=3",), 8, 3),
+    (("train_model.devices=[0,1]", "inference_model.num_devices=3"), None, 3),
+    (("train_model.compile=true", "inference_model.num_devices=3"), 8, 3),
+    (("inference_model.temperature=0.7", "train_model.num_devices=4"), 4, 6),
+    (("train.kl_to_ref_coeff=0.1", "ref_model.num_devices=2"), 8, 6),
+    (("train.kl_to_ref_coeff=0.1", "ref_model.num_devices=3"), 8, 3)])
+def test_all_gpus_of_the_first_node_train_and_those_of_the_others_generate(
+        submit, given, train, generate):
+    """Of eight two are left over, where an engine takes three."""
+    done = submit("--config-name", "grpo_async_gsm8k", *given, SLURM_GPUS_ON_NODE="8",
+                  VLLM_TP_SIZE="3")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split("trainer ")[1].split()
+    config = composed_like(words[1:], script=words[0])
+    assert config.train_model.num_devices == train
+    assert config.inference_model.num_devices == generate
+
+
+def test_an_engine_is_on_one_node(submit):
+    """Sixteen GPUs on the nodes that generate have room for five engines of three, but two a node
+    are left over."""
+    done = submit("--config-name", "grpo_async_gsm8k", SLURM_GPUS_ON_NODE="8", VLLM_TP_SIZE="3",
+                  SLURM_NNODES="3")
+    assert done.returncode == 0, done.stderr
+    assert "inference_model.num_devices=12" in done.stdout
+
+
+@pytest.mark.parametrize("name, value, said", [
+    ("MAXENT", "true", "must be 0 or 1"), ("VLLM_TP_SIZE", "0", "must be a whole number above 0"),
+    ("VLLM_TP_SIZE", "two", "must be a whole number above 0"),
+    ("VLLM_MAX_LEN", "2k", "must be a whole number above 0"),
+    ("VLLM_TIMEOUT", "-1", "must be a whole number above 0")])
+def test_several_nodes_refuse_what_one_does(submit, name, value, said):
+    done = submit(**{name: value})
+    assert done.returncode == 2 and f"{name}={value} {said}" in done.stderr
 
 
 def shown(name: str) -> list[str]:

@@ -54,6 +54,18 @@ def test_a_message_that_nobody_says_is_found_out():
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_variables_of_vllm_on_pages_are_read_by_it_or_by_the_library():
+    read = (Path(find_spec("vllm").submodule_search_locations[0]) / "envs.py").read_text()
+    read += "".join(path.read_text() for folder in ("grpo", "examples", "tools", "benchmarks")
+                    for path in sorted((REPO / folder).rglob("*.*")) if path.suffix in (
+                        ".py", ".sh", ".sbatch"))
+    pages = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+    named = {name for page in pages for name in re.findall(r"\bVLLM_[A-Z_]+", page.read_text())}
+    assert len(named) > 5
+    assert [name for name in sorted(named) if not re.search(rf"\b{name}\b", read)] == []
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_messages_of_vllm_are_in_its_source():
     folder = Path(find_spec("vllm").submodule_search_locations[0]) / "v1"
     sources = texts(*(folder / name for name in (

@@ -7,8 +7,9 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
+
+from grpo.system.processes import Running, all_running
 
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 
@@ -20,60 +21,34 @@ class Process(NamedTuple):
     started: int
 
 
-Table = Mapping[int, tuple[int, int]]
-"""Number of each running process -> number of its parent, start time."""
-
-
 def adopt_orphans() -> None:
     """Make this process the parent of all descendants whose own parent has ended, so that none of
     them is lost from sight. It lasts as long as this process."""
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def processes() -> Table:
-    """All running processes; those that have ended and wait for their parent are left out."""
-    table = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            # The command's name, in parentheses, may itself hold spaces and parentheses.
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if fields[0] not in "ZX":
-                table[int(folder.name)] = int(fields[1]), int(fields[19])
-    return table
-
-
-def descendants(known: set[Process], table: Table) -> set[Process]:
+def descendants(known: set[Process], table: Mapping[int, Running]) -> set[Process]:
     """Those of ``known`` that still run, and their descendants.
 
     Called now and then with its own last answer, it keeps those in sight whose parent has ended.
     """
     children: dict[int, list[int]] = {}
-    for pid, (parent, _) in table.items():
-        children.setdefault(parent, []).append(pid)
+    for pid, process in table.items():
+        children.setdefault(process.parent, []).append(pid)
     found, new = set(), [process for process in known
-                         if process.pid in table and table[process.pid][1] == process.started]
+                         if process.pid in table and table[process.pid].started == process.started]
     while new:
         process = new.pop()
         if process not in found:
             found.add(process)
-            new += [Process(pid, table[pid][1]) for pid in children.get(process.pid, ())]
+            new += [Process(pid, table[pid].started) for pid in children.get(process.pid, ())]
     return found
 
 
 def kill(members: set[Process]) -> None:
     """End those that still are who they were."""
-    table = processes()
+    table = all_running()
     for process in members:
-        if process.pid in table and table[process.pid][1] == process.started:
+        if process.pid in table and table[process.pid].started == process.started:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-
-
-def command_line(process: Process) -> str:
-    """What it was started as, for messages."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        text = Path(f"/proc/{process.pid}/cmdline").read_text(errors="replace")
-        return text.replace("\0", " ").strip()[:120]
-    return "?"

@@ -66,14 +66,16 @@ NOT_OF_ATROPOS = ("env.task.num_test", "env.reward", "inference_model.max_tokens
 #: The same for a random model of real size. Nearly all its tokens stand for no character, so only
 #: a reward by length differs within a group.
 SMALLER_LARGE = (
-    "env.data_path=$WORK/problems", "env.num_envs=4", "env.repeats=4", "env.task.num_test=8",
+    "env.data_path=$WORK/problems", "env.num_envs=2", "env.repeats=4", "env.task.num_test=8",
     "env.reward=my_rewards:brevity", "inference_model.max_tokens=64",
-    "train.total_dialog_turns=64", "train.eval_frequency=0", "train.checkpoint_frequency=0")
+    "train.total_dialog_turns=32", "train.eval_frequency=0", "train.checkpoint_frequency=0")
 LARGE_ITERATIONS = 4
 
-#: GiB of a GPU that a run takes, with room: by model, and for adapters.
-GIB = {"embedded": 2.5, "0.5b": 16.5, "1.5b": 43.0}
+#: GiB of a GPU that a run takes, with room: by model, and for adapters. Two of the largest fit on a
+#: GPU of 80 GB.
+GIB = {"embedded": 2.5, "0.5b": 16.5, "1.5b": 36.0}
 GIB_ADAPTERS = {"embedded": 2.5, "0.5b": 11.0, "1.5b": 24.0}
+GIB_SERVED = 43.0  # of 1.5 B, with an engine in another process, whose KV cache is 4 GiB
 
 GSM8K = f"{SCRIPT} --config-name grpo_gsm8k model.name=$WORK/models"
 GSM8K_ASYNC = f"{ASYNC_SCRIPT} --config-name grpo_async_gsm8k model.name=$WORK/models"
@@ -260,8 +262,6 @@ def run_part(name: str, text: str) -> Part:
         + 100.0 * ("weight_sync=restart" in text),
         gpus=devices_of(text), gib=(GIB_ADAPTERS if "lora.enabled=true" in text else GIB)[model]
         * max(1, text.count(".devices=[") // devices_of(text)),  # roles that share a device
-        # Ray's own ports are taken anew by each that starts.
-        claims=frozenset({"ray"} if has_workers(text) else ()),
         after=() if model == "embedded" and "$WORK/models" not in script else (PREPARE,),
         read=read_run(iterations, runs=runs, says="held-out accuracy"),
         missing=_missing(text))
@@ -383,8 +383,8 @@ def atropos_part(name: str, text: str) -> Part:
     python = _atropos_python()
     return Part(
         name, f"export GRPO_ATROPOS_PYTHON={shlex.quote(str(python))}\n{text}", limit=300.0,
-        gib=GIB["1.5b" if large else "embedded"], after=(PREPARE,) if large else (), claims=claims,
-        read=read_run(5), missing=_without_atropos(python))
+        gib=GIB_SERVED if large else GIB["embedded"], after=(PREPARE,) if large else (),
+        claims=claims, read=read_run(5), missing=_without_atropos(python))
 
 
 # -- what no page has -----------------------------------------------------------------------------

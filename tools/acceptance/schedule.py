@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from acceptance.family import Process, command_line, descendants, kill, processes
+from acceptance.family import Process, descendants, kill
 
 from grpo.system.child_process import Child
+from grpo.system.processes import all_running, command_line
 
 GRACE = 8.0  # seconds between asking a part to end and ending it
 LINGER = 10.0  # seconds that processes of a part may outlive it
@@ -208,17 +209,17 @@ class Schedule:
                        "CUDA_VISIBLE_DEVICES": ",".join(self.gpus[gpu] for gpu in gpus)}
         child = Child(["bash", "-euo", "pipefail", "-c", part.script], cwd=folder,
                       log_path=folder / "log", env=environment)
-        table = processes()
+        table = all_running()
         self._running.append(_Running(
             part, child, gpus, folder, time.monotonic(),
-            {Process(child.pid, table[child.pid][1])} if child.pid in table else set()))
+            {Process(child.pid, table[child.pid].started)} if child.pid in table else set()))
         self.outcomes[part.name].status = "running"
         self.changed(self)
 
     # -- ending ---------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        table, now = processes(), time.monotonic()
+        table, now = all_running(), time.monotonic()
         for running in list(self._running):
             running.family = descendants(running.family, table)
             if running.ended is None and running.asked is None:
@@ -249,12 +250,12 @@ class Schedule:
 
     def _see_off(self, running: _Running, now: float) -> None:
         """What it started elsewhere may take a moment to notice; then it is ended, and a fault."""
-        left = descendants(running.family, processes())
+        left = descendants(running.family, all_running())
         if left and running.asked is None and now < running.ended + LINGER:
             return
         if left and running.why is None:
-            running.why = "failed", ("left processes behind: "
-                                     + "; ".join(map(command_line, sorted(left))))
+            named = [command_line(process.pid)[:120] for process in sorted(left)]
+            running.why = "failed", f"left processes behind: {'; '.join(named)}"
         kill(left)
         self._running.remove(running)
         for gpu in running.gpus:
