@@ -35,9 +35,6 @@ class AsyncTrainConfig(TrainConfig):
     oversample: Annotated[float, _EXTRA] = Field(0.0, ge=0)
     """Share of groups started beyond those a batch needs, so that it need not wait for the slowest
     ones. The prompts of those are sampled anew, which favours short completions."""
-    rollout_timeout: float = Field(1800.0, gt=0)
-    """Seconds without a finished group after which the run ends, resumable. An update of the
-    weights at a group's border waits for groups as long, too."""
 
 
 class RayConfig(Section):
@@ -46,7 +43,7 @@ class RayConfig(Section):
     address: str | None = None
     """Of a running cluster, or ``auto``; null: Ray is started on this machine, for this run."""
     max_restarts: int = Field(3, ge=0)
-    """How often, in all, a worker that died is replaced."""
+    """How often, in all, rollout workers that died are replaced, and as often reference workers."""
     start_timeout: float = Field(900.0, gt=0)
     """Seconds until a worker must have started; one that takes a dead one's place is waited for
     only where there is no other."""

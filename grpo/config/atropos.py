@@ -78,7 +78,7 @@ class AtroposConfig(Config):
         if self.turns_per_batch % self.rows_per_optimizer_step:
             raise ValueError(f"train.optim_batch_size={self.rows_per_optimizer_step} must divide "
                              f"the {self.turns_per_batch} sequences of a step")
-        if self.train.is_maxent:
+        if self.train.compares_rows:
             raise ValueError(f"train.objective={self.train.objective!r} compares the rows of "
                              "groups of one size, which environments do not promise; use another")
         return self

@@ -78,11 +78,12 @@ def as_atropos(
         "url": url, "vllm_port": port, "forward_ports": config.env.forward_ports,
         "steps": config.iterations, "batch_size": config.turns_per_batch,
         "seq_len": config.inference_model.max_model_len or _ROW,
+        "timeout": train["rollout_timeout"],
         "save_path": str(run_dir), "log_dir": str(run_dir / "logs"),
         # Groups do not say what version sampled them; who answers in this process knows it.
         "bridge": config.engine != "server"}
     if asynchronous:
-        own |= {"timeout": train["rollout_timeout"], "max_staleness": train["staleness"]}
+        own["max_staleness"] = train["staleness"]
     else:
         train["staleness"] = 0
     values |= {"atropos": own, "workers": config.has_workers}

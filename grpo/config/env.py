@@ -95,7 +95,8 @@ class EnvConfig(Section):
     """In which functions are called that may not come back; 0: in threads of the run, but for those
     that need one; null: as many as ``reward_workers``, where these are several."""
     reward_memory: float | None = Field(4.0, gt=0)
-    """GiB that such a process may take besides what it begins with; null: what there is."""
+    """GiB that such a process may take besides what it begins with; null: what there is. Refused
+    where no reward is called in one."""
     max_reward_errors: float = Field(0.5, ge=0, le=1)
     """Greatest share of a batch for which reward functions may fail or be late; above it the run
     ends and says why. Failed rows below it leave the advantage and the loss."""

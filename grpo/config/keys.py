@@ -10,7 +10,14 @@ from grpo.config.aliases import replaced_key
 
 #: ``env.dataset`` of runs whose groups come from Atropos environments.
 ATROPOS = "atropos"
+#: Keys whose value may be a table; ``env.task`` is none, because its options are merged.
+TABLES = {"env.name", "env.dataset_mixture", "env.reward", "env.reward_options", "eval.benchmarks",
+          "train.mismatch", "train.objective_options"}
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu"]
+
+
+#: Keys of ``train`` that :class:`~grpo.config.asynchronous.AsyncConfig` adds.
+ASYNC_KEYS = ("staleness", "update_at", "group_deadline", "oversample")
 
 
 class ConfigError(ValueError):
@@ -35,6 +42,8 @@ def unknown_key(
         return instead
     known = list(known)
     section, _, name = path.rpartition(".")
+    if path == "ray" or (section == "train" and name in ASYNC_KEYS):
+        return f"{path}: unknown key (given {value!r}); start grpo-async.py, which has it"
     same_name = [other for other in elsewhere if other.rpartition(".")[2] == name]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7) or same_name
     hint = f"did you mean {close[0]!r}?" if close else (

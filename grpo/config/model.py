@@ -41,7 +41,9 @@ _AT_URL = Unread(lambda c: c.inference_model.url is None, "because inference_mod
 _STOCK = Unread(lambda c: not c.inference_model.is_stock, "by a server of this library, which has "
                 "all of a batch in one call; for others say inference_model.server=vllm or sglang, "
                 "or")
-_SEPARATE = Unread(lambda c: c.train_model.lora.enabled and c.ref_model.name is None,
+# Without a reference the devices stay idle, which a line says: grpo.run.placement.unused_reference.
+_SEPARATE = Unread(lambda c: (c.needs_reference and c.train_model.lora.enabled
+                              and c.ref_model.name is None),
                    "because with train_model.lora.enabled=true the reference is the trainer's own "
                    "model without its adapters; name another model as ref_model.name, or")
 _REFERENCE = Unread(lambda c: not c.needs_reference, "because train.kl_to_ref_coeff and "
@@ -199,6 +201,15 @@ class InferenceModelConfig(RoleDevices):
     ``grpo-async.py`` those of one engine."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Devices of one engine; there are ``num_devices / tensor_parallel_size`` engines."""
+
+    @model_validator(mode="after")
+    def _one_size_of_the_cache(self) -> InferenceModelConfig:
+        share, size = self.gpu_memory_utilization, self.kv_cache_memory_bytes
+        if share is not None and size is not None:
+            raise ValueError(f"inference_model.gpu_memory_utilization={share:g} and inference_model"
+                             f".kv_cache_memory_bytes={size} both size the KV cache; give one, "
+                             "and leave the other null")
+        return self
 
     @property
     def on_this_host(self) -> bool:

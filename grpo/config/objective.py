@@ -83,7 +83,12 @@ class ObjectiveConfig(Section):
 
     @property
     def is_maxent(self) -> bool:
-        return self.objective.startswith("maxent_")
+        """Whether the objective reads the weights of the section ``maxent``."""
+        return get_objective(self.objective).reads_listwise_weight
+
+    @property
+    def compares_rows(self) -> bool:
+        return get_objective(self.objective).scope == "group"
 
     @property
     def kl_in_loss_coeff(self) -> float | None:
@@ -105,7 +110,7 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _terms_are_valid(self) -> ObjectiveConfig:
-        if self.is_maxent and self.entropy_top_fraction is not None:
+        if self.compares_rows and self.entropy_top_fraction is not None:
             raise ValueError(f"train.entropy_top_fraction={self.entropy_top_fraction} chooses "
                              f"single tokens, but train.objective={self.objective!r} has one term "
                              "a sequence; remove it")
@@ -137,7 +142,7 @@ class ObjectiveConfig(Section):
         if buffer is not None and buffer > 1 and buffer != int(buffer):
             raise ValueError(f"train.overlong_buffer={buffer} must be a whole number of tokens, or "
                              "a share below 1")
-        if self.is_maxent and self.aggregation != "prompt":
+        if self.compares_rows and self.aggregation != "prompt":
             raise ValueError(f"train.objective={self.objective!r} is a loss of whole groups; "
                              "set train.aggregation=prompt")
         estimator = self.advantage_estimator or "group_norm"
@@ -145,6 +150,12 @@ class ObjectiveConfig(Section):
             check_estimator(estimator)
         with _named("train.advantage_eps"):
             check_estimator(estimator, self.advantage_eps)
+        taken_off = {"overlong_buffer": buffer, "kl_in_reward": self.kl_in_reward or None}
+        for name, value in taken_off.items():
+            if estimator == "maxrl" and value is not None:
+                raise ValueError(f"train.{name}={str(value).lower()} makes rewards of 0 negative, "
+                                 "and train.advantage_estimator=maxrl divides by their mean; "
+                                 "remove it, or use another estimator")
         return self
 
 

@@ -22,7 +22,7 @@ from grpo.config.unread import Unread, only_with, refuse_unread, typed
 _SERVERS = {"vllm_server": "vllm", "sglang_server": "sglang", "grpo_server": "own"}
 _NEUTRAL = {"top_p": (1.0,), "top_k": (-1, 0), "repetition_penalty": (1.0,)}
 _AGGREGATION = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "dr_grpo"}
-_DAPO_CLIP, _HORIZON = (0.2, 0.28), 10.0
+_DAPO_CLIP, _HORIZON, _ITERATIONS = (0.2, 0.28), 10.0, 10
 
 _SERVED = Unread(lambda c: c.generation.backend not in _SERVERS, "by generation.backend="
                  "{generation.backend}; use a server, or")
@@ -157,7 +157,8 @@ class OfflineLogging(Section):
 class OfflineConfig(Section):
     """A run of the offline trainer."""
 
-    iterations: int = Field(10, ge=1)
+    iterations: int | None = Field(None, ge=1)
+    """Rounds of generating, training and publishing; null: ``train.iterations``, or 10."""
     seed: int = Field(42, ge=0, lt=2**32)
     resume: str | None = None
     model: OfflineModel = Field(default_factory=OfflineModel)
@@ -177,8 +178,8 @@ class OfflineConfig(Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> OfflineConfig:
-        if self.train.iterations is not None and self.iterations not in (
-                self.train.iterations, type(self).model_fields["iterations"].default):
+        given = {self.iterations, self.train.iterations} - {None}
+        if len(given) > 1:
             raise ValueError(f"iterations={self.iterations} and train.iterations="
                              f"{self.train.iterations} are the same setting; give one")
         return self
@@ -274,7 +275,8 @@ def _values(offline: OfflineConfig) -> dict[str, Any]:
                 "repeats": data.rollouts_per_problem, **_problems(offline)},
         "train": {
             "exp_name": f"offline_{data.dataset}", "seed": offline.seed,
-            "max_steps": train.iterations or offline.iterations, "optim_batch_size": rows,
+            "max_steps": train.iterations or offline.iterations or _ITERATIONS,
+            "optim_batch_size": rows,
             "gradient_accumulation_steps": -(-rows // train.batch_size),
             "kl_to_ref_coeff": train.kl_coef or None,
             "entropy_coeff": train.entropy_coef or None,

@@ -12,6 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from grpo.config.keys import TABLES
+
 
 def describe_preset(name: str, values: DictConfig, *, config_folder: Path) -> str:
     """One line: the keys a preset sets, with the value in use where another was given.
@@ -35,9 +37,16 @@ train.advantage_estimator=rloo
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values by their dotted path."""
+    """Values by their dotted path; one that is a table itself stays whole.
+
+    Examples:
+        >>> dict(leaves({"train": {"seed": 3, "mismatch": {"tis": 2.0}}}))
+        {'train.seed': 3, 'train.mismatch': {'tis': 2.0}}
+    """
     for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and (value or not prefix and "." not in path) and not (
+                path in TABLES or path.startswith("env.task.")):
+            yield from leaves(value, f"{path}.")
         else:
-            yield f"{prefix}{key}", value
+            yield path, value

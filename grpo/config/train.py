@@ -7,8 +7,11 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from grpo.config.objective import ObjectiveConfig
-from grpo.config.unread import only_with
+from grpo.config.unread import Unread, only_with
 
+_NOBODY = Unread(lambda c: not (c.has_workers or c.env.is_atropos or c.engine == "server"),
+                 "because this process drives the engine and waits for nobody; use "
+                 "inference_model.engine=server, or inference_model.num_devices, or")
 _UNITS = ("max_steps", "data_epochs", "total_dialog_turns")
 
 
@@ -51,6 +54,10 @@ class TrainConfig(ObjectiveConfig):
     """Updates within which every tensor of the engine is compared with the trainer's, to the bit: a
     part of them after each, all after the first three, at evaluations and at checkpoints. 1: all
     after each update; it cannot be switched off."""
+    rollout_timeout: Annotated[float, _NOBODY] = Field(1800.0, gt=0)
+    """Seconds without a finished group after which the run ends, resumable; those that an engine
+    server may take for a batch, and any engine elsewhere for the batch of an evaluation. An update
+    of the weights at a group's border waits for groups as long, too."""
 
     @model_validator(mode="after")
     def _one_way_to_split(self) -> TrainConfig:

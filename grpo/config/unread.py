@@ -76,6 +76,19 @@ TRANSFORMERS = (
            "each; raise inference_model.num_devices, and", "inference_model.tensor_parallel_size"),
 )
 
+#: Where vLLM generates, and nothing is trained beside it.
+VLLM_ALONE = (
+    Unread(lambda c: True, "by vLLM, which chooses its own kernels; use "
+           "inference_model.backend=transformers, or", "train_model.attn_implementation"),
+)
+
+
+#: Where no reward function is called in another process.
+REWARDS_HERE = (
+    Unread(lambda c: True, "because no reward of this run is called in another process "
+           "(env.reward_processes={env.reward_processes});", "env.reward_memory"),
+)
+
 
 def refuse_unread(config: BaseModel, table: tuple[Unread, ...]) -> None:
     """Refuse the first key that is set and not read by the ``table``, its section or itself.

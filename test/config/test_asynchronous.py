@@ -12,10 +12,13 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from grpo.config.asynchronous import AsyncConfig
+from grpo.config.asynchronous import AsyncConfig, AsyncTrainConfig
+from grpo.config.keys import ASYNC_KEYS
 from grpo.config.schema import ConfigError, load_config
+from grpo.config.train import TrainConfig
 from grpo.report.starting import Starting
 from grpo.run import build_async
+from grpo.run.cli.names import key_error
 from grpo.run.placement import DevicePlan
 from grpo.weights import factory
 from grpo.weights.fleet import FleetLoRA
@@ -251,3 +254,14 @@ def test_workers_get_whole_paths_because_they_run_in_another_folder(model, sent,
     build_async.build_reference_pool(config, places, model, torch.float32, ExitStack())
     build, path = remote.return_value.options.return_value.remote.call_args.args
     assert (build.args[0]["env"]["data_path"], build.args[1]) == expected == (expected[0], path)
+
+
+def test_a_key_that_this_script_alone_has_is_answered_with_its_name():
+    own = AsyncTrainConfig.model_fields.keys() - TrainConfig.model_fields.keys()
+    assert own == set(ASYNC_KEYS)
+    for path in [*(f"train.{key}" for key in sorted(own)), "ray.address"]:
+        assert "start grpo-async.py" in key_error(path, 1, composed("grpo"), adds=False)
+        assert key_error(path, 1, composed("grpo_async"), adds=False) is None
+        section, key = path.split(".")
+        with pytest.raises(ConfigError, match=f"{section}.*start grpo-async.py"):
+            load_config({section: {key: 1}})

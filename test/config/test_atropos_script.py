@@ -85,6 +85,12 @@ def test_who_answers_and_how_old_groups_may_be(
     assert load_sent(config.model_dump(mode="json")) == config
 
 
+@pytest.mark.parametrize("script", ["grpo.py", "grpo-async.py"])
+def test_groups_are_waited_for_as_long_as_the_scripts_say(tmp_path, script):
+    assert made(tmp_path, script=script).atropos.timeout == 1800
+    assert made(tmp_path, "train.rollout_timeout=9", script=script).atropos.timeout == 9
+
+
 def test_a_batch_is_divided_into_whole_optimizer_steps(tmp_path):
     with pytest.raises(ConfigError, match="train.optim_batch_size=5 must divide"):
         made(tmp_path, "env.num_envs=3", "env.repeats=4", "train.optim_batch_size=5")

@@ -14,6 +14,7 @@ from grpo.config.offline import (
 )
 from grpo.config.schema import Config, ConfigError, load_config
 from grpo.config.unread import value_at
+from grpo.run.cli.offline import with_one_length
 
 from ..keys.watching import keys_of
 from .configs import FOLDER, composed
@@ -123,6 +124,17 @@ def test_the_recipe_without_a_server_is_valid_and_has_comments_for_every_key():
     assert config.inference_model.backend == "transformers" and config.device == "cpu"
     assert set(OmegaConf.load(FOLDER / "offline_grpo.yaml")) - {"defaults", "hydra"} == set(
         OfflineConfig.model_fields)
+
+
+@pytest.mark.parametrize("typed", ["iterations", "train.iterations"])
+@pytest.mark.parametrize("recipe", ["offline_smoke", "offline_grpo"])
+def test_a_length_is_typed_by_either_name_whatever_the_recipe_says(recipe, typed):
+    cfg = composed(recipe, f"{typed}=5")
+    assert translate(load_config(with_one_length(cfg, [f"{typed}=5"]), OfflineConfig)
+                     ).iterations == 5
+    both = ["iterations=10", "train.iterations=5"]
+    with pytest.raises(ConfigError, match="iterations=10 and train.iterations=5 .*give one"):
+        load_config(with_one_length(composed(recipe, *both), both), OfflineConfig)
 
 
 @pytest.mark.parametrize("key, value", [

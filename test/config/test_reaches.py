@@ -309,6 +309,7 @@ def test_every_key_of_these_sections_is_covered():
     # tested where they are.
     elsewhere = {"train.exp_name", "train.dialog_turns_per_batch", "train.eval_frequency",
                  "train.checkpoint_frequency", "train.keep_checkpoints", "train.proof_interval",
+                 "train.rollout_timeout",
                  "train.max_sampling_rounds", "inference_model.backend", "inference_model.engine",
                  "inference_model.url", "inference_model.weight_sync", "train_model.num_devices",
                  "inference_model.server", "inference_model.connections",

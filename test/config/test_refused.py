@@ -16,6 +16,8 @@ REFUSED = {
         "model.warm_start_steps=5 ... model.name=embedded ... remove it",
     "model.name=some/model model.warm_start_noise=0.5":
         "model.warm_start_noise=0.5 ... model.name=embedded ... remove it",
+    "inference_model.gpu_memory_utilization=0.5 inference_model.kv_cache_memory_bytes=1000":
+        "gpu_memory_utilization=0.5 and ... kv_cache_memory_bytes=1000 both ... give one",
     "train.gradient_accumulation_steps=2 train.max_tokens_per_micro_batch=64":
         "train.gradient_accumulation_steps ... train.max_tokens_per_micro_batch ... to null",
     "optimizer.final_lr_fraction=0.1":
@@ -30,6 +32,8 @@ REFUSED = {
         "train_model.head_chunk_size=64 ... train_model.head=logits ... set head=auto",
     "train.proof_interval=2 inference_model.engine=server inference_model.weight_sync=restart":
         "train.proof_interval=2 ... inference_model.weight_sync=restart ... remove it",
+    "train.rollout_timeout=9":
+        "train.rollout_timeout=9.0 ... inference_model.engine=server ... num_devices, or remove it",
     "train.dialog_turns_per_batch=6":
         "train.dialog_turns_per_batch=6 ... multiple of env.num_envs * env.repeats = 4",
     "train.optim_batch_size=3": "train.optim_batch_size=3 ... must divide the 4",
@@ -66,6 +70,10 @@ REFUSED = {
     "train.kl_in_reward=true":
         "train.kl_in_reward=true ... train.advantage_estimator=global_norm ... 'gspo' ... "
         "gspo_token",
+    "train.advantage_estimator=maxrl train.overlong_buffer=2":
+        "train.overlong_buffer=2.0 ... train.advantage_estimator=maxrl ... another estimator",
+    "train.advantage_estimator=maxrl train.kl_to_ref_coeff=0.1 train.kl_in_reward=true":
+        "train.kl_in_reward=true ... train.advantage_estimator=maxrl ... another estimator",
     "train.overlong_buffer=1.5": "train.overlong_buffer=1.5 ... whole number of tokens ... below 1",
     "train.overlong_buffer=3": "train.overlong_buffer=3 ... below inference_model.max_tokens=3",
     "train.overlong_factor=2.0":

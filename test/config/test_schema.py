@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from omegaconf import OmegaConf
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, ConfigError, load_config
 from grpo.envs.tasks import make_task
-from grpo.run import build
+from grpo.objectives import registry
+from grpo.run import build, build_objective
 
 from .configs import FOLDER, MAXENT, SECTIONS, composed, message, small
 
@@ -205,6 +207,23 @@ def test_an_unknown_reward_is_refused_before_an_engine_starts():
         build.check(config, build.build_task(config), device=torch.device("cpu"), backend="vllm")
 
 
+@pytest.mark.parametrize(("env", "apart"), [
+    ({"reward": "accuracy"}, True), ({"reward": "exact_match"}, False),
+    ({"reward": "exact_match", "reward_processes": 0}, False),
+    ({"reward": ["exact_match", "accuracy"], "reward_processes": 0}, True)])
+def test_memory_of_processes_is_refused_where_no_reward_is_called_in_one(env, apart):
+    config = load_config(small(env={**env, "reward_memory": 8.0}))
+    check = partial(build.check, device=torch.device("cpu"), backend="transformers")
+    if apart:
+        return check(config, build.build_task(config))
+    processes = env.get("reward_processes", "null")
+    with pytest.raises(ConfigError, match=r"env.reward_memory=8.0 is not read because no reward .*"
+                                          rf"\(env.reward_processes={processes}\); remove it"):
+        check(config, build.build_task(config))
+    config = config.changed(env={"reward_memory": 4.0})
+    check(config, build.build_task(config))  # which was not asked for
+
+
 def test_a_gpu_that_is_not_there_is_named_with_the_fix():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -367,3 +386,13 @@ def test_what_needs_a_reference():
     assert needed(train={"kl_to_ref_coeff": 0.0})
     assert needed(train={"kl_to_ref_coeff": 0.1, "kl_in_reward": True})
     assert needed(**MAXENT, maxent={"beta": 0.1})
+
+
+def test_an_own_objective_of_whole_groups_is_given_advantages(monkeypatch):
+    monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
+    registry.register_surrogate("mine", scope="group")(lambda tokens: -tokens.advantage_N)
+    train = {"objective": "mine", "aggregation": "prompt", "advantage_estimator": "rloo"}
+    advantage = build_objective.build_advantage(load_config(small(train=train)))
+    assert advantage.estimator == "rloo"
+    assert "train.aggregation=prompt" in message(small(train={**train, "aggregation": "token"}))
+    assert "maxent.tau" in message(small(train=train, maxent={"tau": 0.5}))

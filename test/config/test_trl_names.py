@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 from pathlib import Path
 
@@ -102,9 +104,28 @@ def test_what_has_no_effect_is_named(name):
 
 @pytest.mark.parametrize("name", [name for name, one in FIELDS.items() if one.rule == "same"])
 def test_another_name_of_a_key_sets_it_and_says_so(name):
-    done = translate({name: 0.5})
-    assert done.keys[FIELDS[name].to[0]] == 0.5
-    assert done.said[0].startswith(f"{name} is now called {FIELDS[name].to[0]}; using 0.5")
+    done = translate({name: 2})
+    assert done.keys[FIELDS[name].to[0]] == 2
+    assert done.said[0].startswith(f"{name} is now called {FIELDS[name].to[0]}; using 2")
+
+
+@pytest.mark.parametrize("beside", [{}, {"lr_scheduler_type": "cosine_with_min_lr", "beta": 0.1,
+                                         "learning_rate": 1e-5, "vllm_mode": "server"}])
+def test_a_value_of_another_kind_is_named_for_every_name(beside):
+    for name, value in itertools.product(FIELDS, (
+            "a", 3, -2, 0.5, math.nan, True, [1], ["a"], [{"a": 1}], {"a": 1}, [], {})):
+        for whole in (False, True):
+            with contextlib.suppress(ConfigError):  # no other error
+                translate(beside | {name: value}, whole=whole)
+
+
+@pytest.mark.parametrize("name, value, kind", [
+    ("reward_funcs", 3, "a text, or a list of them"), ("datasets", "a", r"a list of .*path: org"),
+    ("lr_scheduler_kwargs", "cosine", r"a table, such as \{min_lr_rate: 0.1\}"),
+    ("epsilon_high", "wide", "a number"), ("num_processes", "all", "a whole number above 0")])
+def test_a_value_of_another_kind_is_refused(name, value, kind):
+    with pytest.raises(ConfigError, match=f"{name}={value}: expected {kind}"):
+        translate({name: value})
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest():
@@ -126,6 +147,16 @@ MEANS = [
     ("generation_batch_size=64 num_generations=4",
      {"env.num_envs": 16, "env.repeats": 4, "train.optim_batch_size": 8}),
     ("num_iterations=2 max_steps=5", {"train.epochs": 2, "train.max_steps": 3}),
+    ("max_steps=200 train.epochs=4", {"train.epochs": 4, "train.max_steps": 50}),
+    ("max_steps=200 eval_steps=20 save_steps=40 train.optim_batch_size=64 env.num_envs=8 "
+     "env.repeats=16", {"train.max_steps": 100, "train.eval_frequency": 10,
+                        "train.checkpoint_frequency": 20}),
+    ("max_steps=200 train.optim_batch_size=64 train.dialog_turns_per_batch=1024 env.num_envs=8 "
+     "num_generations=16", {"train.max_steps": 13}),
+    ("--config gsm8k_grpo.yaml max_steps=200 train.epochs=2 train.optim_batch_size=128 "
+     "env.num_envs=64 num_generations=8", {"train.max_steps": 25, "train.proximal": "scored"}),
+    ("--config gsm8k_grpo.yaml max_steps=200 train.optim_batch_size=null num_iterations=4 "
+     "per_device_train_batch_size=8 steps_per_generation=4", {"train.max_steps": 50}),
     ("num_generations=4", {"env.repeats": 4}), ("num_train_epochs=2", {"train.data_epochs": 2.0}),
     ("max_steps=-1 num_train_epochs=2", {"train.data_epochs": 2.0, "train.max_steps": None}),
     ("eval_steps=20 save_steps=40 per_device_train_batch_size=8 steps_per_generation=2",
@@ -148,6 +179,10 @@ MEANS = [
      {"optimizer.schedule": "cosine", "optimizer.warmup_steps": 0.1}),
     ("learning_rate=1e-5 lr_scheduler_type=cosine_with_min_lr lr_scheduler_kwargs={min_lr:1e-6}",
      {"optimizer.final_lr_fraction": pytest.approx(0.1)}),
+    ("optimizer.lr=1e-5 lr_scheduler_type=cosine_with_min_lr lr_scheduler_kwargs={min_lr:1e-6}",
+     {"optimizer.lr": 1e-5, "optimizer.final_lr_fraction": pytest.approx(0.1)}),
+    ("--config gsm8k_grpo.yaml optimizer.lr=1e-5 lr_scheduler_type=cosine_with_min_lr "
+     "lr_scheduler_kwargs={min_lr:1e-7}", {"optimizer.final_lr_fraction": pytest.approx(0.01)}),
     ("optim=adamw_bnb_8bit adam_beta2=0.99 max_grad_norm=0",
      {"optimizer.name": "adamw_8bit", "optimizer.betas": (0.9, 0.99),
       "optimizer.clip_grad_norm": None}),
@@ -207,6 +242,17 @@ def test_names_mean_these_keys(line, keys):
     ("steps_per_generation=2 generation_batch_size=8", "give one"),
     ("save_steps=0.2", "a share of the run"),
     ("lr_scheduler_type=polynomial", "known are"), ("optim=sgd", "known are"),
+    ("lr_scheduler_type=cosine_with_min_lr lr_scheduler_kwargs={min_lr:1e-6}",
+     r"\{min_lr: 1e-06\}: it is a share .*give learning_rate, too, or write min_lr_rate"),
+    ("-m learning_rate=1e-4,1e-5 lr_scheduler_type=cosine_with_min_lr "
+     "lr_scheduler_kwargs={min_lr:1e-6}", "several values in this sweep; write min_lr_rate"),
+    ("lr_scheduler_type=cosine_with_min_lr lr_scheduler_kwargs={min_lr:low} optimizer.lr=1e-5",
+     "min_lr: low.*expected numbers"),
+    ("max_steps=200 train.optim_batch_size=64", "max_steps=200: it counts optimizer steps, .*with "
+     "train.optim_batch_size=64 depends on env.num_envs and env.repeats; give both, or write "
+     "train.max_steps, in iterations"),
+    ("-m save_steps=200 train.epochs=1,2", "each run of this sweep of train.epochs; write "
+     "train.checkpoint_frequency, in iterations"),
     ("per_device_train_batch_size=auto", "expected a whole number above 0"),
     ("num_generations=0", "expected a whole number above 0"), ("use_vllm=1", "true or false"),
     ("epsilon=low", "epsilon=low: expected a number"),
@@ -231,6 +277,14 @@ def test_names_mean_these_keys(line, keys):
 def test_what_cannot_be_translated_says_what_to_write(line, message):
     with pytest.raises(ConfigError, match=message):
         with_trl_names(line.split(" "))
+
+
+def test_keys_beside_a_whole_configuration_count_in_a_batch():
+    keys = translate({"max_steps": 200}, {"train.epochs": 4}, whole=True).keys
+    assert keys["train.max_steps"] == 50 and keys["train.proximal"] == "scored"
+    # TRL's defaults of what is not given need not be refused where a sweep leaves them open.
+    assert translate({}, whole=True, swept={"train.epochs"}).keys["train.checkpoint_frequency"] == (
+        500)
 
 
 # -- recipe files ----------------------------------------------------------------------------------
@@ -299,10 +353,13 @@ def test_no_is_a_strategy_in_a_file(tmp_path):
     assert config.train.eval_frequency == config.train.checkpoint_frequency == 0
 
 
-def test_a_file_that_is_no_table_is_refused(tmp_path):
+@pytest.mark.parametrize("text, message", [
+    (b"- a\n", "expected a table"), (b"a: [b\n", "cannot be read as YAML.*expected ','"),
+    (b"a: \xff\n", "cannot be read as YAML")])
+def test_a_file_that_is_no_table_is_refused(tmp_path, text, message):
     path = tmp_path / "recipe.yaml"
-    path.write_text("- a\n")
-    with pytest.raises(ConfigError, match="expected a table"):
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=f"(?s)--config .*recipe.yaml: .*{message}"):
         read_recipe(str(path))
 
 

@@ -191,6 +191,7 @@ def _server(seen: Observation, setup: Any, server: Any) -> Any:
             **server.options, "port": server.port, "log": str(server.log_path), **server.env}
         seen.note("server", options)
     seen.note("weights", (url, setup.config.weight_sync))
+    seen.note("a batch", setup.config.train.rollout_timeout)
     if setup.config.inference_model.is_stock:
         seen.note("requests", setup.config.inference_model.connections)
     actor = build_engine._one_module(setup)

@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo.config.keys import ConfigError
+from grpo.config.trl_names.kinds import COUNT
 from grpo.config.trl_names.values import Values
 
 _SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
           "generation_batch_size")
 _EVALUATES, _SAVES = ("no", "steps", "epoch"), ("no", "steps", "epoch", "best")
-_LENGTHS = ("train.max_steps", "train.data_epochs", "train.total_dialog_turns")
+_PASSES, _STEP = "train.epochs", "train.optim_batch_size"
+_TURNS = ("train.dialog_turns_per_batch", "env.num_envs", "env.repeats")
+#: Keys that say how long a run is, of which one does.
+LENGTHS = ("train.max_steps", "train.data_epochs", "train.total_dialog_turns")
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,6 @@ class Sizes:
     generated: int
     per_step: int
     passes: int
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of an iteration."""
-        return self.generated * self.passes // self.per_step
 
 
 def sizes(values: Values) -> Sizes:
@@ -63,9 +62,30 @@ def sizes(values: Values) -> Sizes:
     return Sizes(generated, per_step, values["num_iterations"])
 
 
-def steps_per_batch(values: Values) -> int:
-    """Optimizer steps of an iteration; of names that say nothing of it, passes over a batch."""
-    return sizes(values).steps if values.any(*_SIZES) else values["num_iterations"]
+def steps_per_batch(values: Values) -> int | None:
+    """Optimizer steps of an iteration, for which keys of today count before names; None where those
+    have several values, or leave the size of a batch open."""
+    found = sizes(values) if values.any(*_SIZES) else None
+    group = values["num_generations"] if found or values.named("num_generations") else None
+    step = found.per_step if found and found.per_step < found.generated else None
+    if {_PASSES, _STEP} & {*values.swept}:
+        return None
+    passes = _today(values, _PASSES, values["num_iterations"])
+    step = _today(values, _STEP, None if _STEP in values.own else step)
+    if step is None:  # all of a batch
+        return passes
+    if {*_TURNS} & {*values.swept}:
+        return None
+    prompts = _today(values, "env.num_envs", found.generated // group if found else None)
+    group = _today(values, "env.repeats", group)
+    turns = _today(values, _TURNS[0], prompts * group if prompts and group else None)
+    return turns and max(1, turns * passes // step)
+
+
+def _today(values: Values, key: str, other: int | None) -> int | None:
+    """A count by its key of today; what is no count is the schema's to refuse."""
+    value = values.own.get(key)
+    return value if COUNT.allows(value) else other
 
 
 def batch(values: Values) -> dict[str, Any]:
@@ -91,11 +111,13 @@ def batch(values: Values) -> dict[str, Any]:
 
 def length(values: Values) -> dict[str, Any]:
     """Optimizer steps as iterations, or passes over the prompts."""
-    if any(values.own.get(key) is not None for key in _LENGTHS):
+    if any(values.own.get(key) is not None or key in values.swept for key in LENGTHS):
         return {}  # whoever gives one of them ends the run by it
+    if values.named("iterations") and not values.named("max_steps"):
+        return {}  # an earlier name of one
     steps = values["max_steps"]
     if steps > 0:
-        many = steps_per_batch(values)
+        many = _steps(values, "max_steps", "train.max_steps")
         if many > 1 and values.named("max_steps"):
             values.notes.append(f"  an iteration has {many} optimizer steps")
         return {"train.max_steps": math.ceil(steps / many), "train.data_epochs": None}
@@ -113,7 +135,8 @@ def every(values: Values) -> dict[str, Any]:
         when = "steps"
     if when == "steps":
         steps = values["eval_steps"] or 10  # as often as it logs
-        keys["train.eval_frequency"] = _iterations(values, "eval_steps", steps)
+        keys["train.eval_frequency"] = _iterations(
+            values, "eval_steps", steps, "train.eval_frequency")
     elif when == "no" and values.any(name):
         keys["train.eval_frequency"] = 0
     elif when == "epoch":
@@ -122,7 +145,8 @@ def every(values: Values) -> dict[str, Any]:
     if when == "no":
         keys["train.checkpoint_frequency"] = 0
     elif when == "steps" and saves:
-        keys["train.checkpoint_frequency"] = _iterations(values, "save_steps", values["save_steps"])
+        keys["train.checkpoint_frequency"] = _iterations(
+            values, "save_steps", values["save_steps"], "train.checkpoint_frequency")
     elif when in ("epoch", "best"):
         values.notes.append(f"  save_strategy={when}: train.checkpoint_frequency says how often, "
                             "in iterations")
@@ -138,8 +162,24 @@ def _when(values: Values, name: str, known: tuple[str, ...]) -> str:
     return strategy
 
 
-def _iterations(values: Values, name: str, steps: float) -> int:
+def _iterations(values: Values, name: str, steps: float, key: str) -> int:
+    if values.whole and key in values.own:
+        return values.own[key]  # which wins
     if steps < 1:
         raise ConfigError(f"{name}={steps}: a share of the run is not an interval here; give a "
                           "number of optimizer steps")
-    return max(1, round(steps / steps_per_batch(values)))
+    return max(1, round(steps / _steps(values, name, key)))
+
+
+def _steps(values: Values, name: str, key: str) -> int:
+    """Optimizer steps of an iteration, for a name that counts them."""
+    many = steps_per_batch(values)
+    if many is not None or not values.named(name):
+        return many or 1
+    given = f"{name}={values[name]}: it counts optimizer steps, "
+    if swept := [one for one in (_PASSES, _STEP, *_TURNS) if one in values.swept]:
+        raise ConfigError(f"{given}of which an iteration has not as many in each run of this sweep "
+                          f"of {', '.join(swept)}; write {key}, in iterations")
+    raise ConfigError(f"{given}and how many an iteration has with {_STEP}={values.own[_STEP]} "
+                      f"depends on env.num_envs and env.repeats; give both, or write {key}, in "
+                      "iterations")

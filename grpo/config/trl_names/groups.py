@@ -1,7 +1,8 @@
 """Names of TRL that say something only together: one function a group, from values to keys of
 today.
 
-What a batch is, and how long a run, is in :mod:`grpo.config.trl_names.batch`.
+What a batch is, and how long a run, is in :mod:`grpo.config.trl_names.batch`, what the objective in
+:mod:`grpo.config.trl_names.loss`.
 """
 
 from __future__ import annotations
@@ -11,77 +12,13 @@ from typing import Any
 
 from grpo.config.keys import ConfigError
 from grpo.config.trl_names.batch import batch, every, length, steps_per_batch
+from grpo.config.trl_names.loss import loss
 from grpo.config.trl_names.parts import data, engine, folder, loggers, lora, precision, rewards
 from grpo.config.trl_names.values import Values
 
-#: ``loss_type`` -> objective and aggregation.
-LOSSES = {
-    "grpo": ("ppo_clip", "sequence"), "dapo": ("ppo_clip", "token"), "bnpo": ("ppo_clip", "token"),
-    "dr_grpo": ("ppo_clip", "dr_grpo"), "cispo": ("cispo", "token"), "sapo": ("sapo", "sequence"),
-}
-_NOT_HERE = {
-    "vespo": "write sapo, or train.objective=cispo",
-    "luspo": "write train.objective=gspo train.aggregation=dr_grpo, whose gradient is TRL's "
-             "divided by inference_model.max_tokens",
-}
 #: ``vllm_importance_sampling_mode`` -> correction.
 _CORRECTIONS = {"token_truncate": "tis", "token_mask": "mis", "sequence_truncate": "sequence_tis",
                 "sequence_mask": "sequence_mis"}
-
-
-def loss(values: Values) -> dict[str, Any]:
-    """The objective, its range and its options."""
-    kind, level = values["loss_type"], values["importance_sampling_level"]
-    if kind not in LOSSES:
-        known = f"known are {', '.join(LOSSES)}"
-        raise ConfigError(f"loss_type={kind}: {_NOT_HERE.get(kind, known)}")
-    if level not in ("token", "sequence"):
-        raise ConfigError(f"importance_sampling_level={level}: known are token and sequence")
-    objective, aggregation = LOSSES[kind]
-    if level == "sequence":
-        if objective != "ppo_clip":
-            raise ConfigError(f"importance_sampling_level=sequence with loss_type={kind}: ratios "
-                              "of sequences are for grpo, dapo, bnpo and dr_grpo, as "
-                              "train.objective=gspo")
-        objective = "gspo"
-    keys: dict[str, Any] = {}
-    if values.any("loss_type", "importance_sampling_level"):
-        keys["train.objective"] = objective
-    if values.any("loss_type"):
-        keys["train.aggregation"] = aggregation
-    if values.any("loss_type", "importance_sampling_level", "epsilon", "epsilon_high"):
-        keys |= _clip(values, objective)
-    if values["delta"] is not None:
-        if objective != "ppo_clip":
-            raise ConfigError(f"delta={values['delta']}: it bounds the ratio of tokens, which "
-                              f"train.objective={objective} does not have; leave it out")
-        keys["train.objective_options"] = {"delta": float(values["delta"])}
-    if objective == "sapo":
-        keys["train.objective_options"] = {
-            f"temperature_{sign}": float(values[f"sapo_temperature_{sign[:3]}"])
-            for sign in ("positive", "negative")}
-    elif values.named("sapo_temperature_pos", "sapo_temperature_neg"):
-        values.notes.append(f"sapo_temperature_*: not read by loss_type={kind}")
-    if kind == "bnpo":
-        values.notes.append("loss_type=bnpo is a mean of each micro-batch, here of the optimizer "
-                            "batch, as dapo; the same where there is one micro-batch")
-    return keys
-
-
-def _clip(values: Values, objective: str) -> dict[str, Any]:
-    low, high = values["epsilon"], values["epsilon_high"]
-    high = low if high is None else high
-    if objective == "sapo":
-        if values.named("epsilon", "epsilon_high"):
-            values.notes.append("epsilon: loss_type=sapo has no range")
-        return {"train.clip_epsilon": None}
-    if objective == "cispo":
-        if high < 1:
-            raise ConfigError(f"loss_type=cispo epsilon_high={high}: it is the bound of the ratio "
-                              "itself, below which every token would be; give one above 1, such "
-                              "as 5.0")
-        return {"train.clip_epsilon": [1.0, round(high - 1, 12)]}
-    return {"train.clip_epsilon": [float(low), float(high)]}
 
 
 def advantage(values: Values) -> dict[str, Any]:
@@ -161,7 +98,7 @@ def schedule(values: Values) -> dict[str, Any]:
     if kind == "cosine_with_min_lr":
         rate, least = options.pop("min_lr_rate", None), options.pop("min_lr", None)
         if least is not None:
-            rate = least / values["learning_rate"]
+            rate = _share_of_the_rate(values, least)
         if rate is None:
             raise ConfigError("lr_scheduler_type=cosine_with_min_lr needs lr_scheduler_kwargs="
                               "{min_lr_rate: ...} or {min_lr: ...}")
@@ -174,6 +111,22 @@ def schedule(values: Values) -> dict[str, Any]:
         return keys  # Transformers' constant has no warm-up
     keys["optimizer.warmup_steps"] = values["warmup_steps"] or values["warmup_ratio"]
     return keys
+
+
+def _share_of_the_rate(values: Values, least: Any) -> float:
+    """``min_lr`` as a share of the rate; where none is given that depends on the task."""
+    given = f"lr_scheduler_kwargs={{min_lr: {least}}}"
+    if "optimizer.lr" in values.swept:
+        raise ConfigError(f"{given}: it is a share of the rate here, which has several values in "
+                          "this sweep; write min_lr_rate")
+    rate = values.own.get("optimizer.lr")
+    if rate is None and not values.any("learning_rate"):
+        raise ConfigError(f"{given}: it is a share of the rate here; give learning_rate, too, or "
+                          "write min_lr_rate")
+    rate = values["learning_rate"] if rate is None else rate
+    if not all(isinstance(one, int | float) for one in (least, rate)) or rate <= 0:
+        raise ConfigError(f"{given} with optimizer.lr={rate}: expected numbers, and a rate above 0")
+    return least / rate
 
 
 _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",

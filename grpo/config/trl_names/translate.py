@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from grpo.config.aliases import ALIASES
 from grpo.config.keys import ConfigError
 from grpo.config.trl_names.fields import GRPO_CONFIG, SCRIPTS, Field, same
 from grpo.config.trl_names.groups import GROUPS, OF_THE_OBJECTIVE
+from grpo.config.trl_names.kinds import kind_of
 from grpo.config.trl_names.training import TRAINING
 from grpo.config.trl_names.values import Values
 
@@ -43,7 +44,8 @@ class Translated:
 
 
 def translate(
-    given: Mapping[str, Any], own: Mapping[str, Any] | None = None, *, whole: bool = False
+    given: Mapping[str, Any], own: Mapping[str, Any] | None = None, *, whole: bool = False,
+    swept: Collection[str] = (),
 ) -> Translated:
     """Keys of today for names of TRL.
 
@@ -53,6 +55,7 @@ def translate(
             as ``train_model.num_devices``.
         whole: TRL's defaults stand for what is left open. With a ``preset`` those of the objective
             do not.
+        swept: keys of today that have a value for each run of a sweep.
 
     Raises:
         ConfigError: for names that are unknown, have nothing here, or contradict each other.
@@ -76,11 +79,13 @@ trained; leave it out
     for name, value in given.items():
         if name not in FIELDS:
             raise ConfigError(unknown_name(name, value))
-        _check_kind(name, value, FIELDS[name])
+        kind = kind_of(name, FIELDS[name])
+        if kind is not None and not kind.allows(value):
+            raise ConfigError(f"{name}={typed(value)}: expected {kind.text}")
     out = Translated()
     for name, value in given.items():
         _alone(out, name, value, FIELDS[name])
-    preset = own.get("preset", "none") != "none"
+    preset = own.get("preset", "none") != "none" or "preset" in swept
     for group, function in GROUPS.items():
         names = [name for name, one in FIELDS.items() if one.group == group]
         mine = {name: given[name] for name in names if name in given}
@@ -88,7 +93,7 @@ trained; leave it out
         if not (mine or defaults):
             continue
         values = Values(given, own, defaults={name: FIELDS[name].default for name in FIELDS},
-                        whole=defaults)
+                        whole=defaults, swept=swept)
         keys = function(values)
         _add(out, keys, " ".join(mine) or "TRL's defaults")
         if not mine:
@@ -104,20 +109,6 @@ trained; leave it out
         out.keys |= taken
         out.defaults |= taken.keys()
     return out
-
-
-def _check_kind(name: str, value: Any, one: Field) -> None:
-    """Of what is computed with, or asked for; a key's value is the schema's to check."""
-    if one.rule != "joint" or not isinstance(one.default, int | float):
-        return
-    kind = bool if isinstance(one.default, bool) else int if isinstance(
-        one.default, int) and one.group in ("batch", "length") else float
-    fits = isinstance(value, bool) if kind is bool else (
-        isinstance(value, int | float) and not isinstance(value, bool)
-        and (kind is float or int(value) == value and (value > 0 or one.default < 0)))
-    if not fits:
-        what = {bool: "true or false", int: "a whole number above 0", float: "a number"}[kind]
-        raise ConfigError(f"{name}={typed(value)}: expected {what}")
 
 
 def _alone(out: Translated, name: str, value: Any, one: Field) -> None:
@@ -166,10 +157,15 @@ def typed(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{typed(one)}" for key, one in value.items()) + "}"
+        return "{" + ",".join(f"{_key(key)}:{typed(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(typed, value)) + "]"
     return _text(value) if isinstance(value, str) else str(value)
+
+
+def _key(name: Any) -> str:
+    """Of a table; Hydra takes no quotes there."""
+    return re.sub(r"[\s\\()\[\]{}:=,]", r"\\\g<0>", str(name))
 
 
 _WORDS = ("null", "true", "false", "nan", "inf")

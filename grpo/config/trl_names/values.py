@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,8 @@ class Values:
 
     Attributes:
         given: values by name.
-        own: keys of today that are given as well.
+        own: keys of today that are given as well, with one value.
+        swept: those that have several, each of a run.
         defaults: TRL's, of every name.
         whole: the defaults count as given.
         notes: lines that the translation says beside its keys.
@@ -23,6 +24,7 @@ class Values:
     own: Mapping[str, Any]
     defaults: Mapping[str, Any]
     whole: bool
+    swept: Collection[str] = ()
     notes: list[str] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Any:
