@@ -19,7 +19,7 @@ key                                             dtype     shape       meaning
 ``("next", "truncated")``                       bool      ``[B, 1]``  cut by the length limit
 ``("next", "reward_error")``                    bool      ``[B, 1]``  no reward: the row is masked
 ``("next", "reward_fault")``                    int64     ``[B, 1]``  why not (``FAULT_*``)
-``("next", "reward_parts", NAME)``              float32   ``[B, 1]``  one of several, unweighted
+``("next", "reward_parts", NAME)``              float32   ``[B, 1]``  of several; NaN: it gave none
 ``("next", "success")``                         bool      ``[B, 1]``  the verifier's yes or no
 ``("next", "shaped_reward")``                   float32   ``[B, 1]``  reward behind the advantage
 ``("next", "ref_log_probs", "full")``           float32   ``[B, T]``  the reference policy's

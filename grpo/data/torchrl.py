@@ -38,6 +38,8 @@ _SCALARS = {
     data.GROUP_ID: (torch.int64, ()),
     data.POLICY_VERSION: (torch.int64, ()),
     data.FINISH_REASON: (torch.int64, ()),
+    data.LISTWISE_WEIGHT: (torch.float32, (1,)),
+    data.ROW_MASK: (torch.bool, (1,)),
 }
 _READ = {*_SCALARS, data.PROMPT_TOKENS, data.RESPONSE_TOKENS, *data.TOKEN_KEYS, data.ADVANTAGE,
          data.PROMPT_MASK, _PADDED, _RESPONSE_LOG_PROBS, _COLLECTOR_MASK}
@@ -87,7 +89,8 @@ def from_torchrl(
             ragged, with or without masks. Also converted where present: ``"advantage"`` (one
             number a row, or one a token), ``("next", "ref_log_probs", "full")`` and
             ``("policy_versions", "full")``; with one number a row reward, success and reward error
-            (under ``"next"``), ``group_id`` and ``policy_version``. Text is not.
+            (under ``"next"``), ``group_id``, ``policy_version``, ``listwise_weight`` and
+            ``row_mask``. Text is not.
         pad_token_id: padding token of the tokenizer. It fills the dense rows, and without an
             attention mask it tells padding from tokens, so it must differ from the EOS token.
         zero_first_log_prob: ``TransformersWrapper`` reports 0.0 for the first sampled token of each
@@ -151,6 +154,9 @@ def to_torchrl(td: TensorDictBase) -> TensorDictBase:
     (with ``pad_output=True`` it fails on ragged rows). It pads token-level advantages on the right
     and log-probs on the left, so those two only match where rows have equal length.
 
+    Of what a loss may read, proximal log-probs, the entropy mask and a teacher's tokens and
+    log-probs are left out. A loss that needs one of them says so.
+
     Returns:
         LazyStackedTensorDict ``[B]``. ``from_torchrl(to_torchrl(td))`` gives the same tokens, masks
         and log-probs, up to padding columns that no row uses.
@@ -185,7 +191,8 @@ def to_torchrl(td: TensorDictBase) -> TensorDictBase:
         out["next"] = _next_entries(row, length)
         if data.ADVANTAGE in row.keys():
             out[data.ADVANTAGE] = row[data.ADVANTAGE][:length, None]
-        for key in (data.GROUP_ID, data.POLICY_VERSION, data.FINISH_REASON):
+        for key in (data.GROUP_ID, data.POLICY_VERSION, data.FINISH_REASON, data.LISTWISE_WEIGHT,
+                    data.ROW_MASK):
             if key in row.keys():
                 out[key] = row[key]
         if data.TRUNCATED in row.keys(True) and data.FINISH_REASON not in row.keys():

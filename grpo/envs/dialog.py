@@ -9,6 +9,8 @@ which have no log-probs and are not trained.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,16 +18,23 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
+from grpo.envs.rewards.batch import RewardBatch
+from grpo.envs.rewards.completion import Completion
 from grpo.envs.rewards.registry import imported
 from grpo.envs.rewards.scorer import RewardScorer
 from grpo.envs.tasks.base import Partner, Problem
 from grpo.system.deadline import LateError, call_with_deadline
 
+logger = logging.getLogger(__name__)
 Message: TypeAlias = Mapping[str, Any]  # with "role" and "content"
 RETRY = "That is not right. Check each step, find the mistake and give your answer again."
 #: What is said at a time: by the user if it is a text.
 Reply: TypeAlias = str | Message | Sequence[Message]
 _MARK = "0MODEL0TURN0"  # stands for what the model said while a message is rendered
+
+
+class UnscoredError(RuntimeError):
+    """A turn got no reward, so that nobody knows whether it is right; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +50,19 @@ class DialogState:
     problem: Problem
     completions: tuple[str, ...]
     replies: tuple[Reply, ...]
-    _score: RewardScorer = field(repr=False)
+    _score: Callable[[Sequence[str], Sequence[Problem]], RewardBatch] = field(repr=False)
 
     @cached_property
     def success(self) -> bool:
-        """Whether the last turn solves the problem by the run's reward, which is asked for it."""
-        return bool(self._score([self.completions[-1]], [self.problem]).success[0])
+        """Whether the last turn solves the problem by the run's reward, which is asked for it.
+
+        Raises:
+            UnscoredError: if it has no reward; the :class:`Dialog` then ends the conversation.
+        """
+        scores = self._score([self.completions[-1]], [self.problem])
+        if scores.messages:
+            raise UnscoredError(scores.messages[0])
+        return bool(scores.success[0])
 
 
 #: The next message, or several that stand together; None ends the conversation.
@@ -92,11 +108,12 @@ class Talk:
     log_probs: list[float] = field(default_factory=list)  # of each; 0 where it was not sampled
     versions: list[int] = field(default_factory=list)  # of the weights, of sampled tokens alone
     turns: list[list[int]] = field(default_factory=list)  # tokens of each, the end token included
-    completions: list[str] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
     partner: Partner | None = None  # who answers, in problems that have somebody
     truncated: bool = False  # whether the length limit ended it
     open: bool = True  # whether the model is to speak
+    unscored: str | None = None  # why the step could not know what the last turn is worth
 
     def add_turn(self, tokens: list[int], log_probs: list[float], versions: list[int],
                  truncated: bool) -> None:
@@ -143,7 +160,7 @@ class Dialog:
         self.max_steps, self.max_tokens = max_steps, max_tokens
         self.eos_token_ids = frozenset(eos_token_ids)
         self._threads = ThreadPoolExecutor(workers, "dialog") if workers > 1 else None
-        self._tried = False
+        self._tried = self._asks_reward = False
         self._concluded: defaultdict[tuple[str, tuple[int, ...]], deque[Partner]] = (
             defaultdict(deque))
         self._rendered = lru_cache(maxsize=4096)(self._render)
@@ -151,10 +168,13 @@ class Dialog:
     def answer(self, talks: Sequence[Talk]) -> None:
         """Give each conversation its next message, or close it, after a turn of the model.
 
+        It is closed, too, where a step asks whether the turn is right and the reward does not say.
+        Its row then has the reward, or the fault, that the turn is given as the last one.
+
         Raises:
             Exception: what a step raises, with the problem named in a note.
             LateError: for a step that takes more than twice the seconds of a reward.
-            TypeError: for a message that is none.
+            TypeError: for a message that is none, or has no token.
         """
         for talk, reply in zip(talks, self._replies(talks), strict=True):
             tokens = [] if reply is None else self._tokens(talk, reply)
@@ -167,6 +187,10 @@ class Dialog:
             if talk.partner is not None and not talk.open:
                 talk.partner.stop(seconds=self.score.timeout)
                 self._concluded[talk.problem.id, tuple(talk.tokens)].append(talk.partner)
+        if unscored := [talk.unscored for talk in talks if talk.unscored]:
+            logger.warning("%d of %d conversations end, because env.step asks whether their turn "
+                           "is right and it got no reward; first: %s", len(unscored), len(talks),
+                           unscored[0])
 
     def concluded(self, problem: Problem, tokens: Sequence[int]) -> Problem:
         """The problem of a conversation that is over, whose partner is now its verifier.
@@ -209,34 +233,46 @@ class Dialog:
         # The first call of a reward function runs alone, see RewardScorer.
         first = [] if self._tried else [self._reply(talks[0])]
         self._tried = True
-        return [*first, *self._threads.map(self._reply, talks[len(first):])]
+        in_order = self._asks_reward and self.score.in_order
+        others = map if in_order else self._threads.map
+        return [*first, *others(self._reply, talks[len(first):])]
+
+    def _rewards(self, completions: Sequence[str], problems: Sequence[Problem]) -> RewardBatch:
+        self._asks_reward = True
+        return self.score(completions, problems)
 
     def _reply(self, talk: Talk) -> Reply | None:
         """The next message; None after the last turn and after one that was cut."""
         text = self.tokenizer.decode(self.said(talk.turns[-1]), skip_special_tokens=True)
-        talk.completions.append(text)
+        talk.completions.append(Completion(text, token_ids=talk.turns[-1]))
         if self.step is environment and talk.problem.partner is not None:
             return self._reply_of_partner(talk, text)
         if talk.truncated or len(talk.turns) == self.max_steps:
             return None
-        state = DialogState(talk.problem, tuple(talk.completions), tuple(talk.replies), self.score)
+        state = DialogState(talk.problem, tuple(talk.completions), tuple(talk.replies),
+                            self._rewards)
         try:
-            # As long as a reward, and as the one that it may ask for.
-            reply = call_with_deadline(self.step, state, seconds=2 * self.score.timeout)
+            # As long as a reward, and as the one that it may ask for. The built-in step asks that
+            # alone, which has a deadline of its own and may wait for its turn before.
+            reply = retry(state) if self.step is retry else call_with_deadline(
+                self.step, state, seconds=2 * self.score.timeout)
         except LateError as error:
             raise LateError(f"env.step {error} on turn {len(talk.turns)} of problem "
                             f"{talk.problem.id!r}, twice env.reward_timeout; give what it waits "
                             "for a deadline of its own, or raise env.reward_timeout") from None
+        except UnscoredError as error:
+            talk.unscored = str(error)
+            return None
         except Exception as error:
             error.add_note(f"while env.step answered turn {len(talk.turns)} of problem "
                            f"{talk.problem.id!r}")
             raise
         if not (reply is None or isinstance(reply, str)
-                or all(isinstance(one, Mapping) and {"role", "content"} <= one.keys()
-                       for one in _listed(reply))):
+                or all(map(_is_message, _listed(reply)))):
             raise TypeError(f"env.step returned {reply!r} for problem {talk.problem.id!r}; return "
                             "the next message, as a text or as {'role': ..., 'content': ...}, a "
-                            "list of such messages, or None to end the conversation")
+                            "list of such messages, or None to end the conversation; the content "
+                            "of a message is a text, and further keys are what JSON has")
         return reply
 
     def _reply_of_partner(self, talk: Talk, text: str) -> Reply | None:
@@ -250,19 +286,25 @@ class Dialog:
         """Tokens of what is said, and of what invites the model to speak again."""
         messages = [{"role": "user", "content": reply}] if isinstance(reply, str) else (
             _listed(reply))
-        said = tuple((message["role"], message["content"]) for message in messages)
-        if isinstance(talk.problem.prompt, str):
-            return self._rendered(False, said, None)
-        return self._rendered(True, said, talk.turns[-1][-1])
+        said = json.dumps([dict(message) for message in messages])
+        if not isinstance(talk.problem.prompt, str):
+            return self._rendered(True, said, talk.turns[-1][-1])
+        tokens = self._rendered(False, said, None)
+        if not tokens:  # the next turn would be read as a part of this one
+            raise TypeError(f"env.step returned {reply!r} for problem {talk.problem.id!r}, which "
+                            "has no token; return a message that has, or None to end the "
+                            "conversation")
+        return tokens
 
-    def _render(self, chat: bool, said: tuple[tuple[str, str], ...], end: int | None) -> list[int]:
-        """By the chat template in a ``chat``, without the end token ``end``, which the model has
-        sampled itself."""
+    def _render(self, chat: bool, said: str, end: int | None) -> list[int]:
+        """Of messages in JSON: by the chat template in a ``chat``, without the end token ``end``,
+        which the model has sampled itself."""
+        said = json.loads(said)
         if not chat:
-            text = "".join(content for _, content in said)
+            text = "".join(message["content"] for message in said)
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK},
-                    *({"role": role, "content": content} for role, content in said)]
+                    *said]
         text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True,
                                                   tokenize=False)
         _, found, behind = text.partition(_MARK)
@@ -271,7 +313,22 @@ class Dialog:
                              "another message follows, so it cannot lay out a dialog; set env.step "
                              "to null, or choose another model")
         ended = self.tokenizer.decode([end]) if end in self.eos_token_ids else ""
-        return self.tokenizer(behind.removeprefix(ended), add_special_tokens=False)["input_ids"]
+        # Some templates set a space before it, which the model has not sampled.
+        if ended and (ending := behind.lstrip(" ")).startswith(ended):
+            behind = ending.removeprefix(ended)
+        return self.tokenizer(behind, add_special_tokens=False)["input_ids"]
+
+
+def _is_message(one: Any) -> bool:
+    """Whether a chat template can lay it out."""
+    if not isinstance(one, Mapping) or not all(
+            isinstance(one.get(key), str) for key in ("role", "content")):
+        return False
+    try:
+        json.dumps(dict(one))
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _listed(reply: Any) -> Sequence[Any]:

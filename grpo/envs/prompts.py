@@ -177,6 +177,7 @@ def render_all(
         ValueError: if no prompt is short enough.
     """
     prompts = [Prompt(problem, render(problem, tokenizer)) for problem in problems]
+    _check_tools(prompts, tokenizer, what=what)
     kept = [prompt for prompt in prompts if len(prompt.tokens) <= max_prompt_tokens]
     if long := [prompt for prompt in prompts if len(prompt.tokens) > max_prompt_tokens]:
         longest = max(len(prompt.tokens) for prompt in long)
@@ -188,6 +189,17 @@ def render_all(
                              "inference_model.max_model_len")
         logger.warning("%s; they are skipped", message)
     return kept
+
+
+def _check_tools(prompts: Sequence[Prompt], tokenizer: Any, *, what: str) -> None:
+    """Say so where the model is not told of the tools that it may call."""
+    first = next((prompt for prompt in prompts if prompt.problem.tools), None)
+    # Twice, as a template that reads them may fail without any.
+    if first and first.tokens == render(
+            replace(first.problem, tools=first.problem.tools * 2), tokenizer):
+        logger.warning("%s: problems have tools, as %r has, but the chat template does not show "
+                       "them; set env.chat_template to one that reads tools, or have the prompt "
+                       "say what they are", what, first.problem.id)
 
 
 class PromptStream:

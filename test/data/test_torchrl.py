@@ -157,6 +157,8 @@ def dense_batch(seed=0, prompts=(2, 5, 1, 3), responses=(6, 1, 4, 2), *, token_l
     data.stamp_versions(batch, torch.randint(5, 9, (B, R), generator=generator))
     batch[data.REF_LOG_PROBS] = batch[data.LOG_PROBS] * 0.5
     batch[data.ADVANTAGE] = torch.randn(B, 1, generator=generator)
+    batch[data.LISTWISE_WEIGHT] = torch.rand(B, 1, generator=generator)
+    batch[data.ROW_MASK] = torch.arange(B)[:, None] != 2
     if token_level:
         batch[data.ADVANTAGE] = batch[data.ADVANTAGE] * batch[data.ASSISTANT_MASK]
     return batch

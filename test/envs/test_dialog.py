@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import time
 
 import pytest
@@ -18,8 +20,9 @@ THOUGHTLESS = (
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
 
 
-def make(tokenizer, step, **changes) -> Dialog:
-    score = RewardScorer([(get_reward("exact_match"), 1.0)], workers=1)
+def make(tokenizer, step, *, others=(), **changes) -> Dialog:
+    functions = (get_reward("exact_match"), *others)
+    score = RewardScorer([(fn, 1.0) for fn in functions], workers=1)
     return Dialog(step, tokenizer, score, **{
         "max_steps": 3, "max_tokens": 400, "eos_token_ids": (EOS,), **changes})
 
@@ -39,6 +42,56 @@ def test_a_wrong_answer_may_be_given_again(tokenizer, workers):
     make(tokenizer, retry, workers=workers).answer(talks)
     assert [one.replies for one in talks] == [[RETRY], [], [RETRY]]
     assert [one.open for one in talks] == [True, False, True]
+
+
+def test_a_reward_that_sets_signals_is_asked_in_the_main_thread(tokenizer):
+    def graded(completion, problem):  # as graders with a timeout of their own do
+        signal.signal(signal.SIGUSR1, signal.signal(signal.SIGUSR1, signal.SIG_IGN))
+        return float(completion == problem.answer)
+
+    score = RewardScorer([(graded, 1.0)], workers=4)
+    dialog = Dialog(retry, tokenizer, score, max_steps=3, max_tokens=400, eos_token_ids=(EOS,),
+                    workers=4)
+    for _ in range(2):
+        talks = [talk(tokenizer, "41"), talk(tokenizer, "42"), talk(tokenizer, "40")]
+        dialog.answer(talks)
+        assert [one.replies for one in talks] == [[RETRY], [], [RETRY]]
+
+
+def test_a_reward_that_waits_for_its_turn_makes_no_step_late(tokenizer):
+    async def asked(completion, problem):
+        await asyncio.sleep(0.1)
+        return float(completion == problem.answer)
+
+    asked.share = lambda **options: ("a server", 1)
+    score = RewardScorer([(asked, 1.0)], workers=12, timeout=0.4)
+    talks = [talk(tokenizer, "41") for _ in range(12)]  # the last one waits for 1 s
+    Dialog(retry, tokenizer, score, max_steps=3, max_tokens=400, eos_token_ids=(EOS,),
+           workers=12).answer(talks)
+    assert [one.replies for one in talks] == [[RETRY]] * 12
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "soft_overlong_punishment"])
+def test_beside_a_reward_of_tokens_an_answer_is_right_or_wrong_as_it_is(tokenizer, name):
+    talks = [talk(tokenizer, "41"), talk(tokenizer, "42")]
+    make(tokenizer, retry, others=[get_reward(name)]).answer(talks)
+    assert [one.replies for one in talks] == [[RETRY], []]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("why", ["no judge", None])
+def test_a_turn_without_a_reward_is_not_called_wrong_and_ends_its_conversation(
+        tokenizer, caplog, why, workers):
+    def judge(completion, problem):
+        if why and completion == "42":
+            raise ConnectionError(why)
+        return None if completion == "42" else 0.0
+
+    talks = [talk(tokenizer, "42"), talk(tokenizer, "41")]
+    make(tokenizer, retry, others=[judge], workers=workers).answer(talks)
+    assert [one.replies for one in talks] == [[], [RETRY]]
+    assert [one.open for one in talks] == [False, True] and not talks[0].truncated
+    assert "1 of 2 conversations end" in caplog.text and (why or "returned None") in caplog.text
 
 
 def test_a_step_sees_what_was_said(tokenizer):
@@ -92,6 +145,23 @@ class TestTokensOfAMessage:
                                    if not sampled])
         assert "tool" in behind and "7*6 is 42" in behind
 
+    @pytest.mark.parametrize("space", ["", " "])
+    def test_have_no_second_end_token_before_them(self, tokenizer, monkeypatch, space):
+        monkeypatch.setattr(tokenizer, "chat_template", (
+            "{% for m in messages %}{% if m.role == 'user' %} [{{ m.content }}]{% else %}"
+            "{{ ' ' + m.content + '" + space + "' + eos_token }}{% endif %}{% endfor %}"))
+        one = talk(tokenizer, "41", prompt=CHAT)
+        make(tokenizer, lambda state: "no").answer([one])
+        assert tokenizer.decode(one.tokens) == "41<eos> [no]"
+
+    def test_all_keys_of_a_message_reach_the_template(self, tokenizer, monkeypatch):
+        monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}<{{ m.role }} "
+                            "{{ m.name }}>{{ m.content }}{% endfor %}")
+        one = talk(tokenizer, "41", prompt=CHAT)
+        answer = {"role": "tool", "name": "calculator", "content": "42"}
+        make(tokenizer, lambda state: answer).answer([one])
+        assert tokenizer.decode(one.tokens).endswith("<tool calculator>42")
+
     def test_of_several_that_stand_together(self, tokenizer):
         one = talk(tokenizer, "41", prompt=CHAT)
         both = [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}]
@@ -109,10 +179,22 @@ class TestTokensOfAMessage:
             make(tokenizer, lambda state: "no").answer([talk(tokenizer, "41", prompt=CHAT)])
 
 
-@pytest.mark.parametrize("answer", [42, {"content": "no role"}, ["no"], []])
+@pytest.mark.parametrize("answer", [
+    42, {"content": "no role"}, ["no"], [], {"role": "tool", "content": 42},
+    {"role": "tool", "content": [{"type": "text", "text": "42"}]},
+    {"role": "tool", "content": "42", "seen": {1}}])
 def test_what_is_no_message_is_an_error(tokenizer, answer):
     with pytest.raises(TypeError, match="env.step returned .* for problem 'p1'; return the next"):
         make(tokenizer, lambda state: answer).answer([talk(tokenizer, "41")])
+
+
+@pytest.mark.parametrize("answer", ["", {"role": "user", "content": ""}])
+def test_a_message_without_tokens_is_an_error_as_two_turns_would_look_like_one(tokenizer, answer):
+    with pytest.raises(TypeError, match="env.step returned .* for problem 'p1'.*no token"):
+        make(tokenizer, lambda state: answer).answer([talk(tokenizer, "41")])
+    chat = talk(tokenizer, "41", prompt=CHAT)  # where the template says who speaks
+    make(tokenizer, lambda state: answer).answer([chat])
+    assert chat.open and not all(chat.sampled)
 
 
 def test_an_error_of_a_step_names_the_problem(tokenizer):

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from grpo.config.schema import load_config
+from grpo import data
+from grpo.config.schema import ConfigError, load_config
 from grpo.envs.rewards import Completion, RewardResult, RewardScorer, get_reward, reward_names
-from grpo.envs.rewards.registry import options_of, register_reward, with_options
+from grpo.envs.rewards.length import judged_by
+from grpo.envs.rewards.registry import _REWARDS, options_of, register_reward, with_options
 from grpo.envs.tasks import Problem, task_class
 from grpo.run.build import reward_function
 
@@ -120,22 +122,90 @@ def test_what_the_verdict_does_not_know_has_no_reward(name):
         assert batch.reward.tolist() == [0.5, 0.0, -0.5]
 
 
+def unusable(completion, problem):
+    return {"nan": math.nan, "text": "right"}.get(completion, 1.0)
+
+
+@pytest.mark.parametrize("name", ["cosine", "length"])
+def test_a_verdict_that_is_no_number_costs_its_rows(name):
+    fn = with_options(get_reward(name), {"verdict": f"{__name__}:unusable"})
+    texts = [of_tokens(count, said) for count, said in ((5, ""), (6, "nan"), (7, "text"))]
+    batch = RewardScorer([(fn, 1.0)])(texts, [HALF] * 3)
+    assert batch.fault.tolist() == [data.FAULT_NONE] + [data.FAULT_INVALID] * 2
+    assert "not finite" in batch.messages[0] and "returned 'right'" in batch.messages[1]
+
+
+def like_trl(completions, answer, **kwargs):
+    return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+
+def test_a_verdict_may_have_trls_signature():
+    fn = with_options(get_reward("cosine"), {"verdict": f"{__name__}:like_trl", "max_len": 100})
+    asked = Problem(prompt="", answer="right", id="p")
+    batch = RewardScorer([(fn, 1.0)])([of_tokens(5, "right"), of_tokens(5, "no")], [asked] * 2)
+    assert (batch.reward > 0).tolist() == [True, False] and not batch.error.any(), batch.messages
+
+
 @pytest.mark.parametrize(("rewards", "answer", "right"), [
-    (["gsm8k", "cosine"], "<answer>18</answer>", True), ("length", "<answer>18</answer>", True),
-    (["cosine"], "18", False), (["format", "exact_match", "cosine"], "18", True),
+    (["gsm8k", "cosine"], "<answer>18</answer>", True),
+    (["format", "gsm8k", "length"], "18", False),
+    (["format", "exact_match", "cosine"], "18", True),
     ({"exact_match": 1.0, "length": 1.0}, "<answer>18</answer>", False)])
 def test_what_is_right_is_what_the_run_takes_for_right(rewards, answer, right):
-    config = load_config({"env": {"dataset": "gsm8k", "reward": rewards, "reward_processes": 0}})
-    scorer = reward_function(config, task_class("gsm8k"))
+    scorer = scorer_of("gsm8k", rewards)
     texts = [of_tokens(5, answer), of_tokens(9, answer)]
     asked = [Problem(prompt="", answer="18", id="p")] * 2
     *_, paid = scorer(texts, asked).parts.values()
     assert (paid.max() > 0) == right, paid
 
 
+def scorer_of(task: str, rewards, **options) -> RewardScorer:
+    config = load_config({"env": {"dataset": task, "reward": rewards, "reward_options": options,
+                                  "reward_processes": 0}})
+    return reward_function(config, task_class(task))
+
+
+def test_programs_are_right_by_their_tests_which_run_once_with_the_runs_options(monkeypatch):
+    calls = []
+
+    def fake(completion, problem, *, unsafe=False, total_seconds=20.0):
+        calls.append((str(completion), unsafe))
+        return RewardResult(0.5, completion == "right")
+
+    monkeypatch.setitem(_REWARDS, "code", fake)
+    scorer = scorer_of("dataset", ["code", "cosine"], code={"unsafe": True})
+    batch = scorer([of_tokens(5, "right"), of_tokens(5, "wrong")], [HALF] * 2)
+    assert (batch.parts["cosine"] > 0).tolist() == [True, False] and not batch.messages
+    assert sorted(calls) == [("right", True), ("wrong", True)]
+
+
+@pytest.mark.parametrize(("task", "rewards", "own"), [
+    ("dataset", ["judge", "cosine"], "gsm8k"), ("gsm8k", "length", "gsm8k"),
+    ("arithmetic", ["format", f"{__name__}:says_right", "length"], "exact_match")])
+def test_where_no_reward_of_the_run_says_what_is_right_it_is_asked_for(task, rewards, own):
+    name = rewards if isinstance(rewards, str) else rewards[-1]
+    options = {"judge": {"url": "http://127.0.0.1:1", "model": "m"}} if "judge" in rewards else {}
+    with pytest.raises(ConfigError) as refused:
+        scorer_of(task, rewards, **options)
+    assert f"env.reward_options={{{name}: {{verdict: {own}}}}}" in str(refused.value)
+    with_verdict = {name: {"verdict": "answer_tag"}}
+    assert scorer_of(task, rewards, **options, **with_verdict)
+
+
+def test_the_tasks_own_reward_says_what_is_right_if_it_is_one_of_the_run():
+    own = f"{__name__}:says_right"
+    assert options_of(judged_by(get_reward("length"), [own, "length"], own)) == {"verdict": own}
+
+
 def test_a_verdict_that_nobody_gives_is_asked_for():
     with pytest.raises(ValueError, match="reward 'length' needs the option verdict"):
         RewardScorer([(get_reward("length"), 1.0)])
+
+
+def test_a_verdict_that_asks_another_is_refused():
+    cosine = with_options(get_reward("cosine"), {"verdict": "length"})
+    with pytest.raises(ValueError, match="verdict=length of the reward 'cosine'.*name one"):
+        RewardScorer([(cosine, 1.0)])
 
 
 def test_options_are_those_of_the_function():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -144,6 +145,17 @@ def test_no_more_questions_at_a_time_than_allowed(server):
     texts = [f"slow {i}" for i in range(12)]
     assert judged(server, texts, concurrency=3).reward.tolist() == [1.0] * 12
     assert server.most == 3
+
+
+def test_waiting_for_a_place_is_not_being_late(server):
+    texts = [f"slow {i}" for i in range(8)]  # one after the other, 0.8 s and more
+    assert judged(server, texts, concurrency=1, timeout=0.7).reward.tolist() == [1.0] * 8
+
+
+def test_what_draws_random_numbers_when_it_is_imported_is_there_before_the_first_call(monkeypatch):
+    monkeypatch.delitem(sys.modules, "httpx", raising=False)
+    with_options(get_reward("judge"), {"url": "http://127.0.0.1:8000/v1", "model": "m"})
+    assert "httpx" in sys.modules
 
 
 @pytest.mark.parametrize(("options", "said"), [

@@ -43,6 +43,17 @@ def test_as_many_calls_as_there_are_places_run_at_a_time(pool):
     assert most == [4]
 
 
+def test_calls_of_a_share_leave_places_to_others_and_have_no_deadline_while_they_wait(pool):
+    held, order = threading.Event(), []
+    limited = [pool.submit(held.wait, seconds=PATIENCE, share=("a", 1)),
+               pool.submit(order.append, "next of a", seconds=0.2, share=("a", 1))]
+    submit(pool, order.append, "another's").result(PATIENCE)
+    time.sleep(0.4)
+    held.set()
+    assert [future.result(PATIENCE) for future in limited] == [True, None]
+    assert order == ["another's", "next of a"]
+
+
 def test_one_place_keeps_the_order():
     pool, seen = CallPool(1), []
     for future in [submit(pool, seen.append, number) for number in range(50)]:

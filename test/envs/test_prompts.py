@@ -121,6 +121,19 @@ def test_a_chat_without_a_template_says_what_to_use():
         render(problem("p", CHAT), Bare())
 
 
+@pytest.mark.parametrize(("template", "said"), [
+    ("{{ messages[0].content }}", 1),
+    ("{{ messages[0].content }}{{ tools[-1] }}{{ tools|length }}", 0)])
+def test_tools_that_the_template_does_not_show_are_spoken_of(tokenizer, caplog, template, said,
+                                                             monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    tool = {"type": "function", "function": {"name": "find", "description": "", "parameters": {}}}
+    problems = [Problem(CHAT, "", name, tools=(tool,)) for name in "ab"]
+    render_all(problems, tokenizer, max_prompt_tokens=99, what="train")
+    assert caplog.text.count("train: problems have tools, as 'a' has, but the chat template does "
+                             "not show them; set env.chat_template") == said
+
+
 def test_prompts_that_are_too_long_are_skipped_counted_and_logged(tokenizer, caplog):
     problems = [problem("a" * size) for size in (1, 3, 2, 5)]
     with caplog.at_level(logging.WARNING, logger="grpo"):

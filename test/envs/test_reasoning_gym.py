@@ -7,21 +7,24 @@ import importlib
 import pickle
 import random
 import sys
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
-from grpo import data
+from grpo import GroupAdvantage, GRPOLoss, data, total_loss
+from grpo.collectors.sync import SyncCollector
 from grpo.envs.prompts import render_all
 from grpo.envs.rewards import RewardResult, RewardScorer, get_reward
 from grpo.envs.tasks import Problem, ReasoningGymTask, make_task
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Sampling
 from grpo.policies.transformers import TransformersPolicy
-from grpo.run.build import build_task, reward_function
+from grpo.run.build import build_task, rendered, reward_function
 from grpo.run.identity import identity_changes
+from grpo.system.threads import in_background
 
 from ..config.configs import composed_like
 
@@ -135,6 +138,16 @@ def test_the_system_prompt_is_one_of_the_packages_or_ones_own():
     assert [message["role"] for message in make(system_prompt=None).test[0].prompt] == ["user"]
 
 
+@pytest.mark.parametrize(("given", "text"), [
+    ("DeepSeekZero", SYSTEM_PROMPTS["DeepSeekZero"]), ("In <answer>.", "In <answer>.")])
+def test_what_the_model_reads_is_the_prompt_and_not_its_name(given, text, tokenizer):
+    config = composed_like([
+        "env=reasoning_gym", f"env.system_prompt='{given}'", "env.name=chain_sum",
+        "env.task.num_train=1", "env.task.num_test=1"])
+    (prompt,) = rendered(config, build_task(config), "train", tokenizer, max_prompt_tokens=999)
+    assert prompt.problem.prompt[0]["content"] == text.strip()
+
+
 # -- errors ---------------------------------------------------------------------------------------
 
 
@@ -203,31 +216,99 @@ def test_without_a_system_prompt_all_of_a_completion_is_the_answer(in_this_proce
     assert VERIFIER(f"<answer>{problem.answer}</answer>", problem).reward < 1
 
 
-def test_rewards_of_a_rollout_are_the_packages_own_row_by_row(in_this_process, byte_model,
-                                                             tokenizer):
-    task = make(options=SMALL, system_prompt=None, num_train=4, num_test=0)
-    prompts = render_all(task.train, tokenizer, max_prompt_tokens=200, what="train")
-    answers = {problem.id: problem.answer for problem in task.train}
-    package = create_dataset("chain_sum", seed=0, size=99, **SMALL)
+class Knowing(TransformersPolicy):
+    """Gives the right answer in every second row."""
+
+    answers: dict[tuple[int, ...], list[int]]  # by prompt
+
+    def _generate(self, prompts, on_row=None):
+        sampled = super()._generate(prompts, on_row)
+        sampled.tokens[1::2] = [self.answers[tuple(prompt)] for prompt in prompts[1::2]]
+        sampled.log_probs = [[0.0] * len(tokens) for tokens in sampled.tokens]
+        return sampled
+
+
+@pytest.fixture(params=[("chain_sum", SMALL), ("countdown", {"max_numbers": 3, "min_numbers": 2})],
+                ids=lambda param: param[0])
+def rollout(request, in_this_process, byte_model, tokenizer):
+    """A batch of eight rows as the collector hands it on, what was asked, what was said, and the
+    scores that the package gives."""
+    (name, options), room = request.param, 24
+    task = make(name, options=options, system_prompt=None, num_train=4, num_test=0)
+    prompts = render_all(task.train, tokenizer, max_prompt_tokens=1000, what="train")
     width = max(len(prompt.tokens) for prompt in prompts)
-    byte_model.config.max_position_embeddings = 256
+    byte_model.config.max_position_embeddings = width + room
     env = VerifiableEnv(prompts, RewardScorer([(VERIFIER, 1.0)]), tokenizer, num_prompts=4,
-                        group_size=2, max_prompt_tokens=width, max_response_tokens=3,
+                        group_size=2, max_prompt_tokens=width, max_response_tokens=room,
                         eos_token_ids=(1,))
-    policy = TransformersPolicy(byte_model, Sampling(max_tokens=3, seed=3), pad_token_id=0,
-                                eos_token_ids=(1,), max_model_len=width + 3, version=lambda: 0)
-    batch = policy(env.reset())
-    for row, problem in enumerate(env.current_problems):  # half of them right
-        if row % 2:
-            ids = tokenizer(answers[problem.id])["input_ids"] + [1]
-            batch[data.RESPONSE_TOKENS][row] = torch.tensor(ids + [0] * (3 - len(ids)))
-    texts = [tokenizer.decode([token for token in row if token > 1])
-             for row in batch[data.RESPONSE_TOKENS].tolist()]
-    done = env.step(batch)["next"]
-    expected = [package.score_answer(text.strip(), package[int(problem.id.split("/")[1])])
-                for text, problem in zip(texts, env.current_problems, strict=True)]
-    assert done["reward"][:, 0].tolist() == pytest.approx(expected)
-    assert done["success"][1::2].all() and not done["reward_error"].any()
+    policy = Knowing(byte_model, Sampling(max_tokens=room, seed=3), pad_token_id=0,
+                     eos_token_ids=(1,), max_model_len=width + room)
+    policy.answers = {tuple(prompt.tokens): tokenizer(prompt.problem.answer)["input_ids"] + [1]
+                      for prompt in prompts}
+    batch = SyncCollector(env, policy).collect()
+    package = create_dataset(name, seed=0, size=99, **options)
+    entries = [package[int(problem.id.split("/")[1])] for problem in env.current_problems]
+    asked = [list(prompt.tokens) for problem in env.current_problems
+             for prompt in prompts if prompt.problem.id == problem.id]
+    said = [row[row_mask].tolist() for row, row_mask in zip(
+        batch[data.TOKENS], batch[data.ASSISTANT_MASK], strict=True)]
+    texts = [tokenizer.decode([token for token in row if token > 1]).strip() for row in said]
+    return batch, asked, said, [
+        package.score_answer(text, entry) for text, entry in zip(texts, entries, strict=True)]
+
+
+def test_rewards_of_a_rollout_are_the_packages_own_row_by_row(rollout):
+    batch, asked, said, scores = rollout
+    assert batch["next", "reward"][:, 0].tolist() == pytest.approx(scores)
+    assert scores[1::2] == [1.0] * 4 and max(scores[::2]) < 1.0
+    assert not batch[data.REWARD_ERROR].any()
+    for i, row in enumerate(zip(asked, said, strict=True)):  # padded on both sides
+        assert batch[data.TOKENS][i][batch[data.ATTENTION_MASK][i]].tolist() == sum(row, [])
+
+
+def test_the_losss_gradient_is_that_of_the_packages_scores_worked_out_row_by_row(
+        rollout, byte_model):
+    batch, asked, said, scores = rollout
+    model, clip = byte_model.double().requires_grad_(True), 0.2
+
+    def gradient(value: torch.Tensor) -> torch.Tensor:
+        return torch.cat([g.flatten() for g in torch.autograd.grad(value, [*model.parameters()])])
+
+    def log_probs(prompt: list[int], response: list[int]) -> torch.Tensor:
+        logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+    rows = [log_probs(*row) for row in zip(asked, said, strict=True)]
+    counts = [*map(len, said)]
+    # A policy that has moved on since: some ratios are clipped, some not.
+    moved = torch.linspace(-0.4, 0.4, sum(counts))[
+        torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))]
+    sampled = (torch.cat(rows).detach() + moved).float()
+    terms = []
+    for i, (row, old) in enumerate(zip(rows, sampled.split(counts), strict=True)):
+        advantage = scores[i] - (scores[i] + scores[i ^ 1]) / 2  # the other row of the group
+        ratio = (row - old.double()).exp()
+        terms.append(torch.minimum(ratio * advantage,
+                                   ratio.clamp(1 - clip, 1 + clip) * advantage))
+    by_hand = gradient(-torch.cat(terms).mean())
+
+    batch[data.LOG_PROBS] = torch.zeros_like(batch[data.LOG_PROBS]).masked_scatter(
+        batch[data.ASSISTANT_MASK], sampled)
+    GroupAdvantage(estimator="group_mean")(batch)
+    found = gradient(total_loss(GRPOLoss(model, clip_epsilon=clip, pad_token_id=0)(batch)))
+    assert by_hand.norm() > 1e-3
+    assert (found - by_hand).norm() < 1e-6 * by_hand.norm()
+
+
+@pytest.mark.slow
+def test_completions_that_compute_for_long_do_not_make_others_wait():
+    calls = MODULE._calls_apart()
+    calls(max, 1, 2)  # which takes the time of the imports
+    long = [in_background(calls, time.sleep, 4) for _ in range(15)]
+    time.sleep(1)
+    start = time.monotonic()
+    assert calls(max, 1, 2) == 2 and time.monotonic() - start < 2
+    assert [one.result(timeout=60) for one in long] == [None] * 15
 
 
 @pytest.mark.slow

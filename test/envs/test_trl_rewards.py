@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from grpo.config.schema import Config, ConfigError
 from grpo.envs.rewards import Completion, RewardScorer, batch_reward
@@ -29,6 +33,19 @@ async def late(completions, **kwargs):
 
 def plain(completion, problem):
     return 1.0
+
+
+def scaled(prompts, completions, *, scale: float = 1.0, **kwargs):
+    return [scale * (text == "4") for text in completions]
+
+
+def named(*, prompts, completions, solution, scale=1.0, **kwargs):
+    assert len(prompts) == len(completions) == len(kwargs["completion_ids"])
+    return [scale * (text == wanted) for text, wanted in zip(completions, solution)]
+
+
+async def late_named(*, completions, share, **kwargs):
+    return [share for _ in completions]
 '''
 
 
@@ -74,12 +91,48 @@ def test_a_path_is_called_as_its_signature_says_here_and_in_a_process(
     assert score.labels == (name,) and name_of(named_reward(path, {})) == repr(path)
 
 
+@pytest.mark.parametrize("name, options, reward", [
+    ("scaled", {"scale": 2}, 2.0), ("named", {}, 1.0), ("named", {"scale": 3.0}, 3.0),
+    ("named", {"solution": "no"}, 0.0), ("late_named", {"share": 0.25}, 0.25)])
+@pytest.mark.parametrize("processes", [0, 1])
+def test_keyword_only_parameters_are_columns_or_options(module, name, options, reward, processes):
+    path = f"{module}:{name}"
+    fn = named_reward(path, options)
+    score = RewardScorer([(fn, 1.0)], names=[path], processes=processes)
+    found = score(["4", "4"], [TEXT, TEXT])
+    assert found.messages == [] and found.reward.tolist() == [reward] * 2
+    assert name_of(fn) == repr(path)
+
+
+@pytest.mark.parametrize("name, options, message", [
+    ("scaled", {"scale": "2"}, "scale='2' should be a valid number"),
+    ("scaled", {"size": 2}, "has no option 'size'.*use one of: scale$"),
+    ("named", {"completions": ["4"]}, "has no option 'completions'.*use one of: solution, scale$")])
+def test_options_of_a_function_of_trl_are_checked(module, name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        named_reward(f"{module}:{name}", options)
+
+
 def test_a_failing_function_is_named_as_its_own():
     def broken(completions, **kwargs):
         raise KeyError("solution")
 
     found = RewardScorer([(as_trl_reward(broken), 1.0)])(["4"], [TEXT])
     assert "broken" in found.messages[0] and "KeyError" in found.messages[0]
+
+
+async def later(completions, **kwargs):
+    return torch.tensor([1.0, 0.5])
+
+
+@pytest.mark.parametrize("fn", [
+    lambda completions, **kwargs: torch.tensor([1.0, 0.5]),
+    lambda completions, **kwargs: np.array([1.0, 0.5], dtype=np.float32),
+    lambda completions, **kwargs: [torch.tensor(1.0), torch.tensor([0.5])],
+    later], ids=["tensor", "array", "list of tensors", "coroutine"])
+def test_rewards_may_be_tensors(fn):
+    rewards = RewardScorer([(as_trl_reward(fn), 1.0)])(["4", "5"], [TEXT, TEXT])
+    assert rewards.reward.tolist() == [1.0, 0.5], rewards.messages
 
 
 def test_none_of_one_of_several_functions_leaves_the_others():
@@ -94,6 +147,20 @@ def test_none_of_one_of_several_functions_leaves_the_others():
     assert not both(["4", "?"], [TEXT, TEXT]).error.any()
     alone = RewardScorer([(as_trl_reward(sometimes), 1.0), (as_trl_reward(never), 1.0)])
     assert alone(["4", "?"], [TEXT, TEXT]).error.tolist() == [False, True]
+
+
+def test_rows_of_two_tasks_succeed_by_the_function_of_their_own():
+    def of_kind(kind):
+        def reward(completions, level, **kwargs):
+            return [1.0 if mine == kind else None for mine in level]
+        return as_trl_reward(reward)
+
+    two, three = TEXT, replace(TEXT, row=ROW | {"level": 3})
+    found = RewardScorer([(of_kind(2), 1.0), (of_kind(3), 1.0)], names=["two", "three"])(
+        ["4", "4"], [two, three])
+    assert found.reward.tolist() == [1.0, 1.0] and found.success.tolist() == [True, True]
+    assert {name: [None if math.isnan(one) else one for one in part.tolist()]
+            for name, part in found.parts.items()} == {"two": [1.0, None], "three": [None, 1.0]}
 
 
 def test_a_function_of_this_library_still_leaves_its_row_out():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 import signal
 import sys
 import time
@@ -187,6 +188,14 @@ def test_a_conversation_ends_where_the_environment_or_the_run_ends_it(chat):
     assert rewards == pytest.approx([-0.3, -0.2])
 
 
+def test_a_conversation_ends_where_the_environment_says_nothing(chat):
+    problem = make(guess, args={"silent": True}).train[0]
+    batch, env = rollout(chat, [problem], {"0?": ["9"] * 6})
+    assert batch[data.ASSISTANT_MASK].sum(-1).tolist() == [2, 2]  # one turn and its end
+    assert not batch["next", "reward_error"].any(), env.failures
+    assert batch["next", "reward"][:, 0].tolist() == pytest.approx([-0.1, -0.1])
+
+
 def test_without_a_step_a_conversation_is_its_first_turn():
     problem = make(guess).train[0]
     assert get_reward("verifier")("3", problem).reward == pytest.approx(0.9)
@@ -297,12 +306,25 @@ def test_an_environment_that_fails_costs_the_row(chat):
     assert batch["next", "reward_error"].all() and "out of order" in str(env.failures)
 
 
+def test_an_environment_that_says_what_the_model_cannot_hear_costs_the_row(chat):
+    batch, env = rollout(chat, make(guess, args={"greets": True}).train[:1], {"0?": ["1", "2"]})
+    assert batch["next", "reward_error"].all()
+    assert "says more before the first turn than the prompt in its data set" in str(env.failures)
+
+
 def test_an_environment_that_does_not_answer_costs_the_row(chat):
     start = time.monotonic()
     batch, env = rollout(chat, make(guess, args={"slow": True}).train[:1], {"0?": ["1", "2"]},
                          timeout=1.0)
     assert batch["next", "reward_error"].all() and time.monotonic() - start < 20
     assert "did not answer within 1 s" in str(env.failures)
+
+
+def test_a_function_that_does_not_await_is_said_to_hold_up_all_conversations(chat):
+    batch, env = rollout(chat, make(guess, args={"blocks": 2.0}).train[:1], {"0?": ["1", "2"]},
+                         timeout=0.5)
+    assert batch["next", "reward_error"].all()
+    assert re.search("within 0.5 s; one of its functions.* holds up all", str(env.failures))
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from grpo import data
@@ -20,7 +21,8 @@ from grpo.system.deadline import LateError
 _FAILURES, _FRAMES = 3, 4
 #: Files of this package that make the calls; their frames say nothing about the function.
 _CALLERS = {deadline.__file__,
-            *(str(Path(__file__).with_name(f"{name}.py")) for name in ("pool", "scorer"))}
+            *(str(Path(__file__).with_name(f"{name}.py"))
+              for name in ("outcomes", "pool", "scorer"))}
 
 
 class Unusable(ValueError):
@@ -39,7 +41,7 @@ class Row:
     Attributes:
         message: why there is no reward, as a sentence.
         failure: what tells it from other failures, and the message with the place in the code.
-        parts: what each function gave; empty without a reward.
+        parts: what each function gave, NaN for none; empty without a reward.
     """
 
     reward: float = 0.0
@@ -78,7 +80,8 @@ class RewardBatch:
         reward: float32 ``[B]``, weighted sum over the functions; 0 where ``error``.
         success: bool ``[B]``; False where ``error``.
         fault: int64 ``[B]``, why a row has no reward: a ``FAULT_*`` of :mod:`grpo.data`.
-        parts: float32 ``[B]`` by function, without its weight; 0 where ``error``.
+        parts: float32 ``[B]`` by function, without its weight; 0 where ``error``, NaN where the
+            function gave none and the others count.
         messages: one sentence a row in ``error``: which function, which problem, why.
         failures: of up to three different ones, the message with the place in the code, by what
             tells them apart. Samples that a function skips by None are none.
@@ -167,4 +170,18 @@ def check_failures(
         RewardsFailed: above the limit.
     """
     if (fault_B >= data.FAULT_FAILED).sum() > limit * len(fault_B):
+        raise RewardsFailed(when, fault_B, failures)
+
+
+def check_rewards(
+    rollout: TensorDictBase, failures: dict[str, str], *, limit: float, when: str
+) -> None:
+    """:func:`check_failures` of a rollout, which must have a reward at least.
+
+    Raises:
+        RewardsFailed: above the limit, and where no row has a reward, for whatever reason.
+    """
+    fault_B = rollout.get(data.REWARD_FAULT, rollout[data.REWARD_ERROR].long()).flatten()
+    check_failures(fault_B, failures, limit=limit, when=when)
+    if rollout[data.REWARD_ERROR].all():
         raise RewardsFailed(when, fault_B, failures)

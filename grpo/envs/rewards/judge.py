@@ -47,6 +47,9 @@ def check_judge(
     **_: object,
 ) -> None:
     """Raises ValueError for what cannot work."""
+    # Its import draws random numbers, by which the first call would be taken for one that does.
+    import httpx  # noqa: F401
+
     check_finite("judge", success=success, temperature=temperature, timeout=timeout)
     least = {"temperature": (temperature, 0), "max_tokens": (max_tokens, 1),
              "concurrency": (concurrency, 1), "retries": (retries, 0)}
@@ -69,7 +72,12 @@ def check_judge(
                          f"the path of a file that has one, not {prompt!r:.80}")
 
 
-@register_reward("judge", check=check_judge)
+def places_of_server(*, url: str, concurrency: int, **_: object) -> tuple[str, int]:
+    """Whose places a question takes, and how many there are."""
+    return url, concurrency
+
+
+@register_reward("judge", check=check_judge, share=places_of_server)
 async def judge(
     completion: str, problem: Problem, *, url: str, model: str, prompt: str = PROMPT,
     scale: Sequence[float] = (0, 10), success: float = 1.0, key_variable: str | None = None,
@@ -95,6 +103,7 @@ async def judge(
         temperature: of the judge.
         max_tokens: of its answer.
         concurrency: questions to a server at a time; also not more than ``env.reward_workers``.
+            Those that wait for their turn have no deadline yet.
         timeout: seconds for an answer. ``env.reward_timeout`` is for all tries together.
         retries: after no answer, a late one, or a status such as 429 or 503. Between tries are 0.5,
             1, 2, ... seconds, or what the server asks for with ``Retry-After``, at most 8.
@@ -106,10 +115,8 @@ async def judge(
         {"role": "user", "content": _filled(_template(prompt), completion, problem, scale)}]}
     key = os.environ[key_variable] if key_variable is not None else None
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    client, places = _client(url, concurrency)
-    async with places:
-        said = await _ask(client, f"{url.rstrip('/')}/chat/completions", question, headers,
-                          timeout=timeout, retries=retries)
+    said = await _ask(_client(), f"{url.rstrip('/')}/chat/completions", question, headers,
+                      timeout=timeout, retries=retries)
     lowest, highest = scale
     reward = (score_in(said, lowest, highest) - lowest) / (highest - lowest)
     return RewardResult(reward, reward >= success)
@@ -182,16 +189,14 @@ def _filled(template: str, completion: str, problem: Problem, scale: Sequence[fl
     return _PLACES.sub(lambda place: values[place[1]], template)
 
 
-#: By event loop: a client, and the places of each server.
-_clients: weakref.WeakKeyDictionary[Any, tuple[Any, dict]] = weakref.WeakKeyDictionary()
+_clients: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by event loop
 
 
-def _client(url: str, concurrency: int) -> tuple[Any, asyncio.Semaphore]:
+def _client() -> Any:
     import httpx
 
     loop = asyncio.get_running_loop()
     if loop not in _clients:
-        # As many connections as there are places, which are counted here.
-        _clients[loop] = httpx.AsyncClient(limits=httpx.Limits(max_connections=None)), {}
-    client, places = _clients[loop]
-    return client, places.setdefault((url, concurrency), asyncio.Semaphore(concurrency))
+        # As many connections as there are questions at a time, which who calls this counts.
+        _clients[loop] = httpx.AsyncClient(limits=httpx.Limits(max_connections=None))
+    return _clients[loop]

@@ -14,14 +14,15 @@ from grpo.envs.rewards.registry import (
     RewardFn,
     batch_reward,
     check_finite,
+    name_of,
     options_of,
     register_reward,
     with_options,
 )
 from grpo.envs.tasks.base import Problem
 
-#: Rewards that compare a completion with the problem's answer, and have no options.
-_COMPARING = ("exact_match", "answer_tag", "gsm8k", "accuracy", "verifier")
+#: Rewards that compare a completion with the problem's answer, or run its tests.
+_COMPARING = ("exact_match", "answer_tag", "gsm8k", "accuracy", "verifier", "code")
 
 
 def judged_by(fn: RewardFn, rewards: Iterable[str], own: str) -> RewardFn:
@@ -31,17 +32,29 @@ def judged_by(fn: RewardFn, rewards: Iterable[str], own: str) -> RewardFn:
     Args:
         fn: any reward; those that do not ask, or say whom, are as they were.
         rewards: names of the run's; the first that compares with the problem's answer is asked.
-        own: the task's reward, which is asked if there is none.
+        own: the task's reward, which is asked if it is the run's and none of those is. One that the
+            run does not have may be another kind of answer's, and never say yes.
+
+    Raises:
+        ValueError: if none of the run's rewards is known to say what is right.
 
     Examples:
         >>> options_of(judged_by(length, ["format", "accuracy", "length"], "gsm8k"))
         {'verdict': 'accuracy'}
-        >>> options_of(judged_by(length, ["length"], "gsm8k"))
-        {'verdict': 'gsm8k'}
+        >>> options_of(judged_by(length, ["my:score", "length"], "my:score"))
+        {'verdict': 'my:score'}
     """
     if not getattr(fn, "judged", False) or options_of(fn)["verdict"] is not None:
         return fn
-    return with_options(fn, {"verdict": next((one for one in rewards if one in _COMPARING), own)})
+    rewards = list(rewards)
+    known = [one for one in rewards if one in _COMPARING] or [one for one in rewards if one == own]
+    if not known:
+        name = name_of(fn).strip("'")
+        raise ValueError(
+            f"reward {name!r} needs to know which completions are right, and none of the run's "
+            f"rewards ({', '.join(rewards)}) is known to say so; name one that does, such as the "
+            f"task's own: env.reward_options={{{name}: {{verdict: {own}}}}}")
+    return with_options(fn, {"verdict": known[0]})
 
 
 @register_reward("length", quick=True, judged=True)

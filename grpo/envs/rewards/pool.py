@@ -11,18 +11,22 @@ import asyncio
 import ctypes
 import functools
 import inspect
+import itertools
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from grpo.system.deadline import LateError
 
+#: Whose places a call takes, and how many they are; those of None are the pool's.
+Share: TypeAlias = tuple[Hashable, float]
+_OF_ALL: Share = (None, math.inf)
 #: Seconds between two exceptions for a thread that is late, for an event loop to answer, and that
 #: the watcher sleeps at most.
 _REPEAT, _PULSE, _NAP = 1.0, 0.2, 3600.0
@@ -39,6 +43,8 @@ class _Call:
     fn: Callable[..., Any]
     args: tuple
     seconds: float
+    share: Share
+    number: int  # in the order of submission
     future: Future = field(default_factory=Future)
     deadline: float = math.inf
     thread: threading.Thread | None = None
@@ -80,7 +86,8 @@ class CallPool:
         self._lock = threading.RLock()
         self._ready_changed = threading.Condition(self._lock)
         self._earlier = threading.Condition(self._lock)
-        self._waiting: deque[_Call] = deque()
+        self._numbers = itertools.count()
+        self._waiting: defaultdict[Hashable, deque[_Call]] = defaultdict(deque)  # by share
         self._ready: deque[_Call] = deque()  # for threads
         self._running: set[_Call] = set()
         self._lost: set[threading.Thread] = set()
@@ -89,21 +96,24 @@ class CallPool:
         self._watcher: threading.Thread | None = None
         self._next_look = math.inf
 
-    def submit(self, fn: Callable[..., Any], *args: Any, seconds: float) -> Future:
+    def submit(self, fn: Callable[..., Any], *args: Any, seconds: float,
+               share: Share = _OF_ALL) -> Future:
         """Call or await ``fn(*args)`` as soon as there is a place; the deadline counts from then
-        on. The future is always answered: what was returned or raised, or :class:`LateError`."""
-        call = _Call(fn, args, seconds)
+        on. The future is always answered: what was returned or raised, or :class:`LateError`.
+
+        Of calls with the same ``share``, a name and a number, no more than that run at a time.
+        """
+        call = _Call(fn, args, seconds, share, next(self._numbers))
         with self._lock:
             if self._watcher is None:
                 self._watcher = _daemon(self._watch, "reward-deadlines")
-            self._waiting.append(call)
+            self._waiting[share[0]].append(call)
             self._dispatch()
         return call.future
 
     def _dispatch(self) -> None:
         """Start what there is a place for; under the lock."""
-        while self._waiting and len(self._running) < self.workers:
-            call = self._waiting.popleft()
+        while (call := self._next()) is not None:
             self._running.add(call)
             call.deadline = time.monotonic() + call.seconds
             if call.deadline < self._next_look:
@@ -118,6 +128,17 @@ class CallPool:
             if len(self._ready) > self._idle and self._threads < self.workers:
                 self._threads += 1
                 _daemon(self._serve, "rewards")
+
+    def _next(self) -> _Call | None:
+        """The call that has waited longest of those that there is a place for."""
+        if len(self._running) >= self.workers:
+            return None
+        taken = Counter(call.share[0] for call in self._running)
+        heads = [queue[0] for name, queue in self._waiting.items()
+                 if queue and taken[name] < queue[0].share[1]]
+        if not heads:
+            return None
+        return self._waiting[min(heads, key=lambda call: call.number).share[0]].popleft()
 
     def _finish(self, call: _Call, result: Any, error: BaseException | None) -> bool:
         """Say what became of a call, and start the next one; False if it was late."""

@@ -58,6 +58,7 @@ def register_reward(
     name: str, *, quick: bool = False, apart: bool | None = None, judged: bool = False,
     check: Callable[..., None] | None = None, imports: Sequence[str] = (),
     computing: float | None = None, late: Reward = None,
+    share: Callable[..., tuple[str, int]] | None = None,
 ) -> Callable[[AnyRewardFn], AnyRewardFn]:
     """Decorator that makes a reward function available by name.
 
@@ -75,6 +76,9 @@ def register_reward(
             :class:`~grpo.system.apart.CallsApart` takes them.
         computing: seconds of processor time that a call in another process may take.
         late: what such a call is worth that takes longer; None: it has no reward.
+        share: called with all options; says whose calls these are, such as a server's, and how many
+            of them are made at a time. The others wait, without a deadline; None: as many as the
+            run makes.
 
     Raises:
         ValueError: if the name is taken, or holds a ``:`` and so reads as an import path.
@@ -95,7 +99,7 @@ def register_reward(
                              "choose another name")
         _REWARDS[name] = fn
         fn.quick, fn.apart, fn.judged, fn.check = quick, apart, judged, check
-        fn.imports, fn.computing, fn.late = imports, computing, late
+        fn.imports, fn.computing, fn.late, fn.share = imports, computing, late, share
         return fn
 
     return register
@@ -174,23 +178,41 @@ def with_options(fn: RewardFn, options: Mapping[str, Any]) -> RewardFn:
 remove it, or use one of: scale
     """
     known = options_of(fn)
-    for option, value in options.items():
-        if option not in known:
-            raise ValueError(f"reward {name_of(fn)} has no option {option!r} (given {value!r}); "
-                             f"remove it, or use one of: {', '.join(known) or '(none)'}")
-    if missing := [name for name, value in known.items()
-                   if value is inspect.Parameter.empty and name not in options]:
-        raise ValueError(f"reward {name_of(fn)} needs {', '.join(missing)}; set them in "
-                         "env.reward_options")
-    check_types(fn, options, f"reward {name_of(fn)}: ")
-    if (check := getattr(fn, "check", None)) is not None:
-        check(**known | options)
+    check_options(fn, options, known, needed=[
+        name for name, value in known.items() if value is inspect.Parameter.empty])
     if not options:
         return fn
     # With the marks of the function, which are its attributes, but values of its own.
     chosen = functools.update_wrapper(functools.partial(fn, **options), fn)
     del chosen.__wrapped__
     return chosen
+
+
+def check_options(
+    fn: RewardFn, options: Mapping[str, Any], known: Mapping[str, Any], *, needed: Sequence[str]
+) -> None:
+    """Refuse options that a function does not have, or whose values it does not take.
+
+    Args:
+        fn: the function.
+        options: that are given.
+        known: those that it has, and their defaults.
+        needed: those that must be given.
+
+    Raises:
+        ValueError: as :func:`with_options` says.
+    """
+    for option, value in options.items():
+        if option not in known:
+            raise ValueError(f"reward {name_of(fn)} has no option {option!r} (given {value!r}); "
+                             f"remove it, or use one of: {', '.join(known) or '(none)'}")
+    if missing := [name for name in needed if name not in options]:
+        raise ValueError(f"reward {name_of(fn)} needs {', '.join(missing)}; set them in "
+                         "env.reward_options")
+    check_types(fn, options, f"reward {name_of(fn)}: ")
+    if (check := getattr(fn, "check", None)) is not None:
+        check(**{option: value for option, value in {**known, **options}.items()
+                 if value is not inspect.Parameter.empty})
 
 
 def check_finite(name: str, **options: float) -> None:

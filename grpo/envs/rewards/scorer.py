@@ -5,19 +5,25 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import numbers
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-import torch
+from typing import Any
 
 from grpo import data
 from grpo.envs.rewards.batch import RewardBatch, Row, Unusable, row_without
 from grpo.envs.rewards.generators import GlobalGenerators
+from grpo.envs.rewards.outcomes import (
+    FLOAT32_MAX,
+    Outcome,
+    called,
+    number_of,
+    outcome_of,
+    spread,
+    verdict_of,
+)
 from grpo.envs.rewards.pool import call_pool, is_async
 from grpo.envs.rewards.registry import (
     RewardFn,
@@ -27,6 +33,7 @@ from grpo.envs.rewards.registry import (
     options_of,
     path_of,
 )
+from grpo.envs.rewards.trl import as_trl_reward, is_trl_reward
 from grpo.envs.tasks.base import Problem
 from grpo.system.apart import CallsApart
 from grpo.system.deadline import LateError, call_with_deadline
@@ -36,11 +43,7 @@ DEFAULT_TIMEOUT, DEFAULT_WORKERS = 30.0, 16
 #: Seconds that another process may take to begin and to end; its calls have deadlines of their own.
 _AROUND_A_CALL = 180.0
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 logger = logging.getLogger(__name__)
-
-#: What a call returned, or the exception that it raised.
-_Outcome: TypeAlias = Any
 
 
 @dataclass(eq=False)
@@ -78,7 +81,7 @@ class RewardScorer:
     in :attr:`RewardBatch.error`.
 
     The success of a row is that of the first function which returns a :class:`RewardResult`; if
-    none does, a row succeeds when the first function gives at least 1.
+    none does, a row succeeds when the first function that is for it gives at least 1.
 
     Args:
         functions: with their finite weights in the sum, at least one. Each is called with a
@@ -127,6 +130,9 @@ class RewardScorer:
         self._verdicts: dict[str, _Function] = {}
         self._functions = [self._function(fn, weight, name)
                            for (fn, weight), name in zip(functions, names, strict=True)]
+        for fn in self._functions:
+            if fn.mark("judged"):
+                fn.verdict = self._verdict_of(fn, names)
         apart = [fn for fn in (*self._functions, *self._verdicts.values()) if fn.path]
         self._apart = None if not apart else _calls_apart(
             processes or workers, memory, tuple(dict.fromkeys(
@@ -140,20 +146,42 @@ class RewardScorer:
                 apart or self.processes):
             plain = call.func if isinstance(call, functools.partial) else call
             fn.path = path_of(plain, name)
-        if fn.mark("judged"):
-            asked = options_of(call)["verdict"]
-            if asked is None:
-                raise ValueError(f"reward {name_of(call)} needs the option verdict: the name of "
-                                 "the reward that says whether a completion is right")
-            if asked not in self._verdicts:
-                self._verdicts[asked] = self._function(get_reward(asked), 0.0, asked)
-            fn.verdict = self._verdicts[asked]
         return fn
+
+    def _verdict_of(self, fn: _Function, names: Sequence[str]) -> _Function:
+        """What a function asks whether completions are right: the run's reward of that name, with
+        its options, which is then called once for both; else one without options."""
+        asked = options_of(fn.call)["verdict"]
+        if asked is None:
+            raise ValueError(f"reward {name_of(fn.call)} needs the option verdict: the name of "
+                             "the reward that says whether a completion is right")
+        if asked not in self._verdicts:
+            own = next((one for name, one in zip(names, self._functions, strict=True)
+                        if name == asked), None)
+            if own is None:
+                call = get_reward(asked)
+                call = as_trl_reward(call, asked) if is_trl_reward(call) else call
+                own = self._function(call, 0.0, asked)
+            self._verdicts[asked] = own
+        if self._verdicts[asked].mark("judged"):
+            raise ValueError(f"verdict={asked} of the reward {name_of(fn.call)} asks another one "
+                             "itself; name one that says whether a completion is right")
+        return self._verdicts[asked]
 
     @property
     def quick(self) -> bool:
         """Whether all functions are called on the spot, where they take microseconds."""
         return all(fn.mark("quick", False) for fn in (*self._functions, *self._verdicts.values()))
+
+    @property
+    def calls_apart(self) -> bool:
+        """Whether a function is called in another process."""
+        return self._apart is not None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a function is known to need the main thread, or the order of the completions."""
+        return any(fn.in_order for fn in (*self._functions, *self._verdicts.values()))
 
     def prepare(self) -> None:
         """Begin to start what other processes need, so that the first rewards do not wait for
@@ -178,9 +206,10 @@ class RewardScorer:
             raise ValueError(
                 f"{len(completions)} completions but {len(problems)} problems; give one for each")
         rows = list(completions), list(problems)
-        said = {fn: self._begin(fn, *rows) for fn in self._verdicts.values()}
-        waits = [self._begin(fn, *rows) if fn.verdict is None else
-                 functools.partial(_judged, fn, *rows, said[fn.verdict]) for fn in self._functions]
+        # Several may wait for one that says what is right, which is called once all the same.
+        said = {fn: functools.cache(self._begin(fn, *rows)) for fn in self._verdicts.values()}
+        waits = [functools.partial(_judged, fn, *rows, said[fn.verdict]) if fn.verdict is not None
+                 else said.get(fn) or self._begin(fn, *rows) for fn in self._functions]
 
         def wait() -> RewardBatch:
             columns = [wait_for_one() for wait_for_one in waits]
@@ -191,35 +220,37 @@ class RewardScorer:
         return wait
 
     def _begin(self, fn: _Function, completions: list[str], problems: list[Problem]
-               ) -> Callable[[], list[_Outcome]]:
+               ) -> Callable[[], list[Outcome]]:
         """Make the calls of one function; what is returned waits for an outcome a row."""
         if not completions:
             return list
         if getattr(fn.call, "takes_lists", False):
             wait = self._make(fn, [(completions, problems)])
-            return lambda: _spread(wait()[0], len(completions))
+            return lambda: spread(wait()[0], len(completions))
         return self._make(fn, list(zip(completions, problems, strict=True)))
 
-    def _make(self, fn: _Function, calls: list[tuple]) -> Callable[[], list[_Outcome]]:
+    def _make(self, fn: _Function, calls: list[tuple]) -> Callable[[], list[Outcome]]:
         if getattr(fn.call, "quick", False):
-            outcomes = [_outcome(fn.call, *args) for args in calls]
+            outcomes = [called(fn.call, *args) for args in calls]
             return lambda: outcomes
         if fn.path is not None and not fn.tried:
             fn.tried = True
             self._try_to_send(fn, calls[0])
         if fn.path is not None:
             futures = [self._send(fn, i, args) for i, args in enumerate(calls)]
-            return lambda: [_in_time(fn, _outcome_of(future)) for future in futures]
+            return lambda: [_in_time(fn, outcome_of(future)) for future in futures]
         first = []
         if self.try_first and not (fn.tried or fn.in_order):
             first = [self._try(fn, calls[0])]
         if fn.in_order:
             return lambda: [self._call_in_order(fn, args) for args in calls]
         futures = first + [self._submit(fn, args) for args in calls[len(first):]]
-        return lambda: [_outcome_of(future) for future in futures]
+        return lambda: [outcome_of(future) for future in futures]
 
     def _submit(self, fn: _Function, args: tuple) -> Future:
-        return call_pool(self.workers).submit(fn.call, *args, seconds=self.timeout)
+        share = fn.mark("share")
+        of_share = {} if share is None else {"share": share(**options_of(fn.call))}
+        return call_pool(self.workers).submit(fn.call, *args, seconds=self.timeout, **of_share)
 
     def _send(self, fn: _Function, row: int, args: tuple) -> Future:
         """Begin a call in another process."""
@@ -246,7 +277,7 @@ class RewardScorer:
         fn.tried = True
         generators = GlobalGenerators()
         future = self._submit(fn, args)
-        outcome = _outcome_of(future)
+        outcome = outcome_of(future)
         if generators.drawn():
             generators.restore()
             fn.in_order = True
@@ -263,18 +294,18 @@ class RewardScorer:
                 "without a timeout of its own", name_of(fn.call))
         return future
 
-    def _call_in_order(self, fn: _Function, args: tuple) -> _Outcome:
+    def _call_in_order(self, fn: _Function, args: tuple) -> Outcome:
         if is_async(fn.call):
-            return _outcome_of(self._submit(fn, args))
-        return _outcome(call_with_deadline, fn.call, *args, seconds=self.timeout)
+            return outcome_of(self._submit(fn, args))
+        return called(call_with_deadline, fn.call, *args, seconds=self.timeout)
 
-    def _row(self, outcomes: list[_Outcome], problem: Problem) -> Row:
+    def _row(self, outcomes: list[Outcome], problem: Problem) -> Row:
         """Weighted sum of one row, or why it has none."""
         total, parts = 0.0, []
         some = any(value is not None for value in outcomes)
         for fn, value in zip(self._functions, outcomes, strict=True):
             if value is None and some and fn.mark("none_is_absent"):  # the others count
-                parts.append(0.0)
+                parts.append(math.nan)
                 continue
             who = f"reward {name_of(fn.call)}, problem {problem.id!r}"
             if isinstance(value, Exception):
@@ -282,20 +313,17 @@ class RewardScorer:
             if value is None:
                 return Row(fault=data.FAULT_SKIPPED,
                            message=f"{who}: returned None, the sample is skipped")
-            reward = value.reward if isinstance(value, RewardResult) else value
-            if not isinstance(reward, numbers.Real):
-                return row_without(Unusable(
-                    f"returned {value!r:.80}; return a float, a RewardResult or None"), who)
-            if not abs(reward) <= _FLOAT32_MAX:  # also true of NaN
-                return row_without(Unusable(
-                    f"returned {reward!r:.80}, which is not finite in float32"), who)
-            parts.append(float(reward))
-            total += fn.weight * float(reward)
-        if not abs(total) <= _FLOAT32_MAX:
+            reward = number_of(value)
+            if isinstance(reward, Unusable):
+                return row_without(reward, who)
+            parts.append(reward)
+            total += fn.weight * reward
+        if not abs(total) <= FLOAT32_MAX:
             return row_without(Unusable(f"the weighted sum {total} is not finite in float32"),
                                f"problem {problem.id!r}")
         verdicts = [bool(value.success) for value in outcomes if isinstance(value, RewardResult)]
-        return Row(total, verdicts[0] if verdicts else parts[0] >= 1.0, parts=parts)
+        first = next(part for part in parts if not math.isnan(part))
+        return Row(total, verdicts[0] if verdicts else first >= 1.0, parts=parts)
 
 
 def labels(names: Sequence[str]) -> tuple[str, ...]:
@@ -320,55 +348,26 @@ def _calls_apart(processes: int, memory: int | None, imports: tuple[str, ...]) -
     return CallsApart(processes, imports=imports, memory=memory)
 
 
-def _in_time(fn: _Function, outcome: _Outcome) -> _Outcome:
+def _in_time(fn: _Function, outcome: Outcome) -> Outcome:
     """What a call is worth that was late, where the function says so."""
     late = fn.mark("late")
     return late if late is not None and isinstance(outcome, LateError) else outcome
 
 
 def _judged(fn: _Function, completions: list[str], problems: list[Problem],
-            wait: Callable[[], list[_Outcome]]) -> list[_Outcome]:
+            wait: Callable[[], list[Outcome]]) -> list[Outcome]:
     """The rewards of a quick function that asks whether completions are right."""
-    said = wait()
+    said = [verdict_of(outcome) for outcome in wait()]
     # Rows of which that is not known have no reward, for that reason, and are nobody's peers.
-    known = [i for i, one in enumerate(said) if not (one is None or isinstance(one, Exception))]
-    right = [said[i].success if isinstance(said[i], RewardResult) else said[i] >= 1 for i in known]
-    columns = [completions[i] for i in known], [problems[i] for i in known], right
+    known = [i for i, one in enumerate(said) if isinstance(one, bool)]
+    columns = [[column[i] for i in known] for column in (completions, problems, said)]
     if getattr(fn.call, "takes_lists", False):
-        rewards = _spread(_outcome(fn.call, *columns), len(known))
+        rewards = spread(called(fn.call, *columns), len(known))
     else:
-        rewards = [_outcome(fn.call, *row) for row in zip(*columns, strict=True)]
+        rewards = [called(fn.call, *row) for row in zip(*columns, strict=True)]
     outcomes = list(said)
     for i, reward in zip(known, rewards, strict=True):
         outcomes[i] = reward
     return outcomes
 
 
-def _outcome(fn: Callable[..., Any], *args: Any, **options: Any) -> _Outcome:
-    # The function is the user's code and may raise anything. One bad completion must cost its own
-    # row, not the run; the row is masked and the message reported, so nothing is hidden.
-    try:
-        return fn(*args, **options)
-    except Exception as error:
-        return error
-
-
-def _outcome_of(future: Future) -> _Outcome:
-    """The outcome of a call in the pool; interrupts are raised here."""
-    error = future.exception()
-    if error is not None and not isinstance(error, Exception):
-        raise error
-    return future.result() if error is None else error
-
-
-def _spread(outcome: _Outcome, count: int) -> list[_Outcome]:
-    """The outcomes of the rows of a function that takes lists."""
-    if isinstance(outcome, Exception):
-        return [outcome] * count
-    values = outcome.tolist() if hasattr(outcome, "tolist") else outcome
-    listed = isinstance(values, list | tuple) and not isinstance(values, RewardResult)
-    if listed and len(values) == count:
-        return list(values)
-    got = f"{len(values)} rewards" if listed else f"{outcome!r:.80}"
-    return [Unusable(f"returned {got} for {count} completions; a function that takes lists "
-                     "returns a list with one reward for each")] * count

@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo.envs.rewards.completion import Completion
-from grpo.envs.rewards.registry import RewardFn, path_of
+from grpo.envs.rewards.registry import RewardFn, check_options, options_of, path_of
 from grpo.envs.tasks.base import Problem
 
 #: What TRL's trainer hands over of itself.
 _OF_THE_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments")
+#: What every function is handed beside the columns, which options cannot replace.
+_HANDED_OVER = ("prompts", "completions", "completion_ids")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -41,7 +43,9 @@ def is_trl_reward(fn: Callable[..., Any]) -> bool:
         inspect.Parameter.VAR_KEYWORD in kinds)
 
 
-def as_trl_reward(fn: Callable[..., Any], name: str | None = None) -> RewardFn:
+def as_trl_reward(
+    fn: Callable[..., Any], name: str | None = None, options: Mapping[str, Any] | None = None
+) -> RewardFn:
     """A function with TRL's signature as one that takes the lists of this library.
 
     A row's columns are those of ``problem.row``, and ``answer`` where there is no such column. Of
@@ -50,9 +54,12 @@ def as_trl_reward(fn: Callable[..., Any], name: str | None = None) -> RewardFn:
     Args:
         fn: the function; it may be ``async def``.
         name: import path that it was asked for by.
+        options: values of keyword-only parameters, also in the place of a column; parameters that
+            have none and no default get the column of their name.
 
     Raises:
-        ValueError: if it needs what only TRL's trainer has.
+        ValueError: if it needs what only TRL's trainer has, has no such option, or refuses its
+            value.
 
     Examples:
         >>> def brevity(prompts, completions, limit, **kwargs):
@@ -66,10 +73,13 @@ def as_trl_reward(fn: Callable[..., Any], name: str | None = None) -> RewardFn:
         if parameter is not None and parameter.default is inspect.Parameter.empty:
             raise ValueError(f"reward {fn.__name__!r} asks for {need}, which TRL's trainer has and "
                              "this library does not; give the parameter a default")
+    known = {one: default for one, default in options_of(fn).items()
+             if one not in (*_HANDED_OVER, *_OF_THE_TRAINER)}
+    check_options(fn, options or {}, known, needed=())
     path = path_of(fn, name)
     async_too = inspect.iscoroutinefunction(fn)
     call = functools.partial(call_async_like_trl if async_too else call_like_trl,
-                             function=path or fn)
+                             function=path or fn, options=dict(options or {}))
     call.takes_lists, call.none_is_absent = True, True
     call.shown = path or f"{fn.__module__}:{getattr(fn, '__qualname__', type(fn).__name__)}"
     call.apart = None if path else False  # nobody else finds it
@@ -79,18 +89,18 @@ def as_trl_reward(fn: Callable[..., Any], name: str | None = None) -> RewardFn:
 
 def call_like_trl(
     completions: Sequence[str], problems: Sequence[Problem], *,
-    function: str | Callable[..., Any],
+    function: str | Callable[..., Any], options: Mapping[str, Any],
 ) -> list[float | None]:
     """Call a function, or what is at an import path, as TRL does."""
-    return [*_found(function)(**arguments(completions, problems))]
+    return _listed(_found(function)(**arguments(completions, problems) | options))
 
 
 async def call_async_like_trl(
     completions: Sequence[str], problems: Sequence[Problem], *,
-    function: str | Callable[..., Any],
+    function: str | Callable[..., Any], options: Mapping[str, Any],
 ) -> list[float | None]:
     """The same of a coroutine function."""
-    return [*await _found(function)(**arguments(completions, problems))]
+    return _listed(await _found(function)(**arguments(completions, problems) | options))
 
 
 def arguments(completions: Sequence[str], problems: Sequence[Problem]) -> dict[str, list[Any]]:
@@ -115,9 +125,14 @@ def arguments(completions: Sequence[str], problems: Sequence[Problem]) -> dict[s
                            for one in completions]}
 
 
+def _listed(values: Any) -> list[float | None]:
+    """What a function returned: a list, a tensor or an array."""
+    return values.tolist() if hasattr(values, "tolist") else [*values]
+
+
 def _columns(problem: Problem) -> Mapping[str, Any]:
     own = {key: value for key, value in problem.row.items()
-           if key not in ("prompt", "prompts", "completion", "completions", "completion_ids")}
+           if key not in ("prompt", "completion", *_HANDED_OVER)}
     return {"answer": problem.answer} | own
 
 

@@ -85,6 +85,10 @@ class Task:
     def __init__(self, *, train: Sequence[Problem], test: Sequence[Problem], source: str) -> None:
         self.train, self.test, self.source = tuple(train), tuple(test), source
 
+    def system_message(self, asked: str) -> str:
+        """What ``env.system_prompt`` stands for, which a task may know by a name."""
+        return asked
+
     def split(self, name: Literal["train", "test"]) -> tuple[Problem, ...]:
         """The problems of one split, never empty.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import os
 import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +21,10 @@ from grpo.system.apart import CallsApart
 
 # Problems drawn for each that is asked for: some are held-out ones, others cannot be made.
 _TRIES = 4
-# Processes that verify, each of which takes seconds to start and some 100 MB; and seconds of
-# computing that a completion gets there.
-_PROCESSES, _SECONDS = 4, 10.0
+# Processes that verify, at most, and seconds of computing that a completion gets there. They are
+# forks, made as they are needed, and no more than env.reward_workers ask at a time: with fewer,
+# completions that compute for long would make others late that wait behind them.
+_PROCESSES, _SECONDS = 1024, 10.0
 
 
 @register_task("reasoning_gym")
@@ -86,6 +86,12 @@ class ReasoningGymTask(Task):
                 f"{len(train)} of env.task.num_train={num_train} with other questions; ask for "
                 "fewer, or change env.task.options or env.task.level, so that more can be made")
         super().__init__(train=train, test=test, source=f"reasoning-gym, {', '.join(weights)}")
+
+    def system_message(self, asked: str) -> str:
+        """The text of a prompt of reasoning-gym, where its name is given."""
+        from reasoning_gym.utils import SYSTEM_PROMPTS
+
+        return SYSTEM_PROMPTS.get(asked, asked)
 
 
 def _question(problem: Problem) -> str:
@@ -246,8 +252,7 @@ def _verify(dataset: bytes, entry: Mapping[str, Any], tagged: bool, completion: 
 
 @functools.cache
 def _calls_apart() -> CallsApart:
-    return CallsApart(min(_PROCESSES, os.cpu_count() or 1), seconds=_SECONDS,
-                      imports=["reasoning_gym"])
+    return CallsApart(_PROCESSES, seconds=_SECONDS, imports=["reasoning_gym"])
 
 
 def _score(dataset: bytes, entry: Mapping[str, Any], tagged: bool, completion: str) -> float:

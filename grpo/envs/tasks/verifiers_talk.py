@@ -22,6 +22,7 @@ from typing import Any
 
 from grpo.envs.tasks.tool_calls import read_tool_calls
 
+_SIGN_OF_LIFE = 1.0  # seconds in which a loop that is not held up gets to something new
 _LOOK = 0.05  # seconds between two looks, when an exception from outside comes through
 _SILENCE = 7200.0  # seconds after which nobody is going to say anything more
 _FAILURES: ContextVar[list[str] | None] = ContextVar("failures", default=None)
@@ -51,8 +52,10 @@ class Talk:
 
     def reply(self, text: str, *, truncated: bool, seconds: float) -> list[dict[str, Any]] | None:
         """See :class:`~grpo.envs.tasks.base.Partner`."""
-        if self._said == 0:
-            self._next(seconds)  # it asks for the first turn once it is set up
+        # It asks for the first turn once it is set up, by the prompt that the model had.
+        if self._said == 0 and self._next(seconds):
+            self._fail("the environment says more before the first turn than the prompt in its "
+                       "data set, which the model was given; have the data set say it")
         if self._over:
             return None
         said, calls = read_tool_calls(text)
@@ -94,7 +97,8 @@ class Talk:
         return await asyncio.wait_for(self._turns.get(), _SILENCE)
 
     def _next(self, seconds: float) -> list[dict[str, Any]] | None:
-        """What the environment says before it asks for the next turn; None if it does not ask."""
+        """What the environment says before it asks for the next turn; None if it does not ask or
+        says nothing, as two turns of the model with nothing between them would be one."""
         prompt = self._wait(seconds)
         if prompt is None:
             self._over = True
@@ -107,7 +111,7 @@ class Talk:
             return self._fail("the environment changes what has been said already, and tokens that "
                               "were sampled stay as they are")
         new, self._known = texts[len(self._known):], texts
-        return [{"role": role, "content": content} for role, content in new]
+        return [{"role": role, "content": content} for role, content in new] or None
 
     def _wait(self, seconds: float) -> Sequence[Any] | None:
         end = time.monotonic() + seconds
@@ -116,7 +120,7 @@ class Talk:
                 return self._asked.get(timeout=_LOOK)
             except queue.Empty:
                 pass
-        self._fail(f"the environment did not answer within {seconds:g} s")
+        self._fail(f"the environment did not answer within {seconds:g} s{_held_up()}")
         return None
 
     def _fail(self, why: str) -> None:
@@ -218,6 +222,15 @@ def _client_class() -> type:
         raise_from_native_response = from_native_response = setup_client
 
     return TalkClient
+
+
+def _held_up() -> str:
+    """Why conversations that have done nothing wrong are late, too, if that is so."""
+    alive = threading.Event()
+    _loop().call_soon_threadsafe(alive.set)
+    return "" if alive.wait(_SIGN_OF_LIFE) else (
+        "; one of its functions, or of another environment of verifiers, computes or waits without "
+        "await, which holds up all conversations: let it await asyncio.to_thread(...)")
 
 
 _STARTING = threading.Lock()

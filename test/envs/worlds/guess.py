@@ -1,8 +1,10 @@
 """An environment for verifiers: a number is guessed in several turns."""
 
 
-def load_environment(turns: int = 3, slow: bool = False, breaks: bool = False):
+def load_environment(turns: int = 3, slow: bool = False, breaks: bool = False,
+                     silent: bool = False, greets: bool = False, blocks: float = 0.0):
     import asyncio
+    import time
 
     import verifiers as vf
     from datasets import Dataset
@@ -10,16 +12,21 @@ def load_environment(turns: int = 3, slow: bool = False, breaks: bool = False):
     class Guess(vf.MultiTurnEnv):
         async def setup_state(self, state):
             state["guesses"] = []
+            if greets:
+                state["prompt"] = [*state["prompt"], {"role": "user", "content": "Hello!"}]
 
         async def env_response(self, messages, state, **options):
             if slow:
                 await asyncio.sleep(60)
+            time.sleep(blocks)
             if breaks:
                 raise ZeroDivisionError("out of order")
             said = messages[-1].content
             state["guesses"].append(said)
             if said == state["answer"]:
                 state["final_env_response"] = [{"role": "user", "content": "yes"}]
+                return []
+            if silent:
                 return []
             return [{"role": "user", "content": "more" if said < state["answer"] else "less"}]
 
