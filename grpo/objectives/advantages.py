@@ -133,7 +133,8 @@ class GroupAdvantage(TensorDictModuleBase):
        ``kl_in_reward_*`` one a token, from what is earned from it on: the reward minus the KL of
        this token and those after it;
     3. adds the teacher's opinion of each token (``reverse_kl_coeff``), which makes it ``[B, T]``;
-    4. writes ``"row_mask"``, bool ``[B, 1]``, if an option takes rows out of the loss.
+    4. writes ``"row_mask"``, bool ``[B, 1]``, if an option takes rows out of the loss; rows that
+       were out before stay out.
 
     Rows marked in ``("next", "reward_error")`` are left out everywhere. With ``reverse_kl_coeff`` a
     batch may have no rewards at all; then only the teacher teaches.
@@ -144,11 +145,13 @@ class GroupAdvantage(TensorDictModuleBase):
         clip_percentile: clip advantages to the percentiles ``[p, 100 - p]`` of the rollout's rows
             (of its tokens, where each has its own), 0 < p < 50. Keep it small: where fewer than
             p % of the values lie on one side of zero, clipping moves them to the other side.
-        zero_variance_filter: take groups out of the loss whose (shaped) rewards are all equal.
+        zero_variance_filter: take groups out of the loss whose rewards are all equal, those with
+            the punishment of ``overlong_buffer`` but without the KL, which never is equal.
         mask_truncated: take completions cut by the length limit out of the loss; their rewards
             still count in their group (overlong filtering of DAPO, arXiv:2503.14476).
         overlong_buffer: punish responses over their last so many tokens, see
-            :func:`~grpo.objectives.shaping.overlong_penalty`.
+            :func:`~grpo.objectives.shaping.overlong_penalty`. A conversation is as long as its
+            turns and the messages between them.
         max_response_tokens: where the punishment is complete; needed with ``overlong_buffer``.
         overlong_factor: the complete punishment, 1.0 unless given.
         kl_in_reward_coeff: subtract so many times the KL to the reference from the reward.
@@ -204,7 +207,9 @@ class GroupAdvantage(TensorDictModuleBase):
         """Keys that every call reads, and keys that it writes."""
         # A teacher can teach without rewards, so they are not required then.
         reads = [data.REWARD, data.GROUP_ID] if self.reverse_kl_coeff is None else []
-        if self.overlong_buffer is not None or self.estimator == "global_norm":
+        if self.overlong_buffer is not None:
+            reads += [data.ASSISTANT_MASK, data.ATTENTION_MASK]
+        if self.estimator == "global_norm":
             reads += [data.ASSISTANT_MASK]
         if self.kl_in_reward_coeff is not None:
             reads += [data.ASSISTANT_MASK, data.LOG_PROBS, data.REF_LOG_PROBS]
@@ -226,7 +231,8 @@ class GroupAdvantage(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         kl_BT = self._kl(tensordict)
-        rewards_B = self._rewards(tensordict, kl_BT)
+        earned_B = self._earned(tensordict)
+        rewards_B = self._shaped(tensordict, earned_B, kl_BT)
         valid_B = _valid_rows(tensordict)
         if rewards_B is None:
             advantage = torch.zeros(len(valid_B), 1, device=valid_B.device)
@@ -241,7 +247,7 @@ class GroupAdvantage(TensorDictModuleBase):
                 _read(tensordict, data.TEACHER_LOG_PROBS, "score it with the teacher first"),
                 tensordict[data.ASSISTANT_MASK] & valid_B[:, None], coeff=self.reverse_kl_coeff)
         if self._masks_rows:
-            tensordict[data.ROW_MASK] = self._row_mask(tensordict, rewards_B, valid_B)[:, None]
+            tensordict[data.ROW_MASK] = self._row_mask(tensordict, earned_B, valid_B)[:, None]
         return tensordict
 
     def _estimate(
@@ -271,33 +277,42 @@ class GroupAdvantage(TensorDictModuleBase):
         return kl_in_reward(tensordict[data.LOG_PROBS], reference, tensordict[data.ASSISTANT_MASK],
                             estimator=self.kl_in_reward_estimator)
 
-    def _rewards(self, tensordict: TensorDictBase, kl_BT: Tensor | None) -> Tensor | None:
-        """The rewards that advantages are made of, ``[B]``; None where only a teacher teaches."""
+    def _earned(self, tensordict: TensorDictBase) -> Tensor | None:
+        """The rewards without the KL, ``[B]``; None where only a teacher teaches."""
         rewards = tensordict.get(data.REWARD, None)
         if rewards is None:
             self._check_teacher_suffices()
             return None
-        if not self._shapes_rewards:
+        if self.overlong_buffer is None:
             return rewards.flatten()
-        shaped_B = rewards.flatten().double()
-        mask_BT = tensordict[data.ASSISTANT_MASK]
-        if self.overlong_buffer is not None:
-            shaped_B = shaped_B + self.overlong_factor * overlong_penalty(
-                mask_BT.sum(-1), max_response_tokens=self.max_response_tokens,
-                buffer=self.overlong_buffer)
+        # From the first sampled token to the end: in a conversation, messages share the limit.
+        mask_BT = _read(tensordict, data.ASSISTANT_MASK, "it says which tokens were sampled")
+        attention_BT = _read(tensordict, data.ATTENTION_MASK, "overlong_buffer needs it")
+        length_B = attention_BT.sum(-1) - data.first_scored(mask_BT, attention_BT)
+        return rewards.flatten().double() + self.overlong_factor * overlong_penalty(
+            length_B, max_response_tokens=self.max_response_tokens, buffer=self.overlong_buffer)
+
+    def _shaped(
+        self, tensordict: TensorDictBase, earned_B: Tensor | None, kl_BT: Tensor | None
+    ) -> Tensor | None:
+        """The rewards that advantages are made of, ``[B]``."""
+        if earned_B is None or not self._shapes_rewards:
+            return earned_B
+        shaped_B = earned_B.double()
         if kl_BT is not None:
             shaped_B = shaped_B - self.kl_in_reward_coeff * kl_BT.sum(-1)
         tensordict[data.SHAPED_REWARD] = shaped_B.float()[:, None]
         return tensordict[data.SHAPED_REWARD].flatten()
 
     def _row_mask(
-        self, tensordict: TensorDictBase, rewards_B: Tensor | None, valid_B: Tensor
+        self, tensordict: TensorDictBase, earned_B: Tensor | None, valid_B: Tensor
     ) -> Tensor:
         """True on rows that enter the loss, bool ``[B]``."""
-        keep_B = valid_B
+        earlier = tensordict.get(data.ROW_MASK, None)
+        keep_B = valid_B if earlier is None else valid_B & earlier.flatten()
         if self.zero_variance_filter:
             keep_B = keep_B & informative_groups(
-                rewards_B, tensordict[data.GROUP_ID].flatten(), valid_B)
+                earned_B, tensordict[data.GROUP_ID].flatten(), valid_B)
         if self.mask_truncated:
             hint = "mask_truncated needs to know which completions the length limit cut"
             keep_B = keep_B & ~_read(tensordict, data.TRUNCATED, hint).flatten()

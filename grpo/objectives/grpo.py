@@ -244,7 +244,7 @@ class GRPOLoss(LossModule):
             ``"token_stats"`` for exact diagnostics over several micro-batches.
         """
         batch = self._standard(tensordict)
-        mask_BT, group_B = loss_mask(batch), batch.get(data.GROUP_ID, None)
+        mask_BT, group_B = loss_mask(batch), _groups(batch)
         values = self._values(batch, whole=normalizer is None)
         normalizer = self._count(batch, mask_BT) if normalizer is None else normalizer
         if self.terms.scope == "group":
@@ -293,6 +293,12 @@ class GRPOLoss(LossModule):
         wanted = self.head in ("auto", "fused") and self.scorer.chunked and self._can_fuse
         if not (wanted and torch.is_grad_enabled() and rows.starts[-1]):
             return None
+        if self.scorer.product_dtype(predictions) == torch.float16:
+            # Gradients made in the forward pass underflow before a GradScaler can scale them.
+            if self.head == "fused":
+                raise ValueError("head='fused' loses small gradients in float16, which no loss "
+                                 "scaler reaches; use head='auto', or bfloat16")
+            return None
         chunk_size = self.scorer.tokens_per_chunk(predictions)
         borders = rows.borders(chunk_size, whole_rows=self.terms.scope == "sequence")
         if borders is None and self.head == "fused":
@@ -305,7 +311,7 @@ class GRPOLoss(LossModule):
 
     def _count(self, batch: TensorDictBase, mask_BT: Tensor) -> Normalizer:
         return count(mask_BT, aggregation=self.aggregation, constant_length=self.constant_length,
-                     group_id_B=batch.get(data.GROUP_ID, None))
+                     group_id_B=_groups(batch))
 
     def _names(self) -> dict[NestedKey, NestedKey]:
         """Where the batch has the entry of each standard name."""
@@ -329,7 +335,7 @@ class GRPOLoss(LossModule):
              "score the batch with the reference model, or set kl_to_ref_coeff=None"),
             (data.GROUP_ID, self.aggregation == "prompt",
              "it tells which rows share a prompt; or choose another aggregation"),
-            (data.LISTWISE_WEIGHT, terms.scope == "group",
+            (data.LISTWISE_WEIGHT, terms.objective.reads_listwise_weight,
              "call MaxEntWeights on the whole rollout before splitting it"),
             (data.DISTILL_IDS, distils, distil),
             (data.DISTILL_LOG_PROBS, distils, distil)]
@@ -364,6 +370,12 @@ class GRPOLoss(LossModule):
                 f"the batch has no {name!r}: call GroupAdvantage on the whole rollout before "
                 f"splitting it (needs {self.tensor_keys.reward} and {self.tensor_keys.group_id!r})")
         return GroupAdvantage(estimator=self.advantage_estimator)(batch.copy())[data.ADVANTAGE]
+
+
+def _groups(batch: TensorDictBase) -> Tensor | None:
+    """The prompt of each row, ``[B]``; a batch may have it as ``[B, 1]``."""
+    group_id = batch.get(data.GROUP_ID, None)
+    return None if group_id is None else group_id.flatten()
 
 
 def total_loss(out: TensorDictBase) -> Tensor:

@@ -106,7 +106,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(ctx, hidden_ND, weight_VD, targets_N, inverse_temperature, float32_logits,
                 chunk_size, tile_bytes, kept_bytes):
         ctx.set_materialize_grads(False)
-        dtypes = dtype, of_logits = _dtypes(hidden_ND, weight_VD, float32_logits)
+        dtypes = dtype, of_logits = product_dtypes(hidden_ND, weight_VD, float32_logits)
         vocab = weight_VD.shape[0]
         statistics = Statistics.empty(len(hidden_ND), dtype=sum_dtype(dtype),
                                       device=hidden_ND.device)
@@ -238,7 +238,7 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, targets_N, part_loss, borders, inverse_temperature,
                 entropy_gradient, float32_logits):
-        dtype, of_logits = _dtypes(hidden_ND, weight_VD, float32_logits)
+        dtype, of_logits = product_dtypes(hidden_ND, weight_VD, float32_logits)
         weight = weight_VD.to(dtype)
         exact = sum_dtype(dtype)
         needed = ctx.needs_input_grad[:2]
@@ -313,21 +313,21 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _check_shapes(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> None:
-    if (hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.shape[1] != weight_VD.shape[1]
-            or targets_N.shape != hidden_ND.shape[:1]):
-        raise ValueError("expected hidden [N, D], weight [V, D] and targets [N]; got "
-                         f"{tuple(hidden_ND.shape)}, {tuple(weight_VD.shape)} and "
-                         f"{tuple(targets_N.shape)}")
-
-
-def _dtypes(hidden: Tensor, weight: Tensor, float32_logits: bool) -> tuple[torch.dtype, ...]:
+def product_dtypes(hidden: Tensor, weight: Tensor, float32_logits: bool) -> tuple[torch.dtype, ...]:
     """The dtype that hidden states and weight are multiplied in, and that of the logits."""
     device = hidden.device.type
     dtype = torch.promote_types(hidden.dtype, weight.dtype)  # neither of them is rounded
     if torch.is_autocast_enabled(device) and not float32_logits:
         dtype = torch.get_autocast_dtype(device)
     return dtype, sum_dtype(dtype) if float32_logits else dtype
+
+
+def _check_shapes(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> None:
+    if (hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.shape[1] != weight_VD.shape[1]
+            or targets_N.shape != hidden_ND.shape[:1]):
+        raise ValueError("expected hidden [N, D], weight [V, D] and targets [N]; got "
+                         f"{tuple(hidden_ND.shape)}, {tuple(weight_VD.shape)} and "
+                         f"{tuple(targets_N.shape)}")
 
 
 def _ranges(total: int, size: int) -> list[tuple[int, int]]:

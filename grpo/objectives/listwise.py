@@ -31,7 +31,7 @@ def _check_clip(
                          "or set clip_coeff > 0")
 
 
-@register_surrogate("maxent_listwise", scope="group", check=_check_clip)
+@register_surrogate("maxent_listwise", scope="group", check=_check_clip, reads_listwise_weight=True)
 def maxent_listwise(
     tokens: LossTokens, *, length_normalize: bool = True, clip_coeff: float = 0.0,
     clip_epsilon: tuple[float, float] = _DEFAULT_CLIP_EPSILON,
@@ -73,7 +73,7 @@ def maxent_listwise(
         tokens, groups, weight, clip_coeff, clip_epsilon))
 
 
-@register_surrogate("maxent_weighted", scope="group", check=_check_clip)
+@register_surrogate("maxent_weighted", scope="group", check=_check_clip, reads_listwise_weight=True)
 def maxent_weighted(
     tokens: LossTokens, *, length_normalize: bool = True, clip_coeff: float = 0.0,
     clip_epsilon: tuple[float, float] = _DEFAULT_CLIP_EPSILON,

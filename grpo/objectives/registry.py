@@ -39,6 +39,8 @@ class Objective:
         options: default of every option of the function, ``clip_epsilon`` included.
         check: called with all options as keywords, raises ValueError for bad ones; an option
             ``clip_epsilon`` is checked before and arrives as ``(low, high)``.
+        reads_listwise_weight: whether it reads the shares of
+            :class:`~grpo.objectives.maxent.MaxEntWeights` instead of other advantages.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Objective:
     token_advantages: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     check: Callable[..., None] | None = None
+    reads_listwise_weight: bool = False
 
     def resolve(self, clip_epsilon: ClipEpsilon = None, options: Options = None) -> dict[str, Any]:
         """Every option the function will be called with, checked; ``clip_epsilon`` as two floats.
@@ -88,7 +91,7 @@ class Objective:
 
 def register_surrogate(
     name: str, *, scope: Scope = "token", token_advantages: bool = True,
-    check: Callable[..., None] | None = None,
+    check: Callable[..., None] | None = None, reads_listwise_weight: bool = False,
 ) -> Callable[[Surrogate], Surrogate]:
     """Register ``(tokens: LossTokens, *, option=default, ...) -> term_N`` under ``name``.
 
@@ -96,7 +99,7 @@ def register_surrogate(
         name: what ``GRPOLoss(objective=...)`` will call it.
         scope: ``"sequence"`` if it calls the row functions of :class:`LossTokens`, ``"group"`` if
             it compares rows.
-        token_advantages, check: see :class:`Objective`.
+        token_advantages, check, reads_listwise_weight: see :class:`Objective`.
 
     Raises:
         ValueError: for a name that is taken, an unknown ``scope``, an option without a default
@@ -117,7 +120,7 @@ def register_surrogate(
         if (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
             raise ValueError(f"objective {name!r} is already registered; choose another name")
         objective = Objective(name, function, scope, token_advantages,
-                              _default_options(name, function), check)
+                              _default_options(name, function), check, reads_listwise_weight)
         objective.resolve()
         _OBJECTIVES[name] = objective
         return function

@@ -17,6 +17,7 @@ from grpo.objectives.head import (
     fused_loss,
     linear_log_probs,
     log_probs_from_logits,
+    product_dtypes,
     sum_dtype,
 )
 from grpo.objectives.packing import pack
@@ -91,6 +92,11 @@ class TokenScorer(nn.Module):
         if fp32_head and head == "logits":
             raise ValueError("fp32_head=True is not read by head='logits', which are the model's "
                              "own; use head='auto'")
+        # Data-parallel wrappers hold the model as ``module``.
+        if packing and not hasattr(getattr(model, "module", model), "get_input_embeddings"):
+            raise ValueError(f"packing=True cannot be tried on {type(model).__name__}, whose rows "
+                             "might see each other: it has no get_input_embeddings(); give it one, "
+                             "or set packing=False")
         self.model = model
         self.temperature = float(temperature)
         self.head, self.fp32_head = head, fp32_head
@@ -271,6 +277,10 @@ class TokenScorer(nn.Module):
             predictions.states, self.head_weight, predictions.targets_N, part_loss,
             borders=borders, temperature=self.temperature, entropy_gradient=self.entropy_gradient,
             float32_logits=self.fp32_head)
+
+    def product_dtype(self, predictions: Predictions) -> torch.dtype:
+        """What hidden states and the output matrix are multiplied in."""
+        return product_dtypes(predictions.states, self.head_weight, self.fp32_head)[0]
 
     def tokens_per_chunk(self, predictions: Predictions) -> int:
         """``chunk_size``, or the default for the device and the vocabulary."""

@@ -231,6 +231,7 @@ def rollout(rows):
     out = TensorDict({}, [B])
     out[data.LOG_PROBS], out[data.REF_LOG_PROBS], out[data.TEACHER_LOG_PROBS] = values
     out[data.ASSISTANT_MASK] = mask
+    out[data.ATTENTION_MASK] = torch.arange(T) < PROMPT + mask.sum(-1, keepdim=True)
     out[data.REWARD] = torch.tensor([[math.nan if r["error"] else r["reward"]] for r in rows])
     out[data.REWARD_ERROR] = torch.tensor([[r["error"]] for r in rows])
     out[data.TRUNCATED] = torch.tensor([[r["truncated"]] for r in rows])
@@ -238,12 +239,17 @@ def rollout(rows):
     return out
 
 
-def shaped_reward(row):
-    """With the options of ALL."""
+def earned_reward(row):
+    """With the options of ALL, but for the KL."""
     length = len(row["tokens"])
     penalty = 0.0 if length <= 1 else (1 - length) / 3 if length <= 4 else -1.0
+    return math.nan if row["error"] else row["reward"] + 0.5 * penalty
+
+
+def shaped_reward(row):
+    """With the options of ALL."""
     kl = sum(math.exp(q - p) - 1 + (p - q) for p, q, _ in row["tokens"])
-    return math.nan if row["error"] else row["reward"] + 0.5 * penalty - 0.25 * kl
+    return earned_reward(row) - 0.25 * kl
 
 
 def token_advantages(rows, shaped, estimator):
@@ -275,12 +281,12 @@ def returns_to_go(rows, shaped):
     return out
 
 
-def rows_that_stay(rows, shaped):
+def rows_that_stay(rows):
     """With the options of ALL."""
     distinct = {row["group"]: set() for row in rows}
-    for reward, row in zip(shaped, rows, strict=True):
+    for row in rows:
         if not row["error"]:
-            distinct[row["group"]].add(reward)
+            distinct[row["group"]].add(earned_reward(row))
     return [not row["error"] and not row["truncated"] and len(distinct[row["group"]]) > 1
             for row in rows]
 
@@ -301,7 +307,7 @@ def test_all_options_together_equal_the_formulas(estimator, rows):
     rewards = shaped[:, 0].tolist()
     torch.testing.assert_close(advantage.double(), token_advantages(rows, rewards, estimator),
                                rtol=1e-5, atol=1e-5)
-    assert keep[:, 0].tolist() == rows_that_stay(rows, rewards)
+    assert keep[:, 0].tolist() == rows_that_stay(rows)
     for key in before.keys(True, True):
         torch.testing.assert_close(out[key], before[key], rtol=0, atol=0, equal_nan=True)
 
@@ -352,13 +358,52 @@ def test_filters_name_the_rows_that_stay():
     assert cut[:, 0].tolist() == [i not in (1, 4, 5) for i in range(9)]
 
 
-def test_the_filter_looks_at_shaped_rewards():
+@pytest.mark.parametrize("option", ["zero_variance_filter", "mask_truncated"])
+def test_rows_that_were_out_of_the_loss_stay_out(option):
+    module, batch = GroupAdvantage(**{option: True}), rollout(some_rows())
+    filtered = module(batch.copy())[data.ROW_MASK]
+    batch[data.ROW_MASK] = torch.arange(9)[:, None] != 0
+    assert filtered[0]
+    assert torch.equal(module(batch)[data.ROW_MASK], filtered & (torch.arange(9)[:, None] != 0))
+
+
+def test_the_kl_in_the_reward_keeps_no_group_of_equal_rewards_in_the_loss():
+    rows = some_rows()
+    filtered = GroupAdvantage(zero_variance_filter=True)(rollout(rows))[data.ROW_MASK]
+    module = GroupAdvantage(zero_variance_filter=True, kl_in_reward_coeff=0.1)
+    assert torch.equal(module(rollout(rows))[data.ROW_MASK], filtered)
+
+
+def test_the_filter_looks_at_punished_rewards():
     rows = [{"reward": 1.0, "group": 0, "error": False, "truncated": False,
              "tokens": [(-1.0, -1.0, -1.0)] * n} for n in (1, 5)]
     alone = GroupAdvantage(zero_variance_filter=True)(rollout(rows))
     shaped = GroupAdvantage(zero_variance_filter=True, overlong_buffer=2,
                             max_response_tokens=4)(rollout(rows))
     assert not alone[data.ROW_MASK].any() and shaped[data.ROW_MASK].all()
+
+
+@pytest.mark.parametrize("sampled, size, penalty", [
+    ([(10, 110)], 110, -1.0), ([(10, 95)], 95, -0.25), ([(10, 90)], 90, 0.0),
+    ([(10, 30), (90, 110)], 110, -1.0), ([(10, 30), (85, 95)], 95, -0.25), ([], 110, 0.0),
+    ([(10, 30)], 100, -0.5)])  # behind the last turn of some stands a message
+def test_overlong_conversations_are_as_long_as_all_that_shares_the_limit(sampled, size, penalty):
+    batch = rollout([{"reward": 1.0, "group": 0, "error": False, "truncated": False,
+                      "tokens": []}] * 2)
+    at = torch.arange(120)
+    scored = torch.zeros(120, dtype=torch.bool)
+    for start, end in sampled:
+        scored |= (at >= start) & (at < end)
+    batch[data.ASSISTANT_MASK] = torch.stack([scored, (at >= 10) & (at < 11)])
+    batch[data.ATTENTION_MASK] = torch.stack([at < size, at < 11])
+    shaped = GroupAdvantage(overlong_buffer=20, max_response_tokens=100)(batch)
+    assert shaped[data.SHAPED_REWARD].flatten().tolist() == [1.0 + penalty, 1.0]
+
+
+def test_a_batch_without_the_mask_that_lengths_need_is_told_so():
+    batch = rollout(some_rows()).exclude(data.ATTENTION_MASK)
+    with pytest.raises(KeyError, match="all_attention_mask.*overlong_buffer needs it"):
+        GroupAdvantage(overlong_buffer=2, max_response_tokens=4)(batch)
 
 
 def test_without_options_nothing_but_the_advantage_is_written():

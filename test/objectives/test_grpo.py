@@ -186,6 +186,31 @@ class TestBatches:
                                    rtol=1e-9, atol=1e-12)
         assert loss.normalizer(ragged).count == loss.normalizer(batch).count == 3
 
+    def test_rows_filtered_in_torchrl_layout_stay_out_of_the_loss(self, model, make_batch):
+        batch = make_batch(model)
+        ragged, advantage = to_torchrl(batch), GroupAdvantage(mask_truncated=True)
+        batch["next", "truncated"] = torch.arange(len(batch))[:, None] == 1
+        ragged["next", "truncated"] = batch["next", "truncated"]
+        loss = GRPOLoss(model, aggregation="sequence")
+        assert loss.normalizer(advantage(ragged)).count == len(batch) - 1
+        torch.testing.assert_close(gradient(loss, ragged), gradient(loss, advantage(batch)),
+                                   rtol=1e-9, atol=1e-12)
+
+    def test_shares_of_a_group_are_read_in_torchrl_layout(self, model, make_batch):
+        batch = make_batch(model)
+        ragged, weights, loss = to_torchrl(batch), MaxEntWeights(tau=1.0), GRPOLoss(
+            model, **LISTWISE)
+        torch.testing.assert_close(gradient(loss, weights(ragged)),
+                                   gradient(loss, weights(batch)), rtol=1e-9, atol=1e-12)
+
+    @pytest.mark.parametrize("aggregation", ["token", "prompt"])
+    def test_group_ids_may_have_the_shape_of_rewards(self, model, make_batch, aggregation):
+        batch = make_batch(model)
+        loss = GRPOLoss(model, aggregation=aggregation)
+        expected = gradient(loss, batch)
+        batch["group_id"] = batch["group_id"][:, None]
+        assert torch.equal(gradient(loss, batch), expected)
+
     def test_a_torchrl_wrapper_is_unwrapped(self, model):
         class Wrapper(nn.Module):
             def __init__(self, model):

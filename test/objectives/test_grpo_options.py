@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -141,6 +142,29 @@ class TestEffects:
             GRPOLoss(model, head="fused", head_chunk_size=6, **options)(batch)
         GRPOLoss(model, head="fused", head_chunk_size=1)(batch)  # tokens are known one by one
 
+    @pytest.mark.parametrize("autocast", [False, True])
+    def test_small_gradients_survive_in_float16_under_a_loss_scaler(
+        self, make_model, make_batch, autocast
+    ):
+        model = make_model(dtype=torch.float32)
+        batch, scale = make_batch(model), 2.0**16
+        expected = gradient(GRPOLoss(model, objective="reinforce"), batch)
+        if not autocast:
+            model.half()
+
+        def scaled(head):
+            loss = GRPOLoss(model, objective="reinforce", head=head)
+            norm = loss.normalizer(batch)
+            norm = replace(norm, count=norm.count * scale)  # as that of a large batch
+            with torch.autocast("cpu", torch.float16, enabled=autocast):
+                total = scale * total_loss(loss(batch, normalizer=norm))
+            grads = torch.autograd.grad(total, list(model.parameters()), allow_unused=True)
+            return torch.cat([g.flatten().float() for g in grads if g is not None])
+
+        assert (scaled("auto") - expected).norm() < 0.05 * expected.norm()
+        with pytest.raises(ValueError, match="head='fused'.*float16.*head='auto'"):
+            scaled("fused")
+
     def test_a_fused_loss_is_differentiated_once_and_as_a_whole(self, model, batch):
         out = GRPOLoss(model, kl_to_ref_coeff=0.1)(batch)
         with pytest.raises(RuntimeError, match="equal weights.*head='chunked'"):
@@ -235,3 +259,24 @@ class TestEffects:
             expected = -(stats["log_ratio"] * stats["advantage"] * length**power).mean()
             torch.testing.assert_close(out["loss_objective"], expected)
             assert "clip_fraction_low" not in out.keys()
+
+    def test_one_of_whole_groups_reads_advantages_unless_it_asks_for_shares(
+        self, model, batch, monkeypatch
+    ):
+        monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
+
+        def share_of_group(tokens):
+            size_R = (tokens.group_R[:, None] == tokens.group_R).sum(1)
+            return -tokens.ratio_N * tokens.advantage_N / tokens.of_row(size_R)
+
+        register_surrogate("by_advantage", scope="group")(share_of_group)
+        register_surrogate("by_share", scope="group", reads_listwise_weight=True)(
+            lambda tokens: -tokens.ratio_N * tokens.of_row(tokens.listwise_weight_R))
+        plain = batch.exclude("listwise_weight")
+        out = GRPOLoss(model, objective="by_advantage", aggregation="prompt")(plain)
+        expected = GRPOLoss(model, objective="reinforce", aggregation="prompt")(plain)
+        torch.testing.assert_close(out["loss_objective"], expected["loss_objective"] / 2)
+        by_share = GRPOLoss(model, objective="by_share", aggregation="prompt")
+        assert by_share(batch)["loss_objective"] < 0
+        with pytest.raises(KeyError, match="listwise_weight.*MaxEntWeights"):
+            by_share(plain)

@@ -133,11 +133,15 @@ def length_option(aggregation):
 # -- the product ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("part", ["half", pytest.param("whole", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_every_combination(objective, aggregation):
+def test_every_combination(objective, aggregation, part):
+    """Half of them have each temperature and each level of advantages, but not with each other."""
     fingerprints, levels = {}, LEVELS[:1] if objective == "gspo" else LEVELS
-    grid = itertools.product(TEMPERATURES, levels, CORRECTIONS)
+    drawn = itertools.product(TEMPERATURES, levels) if part == "whole" else [
+        (TEMPERATURES[0], levels[-1]), (TEMPERATURES[1], levels[0])]
+    grid = [(*pair, correction) for pair in drawn for correction in CORRECTIONS]
     for number, (temperature, level, correction) in enumerate(grid):
         batch, _ = scored(temperature, level)
         options = {**OBJECTIVES[objective], **CORRECTIONS[correction],

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from grpo import data
 from grpo.objectives import GRPOLoss, TokenScorer, packed_attention, total_loss
@@ -199,3 +200,21 @@ def test_the_loss_of_micro_batches_has_the_gradient_of_padded_rows(tiny_model, g
 
     for ours, theirs in zip(gradient(packing=True), gradient(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_that_cannot_be_tried_is_refused_unless_wrapped_for_data_parallel(tiny_model):
+    class Recurrent(nn.Module):
+        """Whose packed rows would see each other, as it reads no positions."""
+
+        def forward(self, input_ids, attention_mask=None, **_):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match=r"Recurrent.*get_input_embeddings.*packing=False"):
+        TokenScorer(Recurrent(), packing=True)
+
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    assert TokenScorer(Wrapper(tiny_model), packing=True).packing
