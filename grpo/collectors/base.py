@@ -14,6 +14,10 @@ class Collector(Protocol):
     seconds: dict[str, float]  # what the last batch took, by phase
     metrics: dict[str, float]  # under the names of metrics.jsonl
     failures: dict[str, str]  # of rewards, as of grpo.envs.rewards.RewardBatch
+    #: Whether :meth:`state_dict` may be asked for at any moment, and has a batch until it is
+    #: trained; else a batch that was not trained is collected anew.
+    keeps_untrained: bool
+    finished: int  # groups so far that it has then before they are trained; else 0
 
     def collect(self) -> TensorDictBase:
         """One batch of whole groups, dense and flat, ``batch_size [N]``."""

@@ -18,6 +18,7 @@ from grpo.objectives.shaping import informative_groups
 from grpo.policies.base import Policy
 from grpo.policies.handle import EngineError
 from grpo.policies.ray_engine import Call, WorkerPool, WorkersLost
+from grpo.system.threads import in_background
 
 # Seconds: of a worker's wait for a finished group; of a look for what nobody reports.
 _POLL, _LOOK = 0.5, 0.1
@@ -40,11 +41,13 @@ class RayCollector:
         policy: what the trainer itself generates with; a checkpoint counts its calls.
         heal: replaces dead workers, with the present weights; called by :meth:`collect`.
         groups_each: groups that a worker has in hand at a time.
-        timeout: seconds without a finished group after which :meth:`collect` gives up.
+        timeout: seconds without a finished group or a new worker after which :meth:`collect`
+            gives up.
         reference: pool of :class:`~grpo.collectors.reference_worker.ReferenceWorker`, which
             score groups as they come; None: the trainer does, if anybody.
-        layout: what rows and widths of a group follow from. Finished groups of a checkpoint with
-            another one are generated anew.
+        layout: what the rows of a group, their widths and rewards follow from. Finished groups of a
+            checkpoint with another one are generated anew, and so are those with a reward that
+            failed.
 
     Attributes:
         failures: of rewards that arrived for the last batch, as of
@@ -57,6 +60,8 @@ class RayCollector:
     Raises:
         RolloutsFailed: from :meth:`collect`.
     """
+
+    keeps_untrained = True
 
     def __init__(
         self, pool: WorkerPool, schedule: RolloutSchedule, policy: Policy, *,
@@ -83,6 +88,11 @@ class RayCollector:
         self._latest: dict[int, Any] = {}  # worker -> its last report
         self._before: dict[int, Any] = {}  # worker -> that of the last batch
 
+    @property
+    def finished(self) -> int:
+        """Groups that workers have finished, over the whole run."""
+        return self.schedule.counts["finished"]
+
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints: the schedule, with what is finished and in flight."""
         with self._changed:
@@ -97,11 +107,15 @@ class RayCollector:
                              "start anew from its model by model.name=CHECKPOINT/model")
         ready = [[*ticket, TensorDict(group, batch_size=[len(group["group_id"])])]
                  for *ticket, group in state["ready"]]
-        unfinished = state["unfinished"]
-        if state.get("layout", self.layout) != self.layout:  # they fit no batch of this run
-            unfinished, ready = [*unfinished, *(done[:2] for done in ready)], []
+        fits, kept, unfinished = state.get("layout", self.layout) == self.layout, [], []
+        for *ticket, group in ready:  # a reward that failed may have been mended since
+            if fits and not group[data.REWARD_ERROR].any():
+                kept.append([*ticket, group])
+            else:
+                unfinished.append(ticket[:2])
         with self._changed:
-            self.schedule.load_state_dict({**state, "unfinished": unfinished, "ready": ready})
+            self.schedule.load_state_dict(
+                {**state, "unfinished": [*state["unfinished"], *unfinished], "ready": kept})
 
     def published(self, version: int) -> None:
         """The workers have new weights: hand out what that admits."""
@@ -117,10 +131,10 @@ class RayCollector:
             self._thread = threading.Thread(target=self._run, daemon=True, name="rollouts")
             self._thread.start()
         finished, patience = -1, 0.0
-        while (batch := self._taken()) is None:
+        # A signal may raise anywhere in this thread, but must not leave the schedule halfway.
+        while (batch := in_background(self._taken).result()) is None:
             self._raise_failure()
-            self._heal()
-            if finished != self.schedule.counts["finished"]:
+            if self._heal() or finished != self.schedule.counts["finished"]:
                 finished, patience = (self.schedule.counts["finished"],
                                       time.monotonic() + self.timeout)
             if time.monotonic() > patience:
@@ -154,16 +168,23 @@ class RayCollector:
     def _nothing_comes(self) -> str:
         with self._changed:
             slowest, running = self.schedule.slowest(), self.schedule.running
+            scorer = self.reference.who_scores(slowest.id) if self.reference and slowest else None
         names = {life: self.pool.name(number) for number, life in enumerate(self.pool.lives)}
         who = "" if slowest is None else (
             f", one for {time.monotonic() - slowest.since:.0f} s by "
-            f"{names.get(slowest.worker, 'a worker that is gone')}")
+            f"{scorer or names.get(slowest.worker, 'a worker that is gone')}")
+        advice = ("let train.group_deadline give its groups to another; if rows are that long, "
+                  "raise train.rollout_timeout, or lower inference_model.max_tokens")
+        if scorer:  # which that deadline does not end
+            advice = ("see its log in Ray's session folder; if scores take that long, raise "
+                      "train.rollout_timeout, or ref_model.num_devices")
         return (f"no group was finished within {self.timeout:g} s; {running} are being generated"
-                f"{who}, {self.schedule.ready} are ready. If that worker hangs, let "
-                "train.group_deadline give its groups to another; if rows are that long, raise "
-                "train.rollout_timeout, or lower inference_model.max_tokens")
+                f"{' or scored' * bool(self.reference)}{who}, {self.schedule.ready} are ready. If "
+                f"that worker hangs, {advice}")
 
-    def _heal(self) -> None:
+    def _heal(self) -> bool:
+        """Replace the dead; whether a new worker is there, which begins its groups only now."""
+        before = self._lives()
         try:
             if not self.pool.whole:
                 self.heal()
@@ -171,6 +192,10 @@ class RayCollector:
                 self.reference.heal()
         except WorkersLost as error:
             raise RolloutsFailed(str(error)) from error
+        return not self._lives() <= before
+
+    def _lives(self) -> set[int]:
+        return {self.pool.lives[number] for number in self.pool.usable}
 
     def _raise_failure(self) -> None:
         if self._error is not None:

@@ -88,6 +88,13 @@ class SharedScoring:
         """Of all groups that are here."""
         return {*self._waiting, *(lease for lease, _ in self._sent.values())}
 
+    def who_scores(self, lease: int) -> str | None:
+        """The workers that have yet to score a group; None if it is not here."""
+        names = [self.pool.name(call.number) for call, (held, _) in self._sent.items()
+                 if held == lease]
+        return " and ".join(names) or (
+            f"a {self.pool.kind} that is yet to come" if lease in self._waiting else None)
+
     @property
     def in_hand(self) -> Counter[int]:
         """How many groups each worker has been sent, by number."""

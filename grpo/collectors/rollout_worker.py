@@ -195,7 +195,8 @@ class RolloutWorker:
         except TimeoutError:
             self.driver.cancel(job)
             raise EngineError(f"the engine did not finish {len(job.prompts)} rows within "
-                              f"{timeout:g} s") from None
+                              f"{timeout:g} s; if it needs longer, raise "
+                              "train.rollout_timeout") from None
 
     # -- weights: the methods of an EngineHandle -----------------------------------------------
 
@@ -244,7 +245,7 @@ class RolloutWorker:
 
     # -- weights that come through Ray's object store ------------------------------------------
 
-    def load_adapter(self, packed: Packed, version: int, mode: PauseMode, timeout: float) -> None:
+    def load_adapter(self, packed: Packed, version: int, mode: PauseMode, timeout: float) -> float:
         """A new adapter for vLLM, between two steps.
 
         Args:
@@ -254,16 +255,21 @@ class RolloutWorker:
             mode: ``keep`` what runs, or ``wait`` for it.
             timeout: seconds that each part of it may take.
 
+        Returns:
+            Seconds in which requests were finished first.
+
         Raises:
             EngineError: if that takes longer, or the engine keeps what the old adapter computed; it
                 then stays paused.
         """
-        values = self._adapter_values(packed)
+        values, start = self._adapter_values(packed), time.perf_counter()
         self.pause(mode, timeout)
+        waited = time.perf_counter() - start if mode == "wait" else 0.0
         self._between_steps(lambda: self._adapter_slot(values, timeout).write(values), timeout)
         if not self.go_on(version, timeout):
             raise EngineError(f"the adapter of version {version} is there, but the engine refused "
                               "to forget the keys and values of the one before")
+        return waited
 
     def differing_adapter(self, packed: Packed, timeout: float) -> list[str]:
         """Names of the values that differ in the adapter's slot."""
@@ -284,21 +290,25 @@ class RolloutWorker:
             self._slot = AdapterSlot(self.engine, shapes, timeout=timeout)
         return self._slot
 
-    def load_state(self, packed: Packed, version: int, timeout: float) -> None:
-        """New values of a Transformers model's trained parameters, between two groups."""
-        def load() -> None:
+    def load_state(self, packed: Packed, version: int, timeout: float) -> float:
+        """New values of a Transformers model's trained parameters, between two groups; the seconds
+        in which groups were finished first."""
+        start = time.perf_counter()
+
+        def load() -> float:
+            waited = time.perf_counter() - start
             params = dict(self.policy.model.named_parameters())
             with torch.no_grad():
                 for name, value in packed.tensors().items():
                     params[name].copy_(value)
             self.driver.sampler.set_version(version)
+            return waited
 
         if not self._holds_dialogs:  # a group is one job
-            self._between_steps(load, timeout)
-            return
+            return self._between_steps(load, timeout)
         self.pause("wait", timeout)
         try:
-            self._between_steps(load, timeout)
+            return self._between_steps(load, timeout)
         finally:
             self.resume(timeout)
 

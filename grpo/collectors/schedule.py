@@ -80,8 +80,9 @@ class RolloutSchedule:
         counts: groups ``finished``; ``awaited``, as above, over all batches; ``too_old``, which
             happens with ``oversample`` and where a resumed run is given less ``staleness`` or
             smaller batches; ``expired`` at their deadline; ``failed`` in a worker; ``lost`` with a
-            worker; ``dropped`` for good; answers that came ``late``, after their lease had ended;
-            and, with ``max_rounds``, those ``filtered`` out.
+            worker, or because the run was stopped and went on; ``dropped`` for good; answers that
+            came ``late``, after their lease had ended; and, with ``max_rounds``, those ``filtered``
+            out.
         generated: groups that the last batch took, with those that were filtered out for it.
 
     Raises:
@@ -340,7 +341,8 @@ class RolloutSchedule:
                 "unfinished": [[ticket.index, ticket.attempt] for ticket in unfinished],
                 "ready": [[done.ticket.index, done.ticket.attempt, done.version, done.rank,
                            done.group] for done in [*self._training, *self._waiting]],
-                "counts": dict(self.counts)}
+                # What workers have in hand is lost to whoever goes on from here.
+                "counts": self.counts | {"lost": self.counts["lost"] + self.running}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint; what was in flight is handed out again, first of all.

@@ -51,6 +51,9 @@ class SyncCollector:
             (that of the batch alone is biased by the choice).
     """
 
+    keeps_untrained = False  # what an environment has begun cannot be gone on with
+    finished = 0
+
     def __init__(
         self, env: EnvBase, policy: Callable[[TensorDictBase], TensorDictBase], *,
         turns_per_batch: int | None = None, max_rounds: int | None = None,

@@ -8,25 +8,38 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from grpo.envs.model_files import write_model
 from grpo.system.versions import versions
-from grpo.training.checkpoint_files import NotSavedError, first_difference, flush, record
-from grpo.weights.adapters import has_adapters, save_adapter
+from grpo.training.checkpoint_files import (
+    NotSavedError,
+    first_difference,
+    flush,
+    free_bytes,
+    record,
+)
+from grpo.weights.adapters import Adapter, has_adapters, save_adapter, whole_adapters
 from grpo.weights.gather import TrainerRanks
 
 logger = logging.getLogger(__name__)
 
+#: Whole tensors of a model or of its adapters, as :func:`gather_trained` returns them.
+Gathered: TypeAlias = dict[str, Tensor] | dict[str, Adapter]
+
+#: Makes a context in which all ranks of a sharded model gather it.
+Gathering: TypeAlias = Callable[[], AbstractContextManager[None]]
+
 _PREFIX = "step_"
+_ASIDE = ".replaced"  # ends the name of what waits until a new one of its step has its place
 
 
 @dataclass(frozen=True)
@@ -78,24 +91,43 @@ class Checkpoint:
         return torch.load(self.folder / "state.pt", map_location="cpu", weights_only=True)
 
 
-def save_trained(model: nn.Module, tokenizer: Any, folder: Path, *, prefix: str = "") -> Path:
+def gather_trained(model: nn.Module) -> Gathered:
+    """What :func:`save_trained` writes; every rank of a sharded model calls this."""
+    return whole_adapters(model) if has_adapters(model) else TrainerRanks(model).whole_state(model)
+
+
+def save_trained(model: nn.Module, tokenizer: Any, folder: Path, *, prefix: str = "",
+                 gathered: Gathered | None = None) -> Path:
     """Write ``{prefix}model/``, or ``{prefix}adapter/`` where adapters are trained, and return it.
 
     Both come with the tokenizer; peft and vLLM load an adapter onto the model the run started from.
-    Of a sharded model, every rank calls this and rank 0 writes.
+    Of a sharded model, every rank calls this and rank 0 writes; or rank 0 alone with what all have
+    ``gathered`` before.
     """
+    if gathered is None:
+        gathered = gather_trained(model)
     if not has_adapters(model):
         path = folder / f"{prefix}model"
-        save_model(model, tokenizer, path)
+        save_model(model, tokenizer, path, gathered)
         return path
-    path = save_adapter(model, folder / f"{prefix}adapter")
+    path = save_adapter(model, folder / f"{prefix}adapter", gathered)
     if TrainerRanks(model).leads:
         tokenizer.save_pretrained(path)
     return path
 
 
-def save_final(model: nn.Module, tokenizer: Any, run_dir: Path) -> Path:
+def _gather_and_save(model: nn.Module, tokenizer: Any, folder: Path, gathering: Gathering, *,
+                     prefix: str = "") -> Path:
+    with gathering():
+        gathered = gather_trained(model)
+    return save_trained(model, tokenizer, folder, prefix=prefix, gathered=gathered)
+
+
+def save_final(model: nn.Module, tokenizer: Any, run_dir: Path, *,
+               gathering: Gathering = nullcontext) -> Path:
     """Write ``final_model/`` or ``final_adapter/`` of a run, whole or not at all.
+
+    ``gathering`` is as for :func:`save_checkpoint`.
 
     Raises:
         NotSavedError: if the disk is full; an earlier result is left as it was.
@@ -103,25 +135,28 @@ def save_final(model: nn.Module, tokenizer: Any, run_dir: Path) -> Path:
     if not TrainerRanks(model).leads:
         return save_trained(model, tokenizer, run_dir, prefix="final_")
     partial = run_dir / "final.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     with whole_or_nothing(partial):
-        written = save_trained(model, tokenizer, partial, prefix="final_")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        written = _gather_and_save(model, tokenizer, partial, gathering, prefix="final_")
         target = run_dir / written.name
         if target.exists():
-            shutil.rmtree(target)
+            _remove(target)
         os.replace(written, target)
-    partial.rmdir()
+    _delete(partial)
     return target
 
 
-def save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+def save_model(model: nn.Module, tokenizer: Any, folder: Path,
+               weights: dict[str, Tensor] | None = None) -> None:
     """Write model and tokenizer so that ``AutoModelForCausalLM`` and vLLM load them.
 
-    Of a model that FSDP2 has sharded, every rank calls this and rank 0 writes.
+    Of a model that FSDP2 has sharded, every rank calls this and rank 0 writes; or rank 0 alone with
+    its whole ``weights``.
     """
     ranks = TrainerRanks(model)
-    weights = ranks.whole_state(model)
+    if weights is None:
+        weights = ranks.whole_state(model)
     if not ranks.leads:
         return
     write_model(model, folder, weights)
@@ -134,12 +169,15 @@ def save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
 def save_checkpoint(
     run_dir: Path, step: int, *, model: nn.Module, tokenizer: Any, state: dict[str, Any],
     config: dict[str, Any], keep: int = 3, protect: Path | None = None,
+    gathering: Gathering = nullcontext,
 ) -> Checkpoint:
     """Write ``run_dir/checkpoints/step_NNNNNN`` and drop all but the ``keep`` newest up to it.
 
     The folder is filled under another name and renamed at the end, so a process that is killed
-    while saving leaves the previous checkpoint as the newest one. Of a sharded model, every rank
-    calls this and rank 0 writes.
+    while saving leaves the previous checkpoint as the newest one, also one of the same step, which
+    is put aside for that moment. Of a sharded model, every rank calls this and rank 0 writes, or
+    rank 0 alone calls it and ``gathering`` tells the others. An old checkpoint that cannot be
+    dropped is named in a warning.
 
     Args:
         run_dir: folder of the run.
@@ -149,51 +187,59 @@ def save_checkpoint(
             earlier one.
         keep: number of checkpoints that stay.
         protect: folder of one that stays beside them, wherever it is.
+        gathering: a context in which the model is gathered, and nothing else happens: the other
+            ranks know nothing of what fails in making folders and writing files.
 
     Raises:
-        NotSavedError: if the disk is full; then nothing is left of it, and nothing else is lost.
+        NotSavedError: if it cannot be written, as on a full disk; then nothing is left of it, and
+            nothing else is lost.
     """
     root = run_dir / "checkpoints"
     target = root / f"{_PREFIX}{step:06d}"
     if not TrainerRanks(model).leads:
-        save_trained(model, tokenizer, target)  # takes part in the gathering
+        gather_trained(model)
         return Checkpoint(target, step)
-    root.mkdir(parents=True, exist_ok=True)
-    for leftover in root.glob(f"{_PREFIX}*.partial"):
-        shutil.rmtree(leftover)
     partial = target.with_name(target.name + ".partial")
-    partial.mkdir()
     with whole_or_nothing(partial):
-        save_trained(model, tokenizer, partial)
+        root.mkdir(parents=True, exist_ok=True)
+        for leftover in root.glob(f"{_PREFIX}*.partial"):
+            _delete(leftover)
+        partial.mkdir()
+        _gather_and_save(model, tokenizer, partial, gathering)
         torch.save({"random": random_state(), **state}, partial / "state.pt")
         info = {"step": step, "versions": versions(), "config": config, "files": record(partial)}
         (partial / "info.json").write_text(json.dumps(info, indent=2))
         flush(partial)
-    if target.exists():
-        _remove(target)
-    os.replace(partial, target)
-    earlier = [found for found in list_checkpoints(run_dir) if found.step <= step]
-    for old in earlier[:-keep]:
-        if protect is None or old.folder.resolve() != protect.resolve():
-            _remove(old.folder)
+        if target.exists():
+            aside = target.with_name(target.name + _ASIDE)
+            shutil.rmtree(aside, ignore_errors=True)  # of an earlier one of the same step
+            os.replace(target, aside)
+        os.replace(partial, target)
+    earlier = [found.folder for found in list_checkpoints(run_dir) if found.step <= step]
+    for old in [*filter(_is_replaced, root.iterdir()), *earlier[:-keep]]:
+        if protect is None or old.resolve() != protect.resolve():
+            try:
+                _remove(old)
+            except OSError as error:  # the new one is there all the same
+                logger.warning("%s could not be removed: %s", old, error)
     return Checkpoint(target, step)
 
 
 @contextmanager
 def whole_or_nothing(partial: Path) -> Iterator[None]:
-    """Remove a folder that could not be filled.
+    """Remove a folder that could not be made or filled.
 
     Raises:
-        NotSavedError: where writing failed, with what was free on the disk then.
+        NotSavedError: where that failed, with what was free on the disk then.
     """
     try:
         yield
     # Of a full disk, PyTorch's writer makes a RuntimeError and safetensors one of its own.
     except (OSError, RuntimeError, SafetensorError) as error:
-        free = shutil.disk_usage(partial.parent).free
+        free = free_bytes(partial)
         shutil.rmtree(partial, ignore_errors=True)
         raise NotSavedError(f"{partial} could not be written ({error}); {free / 2**20:,.1f} MiB "
-                            "were free on its disk. It has been removed") from error
+                            "were free on its disk. Nothing of it is left") from error
 
 
 def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
@@ -203,7 +249,7 @@ def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
 
 def find_checkpoint(
     resume: str, *, root: Path | Sequence[Path], exp_name: str,
-    same: Callable[[dict[str, Any]], bool] = lambda config: True,
+    same: Callable[[dict[str, Any], Path], bool] = lambda config, run_dir: True,
 ) -> Checkpoint | None:
     """What ``resume=...`` means.
 
@@ -211,7 +257,7 @@ def find_checkpoint(
         resume: ``auto``, a run's folder, or a checkpoint's folder.
         root: folder or folders where ``auto`` looks for runs, at any depth.
         exp_name: ``auto`` only takes runs of this ``train.exp_name``.
-        same: ``auto`` only takes runs of whose configuration this is true.
+        same: ``auto`` only takes runs of whose configuration and folder this is true.
 
     Returns:
         The newest checkpoint whose files are intact; None for ``auto`` where there is none yet.
@@ -222,9 +268,10 @@ def find_checkpoint(
     """
     if resume != "auto":
         path = Path(resume)
-        number = path.name.removeprefix(_PREFIX)
-        if path.name.startswith(_PREFIX) and number.isdigit() and path.is_dir():
-            named = Checkpoint(path, int(number))
+        if not path.exists() and (aside := path.with_name(path.name + _ASIDE)).exists():
+            path = aside
+        if (step := _step_of(path)) is not None and path.is_dir():
+            named = Checkpoint(path, step)
             if damage := named.damage():
                 before = _newest_intact(path.parent.parent, below=named.step)
                 raise FileNotFoundError(
@@ -244,7 +291,7 @@ def find_checkpoint(
     for run in runs:
         settings = [info["config"] for folder in _folders(run) if (info := _readable(folder))]
         if settings and settings[-1].get("train", {}).get("exp_name") == exp_name and same(
-                settings[-1]):
+                settings[-1], run):
             matching.append(run)
     found = [newest for run in matching if (newest := _newest_intact(run))]
     return max(found, key=lambda c: (c.folder / "info.json").stat().st_mtime, default=None)
@@ -252,10 +299,20 @@ def find_checkpoint(
 
 def _folders(run_dir: Path) -> list[Checkpoint]:
     """All checkpoints of a run, whole or not, oldest first."""
-    found = [Checkpoint(folder, int(folder.name.removeprefix(_PREFIX)))
-             for folder in (run_dir / "checkpoints").glob(f"{_PREFIX}*")
-             if folder.name.removeprefix(_PREFIX).isdigit()]
+    found = [Checkpoint(folder, step) for folder in (run_dir / "checkpoints").glob(f"{_PREFIX}*")
+             if (step := _step_of(folder)) is not None and not _is_replaced(folder)]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _step_of(folder: Path) -> int | None:
+    """The step of a checkpoint by its name; None for what is none."""
+    number = folder.name.removesuffix(_ASIDE).removeprefix(_PREFIX)
+    return int(number) if folder.name.startswith(_PREFIX) and number.isdigit() else None
+
+
+def _is_replaced(folder: Path) -> bool:
+    """Whether a checkpoint that was put aside is no longer needed, as another has its place."""
+    return folder.suffix == _ASIDE and folder.with_suffix("").exists()
 
 
 def _readable(checkpoint: Checkpoint) -> dict[str, Any] | None:
@@ -312,7 +369,21 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint that at no moment looks complete while it is not."""
+    """Delete a checkpoint or model that at no moment looks complete while it is not.
+
+    Raises:
+        OSError: if it is still there under its name.
+    """
     leftover = folder.with_name(folder.name + ".deleted.partial")
+    shutil.rmtree(leftover, ignore_errors=True)  # of an earlier one of the same name
     os.replace(folder, leftover)
-    shutil.rmtree(leftover)
+    _delete(leftover)
+
+
+def _delete(leftover: Path) -> None:
+    """Delete what nobody takes for complete; a warning if something of it has to stay, as on NFS
+    what somebody reads."""
+    shutil.rmtree(leftover, ignore_errors=True)
+    if leftover.exists():
+        logger.warning("%s could not be removed as a whole; remove it by hand if it stays",
+                       leftover)

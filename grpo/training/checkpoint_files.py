@@ -33,10 +33,23 @@ def check_room(folder: Path, needed: int) -> None:
         ...
         grpo.training.checkpoint_files.NotSavedError: ...1,099,511,627,776.0 MiB...
     """
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if (free := shutil.disk_usage(there).free) < needed:
+    if (free := free_bytes(folder)) < needed:
         raise NotSavedError(f"{folder} needs {needed / 2**20:,.1f} MiB, but {free / 2**20:,.1f} "
                             "MiB are free on its disk; free some, or lower train.keep_checkpoints")
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free on the disk of a folder that need not exist.
+
+    Raises:
+        NotSavedError: if that cannot be read, as of a network disk that is gone.
+    """
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        return shutil.disk_usage(there).free
+    except OSError as error:
+        raise NotSavedError(f"what is free on the disk of {folder} cannot be read: {error}; see "
+                            "whether the disk is there") from error
 
 
 def saved_bytes(model: nn.Module, state: Any = None) -> int:

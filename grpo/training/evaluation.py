@@ -28,7 +28,8 @@ class Evaluation:
     errors: int  # problems without a reward; they count as not solved
     batch: TensorDictBase  # the first one, for showing
     problems: list  # of that batch
-    parts: dict[str, float] = field(default_factory=dict)  # mean of each of several rewards
+    #: Mean of each of several rewards over the problems that it is for, if there are any.
+    parts: dict[str, float] = field(default_factory=dict)
     ids: list[str] = field(default_factory=list)  # of all problems
     solved: list[bool] = field(default_factory=list)  # each of them
     #: Of samples and benchmarks, under the names of ``metrics.jsonl``.
@@ -75,7 +76,8 @@ class Evaluator:
         Raises:
             RewardsFailed: as soon as reward functions failed for too many problems.
         """
-        rewards, errors, parts = 0.0, 0, dict.fromkeys(self.env.several_rewards, 0.0)
+        rewards, errors = 0.0, 0
+        parts: dict[str, list[float]] = {name: [] for name in self.env.several_rewards}
         ids, solved = list[str](), list[bool]()
         first: tuple[TensorDictBase, list] | None = None
         for part, problems in answered(self.env, self.policy,
@@ -85,14 +87,16 @@ class Evaluator:
             errors += int(part[data.REWARD_ERROR].sum())
             rewards += float(part[data.REWARD].sum())
             for name in parts:
-                parts[name] += float(part[(*data.REWARD_PARTS, name)].sum())
+                given = part[(*data.REWARD_PARTS, name)][~part[data.REWARD_ERROR]]
+                parts[name] += given[~given.isnan()].tolist()
             first = first or (part, problems)
             if listen is not None:
                 listen(problems, *told(self.env, part))
         total = len(self.env.stream.prompts)
         scored = max(1, total - errors)
         return Evaluation(sum(solved) / total, rewards / scored, errors, *first,
-                          {name: value / scored for name, value in parts.items()}, ids, solved)
+                          {name: sum(given) / len(given) for name, given in parts.items() if given},
+                          ids, solved)
 
 
 def answered(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -137,8 +138,9 @@ class Learner:
         states.backward(torch.zeros_like(states))
         self.optimizer.forget()
 
-    def before_saving(self) -> None:
-        """Called before the model is saved, for what other processes have to do then."""
+    def gathering(self) -> AbstractContextManager[None]:
+        """Around the gathering of a model that is saved, for what other processes do then."""
+        return nullcontext()
 
     def perturb(self) -> None:
         """Change some values of each trained parameter."""

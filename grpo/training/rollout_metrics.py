@@ -18,7 +18,7 @@ def rollout_metrics(rollout: TensorDictBase) -> dict[str, float]:
     ``reward/errors`` counts all of them: those that a function left out by None (``skipped``), for
     which it took too long (``timeouts``), raised (``raised``), returned what is no reward
     (``invalid``), or ended its process (``ended``). Of several rewards each has its mean, before
-    its weight.
+    its weight, over the rows that it is for.
     """
     valid = ~rollout[data.REWARD_ERROR].flatten()
     sampled_BT = rollout[data.ASSISTANT_MASK]
@@ -37,7 +37,10 @@ def rollout_metrics(rollout: TensorDictBase) -> dict[str, float]:
                     for name, code in _FAULTS.items()}
     if valid.any():
         for name, part in rollout.get(data.REWARD_PARTS, {}).items():
-            metrics[f"reward/{name}/mean"] = part.flatten()[valid].mean().item()
+            given = part.flatten()[valid]
+            given = given[~given.isnan()]
+            if len(given):
+                metrics[f"reward/{name}/mean"] = given.mean().item()
         rewards = rollout[data.REWARD].flatten()[valid]
         metrics["reward/mean"] = rewards.mean().item()
         metrics["reward/std"] = rewards.std(correction=0).item()
@@ -49,9 +52,9 @@ def rollout_metrics(rollout: TensorDictBase) -> dict[str, float]:
 def advantage_metrics(rollout: TensorDictBase) -> dict[str, float]:
     """How many groups carry no signal, and what shaping and filters did, where they are on."""
     group_B, valid_B = rollout[data.GROUP_ID], ~rollout[data.REWARD_ERROR].flatten()
-    rewards = rollout.get(data.SHAPED_REWARD, rollout[data.REWARD])
-    # Not from the advantages: a teacher or the batch's mean may speak where rewards are equal.
-    useful_B = informative_groups(rewards.flatten(), group_B, valid_B)
+    # Not from shaped rewards, which a KL makes differ everywhere, nor from the advantages: a
+    # teacher or the batch's mean may speak where rewards are equal.
+    useful_B = informative_groups(rollout[data.REWARD].flatten(), group_B, valid_B)
     groups = len(group_B.unique())
     metrics = {"reward/zero_variance_groups": 1 - len(group_B[useful_B].unique()) / groups}
     if data.SHAPED_REWARD in rollout.keys(True) and valid_B.any():

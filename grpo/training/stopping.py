@@ -7,11 +7,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_AGAIN_SECONDS = 0.05  # until a signal is sent again: Python has left the __del__ by then
 
 
 class Stopped(BaseException):
@@ -34,6 +35,11 @@ class StopRequests:
     done; a second Ctrl-C ends the process at once. Outside of Python's main thread, where signals
     cannot be handled, nothing is changed.
 
+    What is raised may get lost. Python drops it where it happens to run a ``__del__`` or a callback
+    of a weak reference; then the signal is sent again. A library may catch it; then
+    :meth:`at_once` raises it at its end, and requests inside of others take over the note. Those
+    that end by an exception hand theirs back.
+
     Attributes:
         asked: number of the signal that came; None: none.
         insisted: whether a second Ctrl-C has come, which may have ended anything halfway.
@@ -53,16 +59,30 @@ class StopRequests:
         self.insisted = False
         self._at_once = False
         self._before: dict[int, Any] = {}
+        self._hook = sys.unraisablehook
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            for around in self._around():
+                self.asked = self.asked or around.asked
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._dropped
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
+        if raised is not None and self.asked is not None:
+            for around in self._around():  # whose cleaning up is not interrupted, either
+                around.asked, around._at_once = around.asked or self.asked, False
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._before:
+            sys.unraisablehook = self._hook
         self._before = {}
+
+    def _around(self) -> list[StopRequests]:
+        """The requests that these are inside of."""
+        owners = [getattr(handler, "__self__", None) for handler in self._before.values()]
+        return [owner for owner in owners if isinstance(owner, StopRequests)]
 
     def check(self) -> None:
         """Raise :class:`Stopped` if a signal has come."""
@@ -76,6 +96,7 @@ class StopRequests:
         try:
             self.check()
             yield
+            self.check()
         except SystemError as error:  # compiled code, such as Ray's, wraps what is raised in it
             if isinstance(error.__cause__, Stopped):
                 raise error.__cause__ from None
@@ -92,8 +113,24 @@ class StopRequests:
             self._at_once = False  # what cleans up after it is not interrupted again
             raise Stopped(number)
         if first:  # not print(), which a handler may have interrupted
-            os.write(2, f"\n{signal.Signals(number).name}: the run ends after this step; Ctrl-C "
-                        "twice ends it at once, without saving\n".encode())
+            _say(f"\n{signal.Signals(number).name}: the run ends after this step; Ctrl-C twice "
+                 "ends it at once, without saving\n")
+
+    def _dropped(self, what: sys.UnraisableHookArgs) -> None:
+        """Hook for exceptions that Python drops: a signal among them is sent again."""
+        if not isinstance(what.exc_value, Stopped):
+            self._hook(what)
+            return
+        number, self.asked, self._at_once = what.exc_value.number, None, True
+        again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+
+
+def _say(text: str) -> None:
+    """Also in a handler, and where Ctrl-C has ended the reader of a pipe, too."""
+    with suppress(OSError):
+        os.write(2, text.encode())
 
 
 def interrupts_end_at_once() -> None:
@@ -112,13 +149,42 @@ def signals_end_at_once(clean_up: Callable[[], None]) -> None:
 
 
 def _end_at_once(numbers: Iterable[int], clean_up: Callable[[], None]) -> None:
-    def end(number: int, frame: FrameType | None) -> None:
-        os.write(2, f"\nstopped by {signal.Signals(number).name}\n".encode())
+    for number in numbers:
+        signal.signal(number, lambda number, frame: end_at_once(number, clean_up))
+
+
+_ending = threading.RLock()  # held by the thread that ends this process
+
+
+def end_at_once(number: int, clean_up: Callable[[], None]) -> None:
+    """End this process for a signal, with one line and the code that a shell knows it by. It does
+    not return, also where another thread is ending the process already."""
+    with _ending:
+        _say(f"\nstopped by {signal.Signals(number).name}\n")
         clean_up()
         os._exit(128 + number)
 
-    for number in numbers:
-        signal.signal(number, end)
+
+@contextmanager
+def a_thread_ends_at_once(clean_up: Callable[[], None]) -> Iterator[None]:
+    """As :func:`signals_end_at_once`, where a library keeps Python's main thread, in which handlers
+    run, or installs handlers of its own that take their time."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch() -> None:
+        while number := os.read(reader, 1):
+            if number[0] in _SIGNALS:
+                end_at_once(number[0], clean_up)
+        os.close(reader)
+
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=watch, daemon=True, name="signals").start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
 
 
 @contextmanager
@@ -152,5 +218,6 @@ def signals_end_the_process() -> Iterator[None]:
         with StopRequests() as requests, requests.at_once():
             yield
     except Stopped as stopped:
-        print(f"{stopped}; what was started has been ended", file=sys.stderr)
+        with suppress(OSError):
+            print(f"{stopped}; what was started has been ended", file=sys.stderr)
         sys.exit(stopped.exit_code)

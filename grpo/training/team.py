@@ -8,10 +8,8 @@ nothing else (:func:`obey`). So loop, collector and reports know nothing of rank
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 from grpo import data
 from grpo.objectives import GRPOLoss
 from grpo.policies.scoring import evaluating
-from grpo.training.checkpoint import save_trained
+from grpo.training.checkpoint import gather_trained
 from grpo.training.learner import BeforeStep
 from grpo.training.parallel import ParallelLearner, score_divided
 from grpo.training.ranks import Ranks
@@ -111,7 +109,7 @@ def obey(learner: ParallelLearner, weights: Any = None) -> None:
         elif what == "optimizer":
             learner.optimizer.state_dict()
         elif what == "save":
-            save_trained(model, None, Path(tempfile.gettempdir()))  # gathers; rank 0 alone writes
+            gather_trained(model)  # rank 0 alone writes
         elif what == "gather":
             which, *part = details
             named = (trained_parameters(model) if which == "trained" else
@@ -160,8 +158,9 @@ class LedLearner:
         with self.leader.together("update", iteration, coefficients):
             return self.learner.update(self.leader.ranks.share(rollout), iteration=iteration)
 
-    def before_saving(self) -> None:
-        self.leader.tell("save")
+    def gathering(self) -> AbstractContextManager[None]:
+        """See :meth:`grpo.training.learner.Learner.gathering`."""
+        return self.leader.together("save")
 
     def perturb(self) -> None:
         """See :meth:`grpo.training.learner.Learner.perturb`."""

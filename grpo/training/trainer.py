@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from grpo import data
 from grpo.collectors.base import Collector
-from grpo.envs.rewards.batch import RewardsFailed, check_failures
+from grpo.envs.rewards.batch import check_rewards
 from grpo.report.reporter import Reporter
 from grpo.training.adaptation import Adaptation
 from grpo.training.checkpoint import (
@@ -28,10 +28,11 @@ from grpo.training.checkpoint import (
 from grpo.training.checkpoint_files import NotSavedError, check_room, saved_bytes
 from grpo.training.evaluation import Evaluator
 from grpo.training.evaluations import Evaluations
+from grpo.training.going_on import how_to_go_on
 from grpo.training.learner import Learner
 from grpo.training.rollout_metrics import advantage_counts, advantage_metrics, rollout_metrics
 from grpo.training.stopping import Stopped, StopRequests
-from grpo.weights.canary import Canary
+from grpo.weights.canary import Canary, StaleWeightsError
 from grpo.weights.proof import WeightProof
 from grpo.weights.shared import WeightSync
 from grpo.weights.tolerance import CanaryReport
@@ -41,8 +42,8 @@ class Trainer:
     """On-policy GRPO with rollouts on demand.
 
     An iteration: collect a rollout with the current weights, score it with the frozen models,
-    turn rewards into advantages, take the optimizer steps, publish the weights to the engine, let
-    the canary prove that they arrived, adapt the coefficients that follow a measurement.
+    turn rewards into advantages, take the optimizer steps, adapt the coefficients that follow a
+    measurement, publish the weights to the engine, let the canary prove that they arrived.
 
     Args:
         collector: rollouts.
@@ -93,15 +94,18 @@ class Trainer:
         self.iterations, self.eval_frequency = iterations, eval_frequency
         self.checkpoint_frequency, self.keep_checkpoints = checkpoint_frequency, keep_checkpoints
         self.max_reward_errors = max_reward_errors
-        #: Are called with each checkpoint that was written.
-        self.after_saving: list[Callable[[Checkpoint], None]] = []
+        self.after_saving: list[Callable[[Checkpoint], None]] = []  # told of each that is written
         self.step = 0
         self.resumed_from: Path | None = None
         self.first_accuracy = self.last_accuracy = float("nan")
+        self.evaluated: int | None = None  # the last step that was
         self.requests = StopRequests()
         self.saved: Checkpoint | None = None
+        self.compared: Checkpoint | None = None  # the last whose weights all were the engine's
+        self._kept: tuple[Any, ...] | None = None  # the progress that it has
         self._looked = False  # at what there is before any update
         self._before_batch: dict[str, Any] | None = None
+        self._before_evaluation: dict[str, Any] | None = None
         self._unlogged: dict[str, float] | None = None
         self._seconds: dict[str, float] = {}
         self._report: CanaryReport | None = None
@@ -141,8 +145,9 @@ class Trainer:
 
     def _train(self) -> None:
         if self.step == 0 and not self._looked:
-            with self.requests.at_once():
-                self._first_look()
+            self._first_look()
+        elif self._to_evaluate() and self.evaluated != self.step:
+            self._make_up_evaluation()
         while self.step < self.iterations:
             self.iterate()
             if self.step < self.iterations:  # else it is over anyway
@@ -152,8 +157,8 @@ class Trainer:
         failed, result = None, self.run_dir
         try:
             check_room(self.run_dir, saved_bytes(self.model))
-            self.learner.before_saving()
-            result = save_final(self.model, self.tokenizer, self.run_dir)
+            result = save_final(self.model, self.tokenizer, self.run_dir,
+                                gathering=self.learner.gathering)
         except NotSavedError as error:
             failed = error
         headline = f"{self.step} iterations"
@@ -179,23 +184,31 @@ class Trainer:
         try:
             if self.requests.insisted:
                 raise NotSavedError("it was interrupted at once")
-            if self.saved is None or self.saved.step < self.step:
+            if self._progress() != self._kept:
+                if isinstance(reason, StaleWeightsError):
+                    self.keep_checkpoints += 1  # what was compared stays beside what was not
                 self.save()
         except Exception as error:  # the disk is full, or a rank has died; the reason is raised
             warn(f"{summary}; the present state could not be saved: {error}")
         if self.saved is not None:
             self._write_report(f"{summary} after {self.step} of {self.iterations} iterations",
                                self.saved.folder, early=True)
-            self.reporter.console.info(
-                f"the run can go on: resume=auto, or resume={self.saved.folder}")
+            self.reporter.console.info(how_to_go_on(self.saved, self.compared, reason))
 
     def _first_look(self) -> None:
         """Before any update: do engine and trainer agree, and how good is the model?"""
-        self._prove_start()
+        with self.requests.at_once():
+            self._prove_start()
         metrics = self._evaluate()
         if metrics:
             self.reporter.step(0, metrics)
         self._looked = True
+
+    def _make_up_evaluation(self) -> None:
+        """Evaluate what was to be evaluated where the run ended, as a further line of that step."""
+        self._seconds = {}
+        metrics = self._evaluate()
+        self.reporter.step(self.step, metrics | {"time/eval": self._seconds["eval"]})
 
     def iterate(self) -> dict[str, float]:
         """One iteration; returns its metrics."""
@@ -203,7 +216,9 @@ class Trainer:
         self._before_batch = self._position()
         with self.requests.at_once():
             rollout = self.collector.collect()
-        self._check_rewards(rollout)
+        self.reporter.failures(self.step + 1, self.collector.failures)
+        check_rewards(rollout, self.collector.failures, limit=self.max_reward_errors,
+                      when=f"iteration {self.step + 1}")
         metrics = rollout_metrics(rollout) | self.collector.metrics
         metrics |= data.staleness(rollout, self.weights.version)
         for name, scorer in self.frozen.items():
@@ -215,10 +230,10 @@ class Trainer:
             metrics |= advantage_metrics(rollout) | advantage_counts(rollout)
         metrics |= self.learner.update(rollout, iteration=self.step)
         self.step += 1  # the model is that of the next step, whoever gets to know its weights
-        self._before_batch, self._unlogged = None, metrics
-        save = self.checkpoint_frequency > 0 and self._due(self.checkpoint_frequency)
-        evaluate = self.evaluator is not None and (
-            self._due(self.eval_frequency) or save and self.evaluator.at_checkpoints)
+        self._before_batch, self._before_evaluation, self._unlogged = None, None, metrics
+        for adaptation in self.adaptations:  # part of the step, as what follows may fail
+            metrics |= adaptation.update(metrics)
+        save, evaluate = self._to_save(), self._to_evaluate()
         with self._timed("sync"):
             # An accuracy is that of its step's model, the last one that of the model that is kept.
             metrics["policy/version"] = self.weights.publish(now=evaluate)
@@ -230,31 +245,21 @@ class Trainer:
         self._prove(now=not self.overlap_canary or kept or first, whole=kept)
         metrics["canary/mean_abs_diff"] = self._report.mean_abs_diff
         metrics["canary/max_abs_diff"] = self._report.max_abs_diff
-        for adaptation in self.adaptations:
-            metrics |= adaptation.update(metrics)
         self._seconds |= self.collector.seconds | self.learner.seconds
         metrics["time/step"] = seconds = time.perf_counter() - start
         metrics["tokens/per_second"] = metrics.pop("tokens/total") / seconds
         if evaluate:
-            with self._timed("eval"):
-                metrics |= self._evaluate(checkpoint=save)
+            metrics |= self._evaluate()
         metrics |= {f"time/{phase}": value for phase, value in self._seconds.items()}
         self._unlogged = None
         self.reporter.step(self.step, metrics)
         if save:
             try:
-                self.save()
+                saved = self.save()
+                self.compared = self.compared if self.weights.pending else saved
             except NotSavedError as error:  # the next one may find room
                 self.reporter.console.warn(f"no checkpoint of step {self.step}: {error}")
         return metrics
-
-    def _check_rewards(self, rollout: TensorDictBase) -> None:
-        when, failures = f"iteration {self.step + 1}", self.collector.failures
-        self.reporter.failures(self.step + 1, failures)
-        fault_B = rollout.get(data.REWARD_FAULT, rollout[data.REWARD_ERROR].long()).flatten()
-        check_failures(fault_B, failures, limit=self.max_reward_errors, when=when)
-        if rollout[data.REWARD_ERROR].all():
-            raise RewardsFailed(when, fault_B, failures)
 
     def _prove_start(self) -> None:
         """Before any step: do updates arrive, and do engine and trainer agree?"""
@@ -289,52 +294,65 @@ class Trainer:
         """
         if self.learner.halfway:
             raise NotSavedError("the optimizer has taken some of its steps on a batch, but not all")
-        state = self.state_dict()
+        progress, state = self._progress(), self.state_dict()  # in which more may be finished
         check_room(self.run_dir / "checkpoints", saved_bytes(self.model, state))
-        self.learner.before_saving()
         self.saved = save_checkpoint(
             self.run_dir, self.step, model=self.model, tokenizer=self.tokenizer, state=state,
-            config=self.config, keep=self.keep_checkpoints, protect=self.resumed_from)
+            config=self.config, keep=self.keep_checkpoints, protect=self.resumed_from,
+            gathering=self.learner.gathering)
+        self._kept = progress
         for tell in self.after_saving:
             tell(self.saved)
         return self.saved
 
+    def _progress(self) -> tuple[Any, ...]:
+        """What a checkpoint of this moment has and an earlier one, also of this step, may lack."""
+        return self.step, self.evaluated, self.collector.finished
+
     def state_dict(self) -> dict[str, Any]:
         """Everything but the model that the next iteration depends on.
 
-        In the middle of a batch that was not trained on, this is where it began.
+        In the middle of a batch that was not trained on, or of an evaluation, this is where it
+        began, but for groups that were finished since, where the collector keeps them.
         """
         return {
             "step": self.step,
             "optimizer": self.learner.optimizer.state_dict(),
             "version": self.weights.version,
             "accuracy": [self.first_accuracy, self.last_accuracy],
+            "evaluated": self.evaluated,
             "sample_rows": self.reporter.sample_rows,
             "adaptations": {a.name: a.state_dict() for a in self.adaptations},
-            **(self._before_batch or self._position()),
+            **(self._before_batch or self._before_evaluation or self._position()),
+            **({"env": self.collector.state_dict()} if self.collector.keeps_untrained else {}),
         }
 
     def _position(self) -> dict[str, Any]:
-        """What a rollout moves on: the data, and all random numbers."""
-        return {"env": self.collector.state_dict(), "random": random_state(),
+        """What a rollout moves on: all random numbers, and the data, unless the collector knows at
+        any moment what of it was trained."""
+        data_too = {} if self.collector.keeps_untrained else {"env": self.collector.state_dict()}
+        return {**data_too, "random": random_state(),
                 "calls": {name: policy.calls for name, policy in self._policies().items()}}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint whose model has already been loaded."""
         state = checkpoint.state()
         # Engines that die later are started anew from its weights.
-        self.resumed_from, self.saved, self._looked = checkpoint.folder, checkpoint, True
+        self.resumed_from, self._looked = checkpoint.folder, True
+        self.saved = self.compared = checkpoint  # with the engine, before the next step
         self.step = state["step"]
         self.learner.optimizer.load_state_dict(state["optimizer"])
         self.collector.load_state_dict(state["env"])
         self.weights.version = state["version"]
         self.collector.policy.start_at(state["version"])
         self.first_accuracy, self.last_accuracy = state["accuracy"]
+        self.evaluated = state.get("evaluated", self.step)  # as earlier versions took for granted
         self.reporter.sample_rows = state["sample_rows"]
         saved = state.get("adaptations", {})
         for adaptation in self.adaptations:
             if adaptation.name in saved:  # one that is new in this run starts at its beginning
                 adaptation.load_state_dict(saved[adaptation.name])
+        self._kept = self._progress()
         self._prove_start()
         # Last, because loading and checking may have drawn numbers and counted calls.
         for name, policy in self._policies().items():
@@ -346,17 +364,28 @@ class Trainer:
         return policies if self.evaluator is None else {
             **policies, "eval": self.evaluator.policy}
 
-    def _evaluate(self, *, checkpoint: bool = False) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, float]:
         if self.evaluator is None:
             return {}
-        options = {"checkpoint": checkpoint} if self.evaluator.at_checkpoints else {}
-        evaluation = self.evaluator.run(**options)
+        options = {"checkpoint": self._to_save()} if self.evaluator.at_checkpoints else {}
+        self._before_evaluation = self._position()
+        with self.requests.at_once(), self._timed("eval"):
+            evaluation = self.evaluator.run(**options)
+        self._before_evaluation, self.evaluated = None, self.step
         self.last_accuracy = evaluation.accuracy
         if math.isnan(self.first_accuracy):  # also where earlier parts of a run had none
             self.first_accuracy = self.last_accuracy
         self.reporter.samples(self.step, evaluation.batch, evaluation.problems)
         self.reporter.evaluation(self.step, evaluation.record)
         return evaluation.metrics()
+
+    def _to_save(self) -> bool:
+        return self.step > 0 and self.checkpoint_frequency > 0 and self._due(
+            self.checkpoint_frequency)
+
+    def _to_evaluate(self) -> bool:
+        return self.evaluator is not None and (
+            self._due(self.eval_frequency) or self.evaluator.at_checkpoints and self._to_save())
 
     def _due(self, frequency: int) -> bool:
         """Whether the step is one of every ``frequency``, or the run's last one."""

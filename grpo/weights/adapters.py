@@ -255,15 +255,18 @@ class AdapterDisabledReference:
         return rollout
 
 
-def save_adapter(model: nn.Module, folder: str | Path) -> Path:
+def save_adapter(model: nn.Module, folder: str | Path,
+                 gathered: dict[str, Adapter] | None = None) -> Path:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``, as peft and vLLM read them.
 
     The folder, whose absolute path is returned, appears complete or not at all; one that is there
-    already is replaced. Of a sharded model, every rank calls this and rank 0 writes.
+    already is replaced. Of a sharded model, every rank calls this and rank 0 writes; or rank 0
+    alone with what :func:`whole_adapters` has ``gathered`` on all.
     """
     from safetensors.torch import save_file
 
-    folder, found = Path(folder).absolute(), whole_adapters(model)
+    found = whole_adapters(model) if gathered is None else gathered
+    folder = Path(folder).absolute()
     if not TrainerRanks(model).leads:
         return folder
     partial = folder.with_name(f".{folder.name}.partial")

@@ -40,7 +40,7 @@ class FleetSync(WeightSync):
 
     def publish(self, *, now: bool = False) -> int:
         """Give all workers the trainer's weights as a new version."""
-        version = self.version + 1
+        version, self.waited = self.version + 1, 0.0
         try:
             self.pool.revive()
             self._until_sent(self._publish)
@@ -133,23 +133,26 @@ class ObjectStoreSync(FleetSync):
         tell: the other ranks of a sharded trainer to gather.
     """
 
+    in_flight = False
+
     def __init__(self, model: nn.Module, pool: WorkerPool, *, timeout: float = 600.0,
                  tell: Tell = tell_nobody) -> None:
         super().__init__(pool)
         self.model, self.timeout, self.tell = model, timeout, tell
 
     def _publish(self) -> None:
-        self._send(self.version + 1, self.pool.present)
+        self.waited = self._send(self.version + 1, self.pool.present)
         self.version += 1
 
     def _refresh(self) -> None:
         self._send(self.version, sorted(self.pool.outdated))
 
     @torch.no_grad()
-    def _send(self, version: int, numbers: Iterable[int]) -> None:
+    def _send(self, version: int, numbers: Iterable[int]) -> float:
+        """Returns for how many seconds the last worker finished what it was at."""
         values = self.pool.put(Packed.of(dict(self._trained())))
         calls = [self._give(number, values, version) for number in numbers]
-        self._results(calls)
+        return max(self._results(calls), default=0.0)
 
     def _results(self, calls: list[Call]) -> list[Any]:
         return [self.pool.result(call, timeout=self.timeout + 10.0) for call in calls]
@@ -193,6 +196,8 @@ class FleetLoRA(ObjectStoreSync):
             them first.
         options: of :class:`ObjectStoreSync`.
     """
+
+    in_flight = True
 
     def __init__(self, model: nn.Module, pool: WorkerPool, *, pause_mode: PauseMode = "keep",
                  **options: Any) -> None:

@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from grpo.system.processes import running
+
 Kind = Literal["shared_memory", "cuda_ipc"]
 Owner = Literal["engine", "trainer"]
 
@@ -203,13 +205,8 @@ def _file_at(path: str | Path) -> Path:
 
 def process_start(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None if it is gone or a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The command name, in parentheses, may itself contain spaces and parentheses.
-    state, *others = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(others[18])
+    process = running(pid)
+    return process and process.started
 
 
 def _wrong(where: str, field: str, value: Any, need: str) -> HandoverError:

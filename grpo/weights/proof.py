@@ -144,8 +144,8 @@ class WeightProof:
         if names := begun and begun():
             raise StaleWeightsError(self._complaint(
                 names, "after an update the engine does not have the trainer's weights",
-                "the newest checkpoint was compared as a whole before it was saved, so resume=auto "
-                "goes on from there"))
+                "what they were trained on since all tensors were last compared may be of others, "
+                "so the run names the checkpoint to go on from"))
 
     def self_test(self, learner: Perturbed, *, begin: Callable[[], object] = lambda: None) -> None:
         """Prove before the first step that updates arrive.

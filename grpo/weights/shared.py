@@ -41,12 +41,14 @@ class WeightSync(ABC):
         pending: calls of :meth:`publish` whose update still waits for a later call.
         waited: seconds of the last :meth:`publish` in which the engine finished what it was at.
         starts_engines: whether each update starts a new engine.
+        in_flight: whether updates can reach what is being generated.
     """
 
     version = 0
     pending = 0
     waited = 0.0
     starts_engines = False
+    in_flight = True
 
     @abstractmethod
     def publish(self, *, now: bool = False) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -88,7 +90,7 @@ def test_a_loss_that_no_canary_sees_ends_the_run_within_the_interval(
         def load_state(packed, *rest):
             kept = {key: value for key, value in packed.tensors().items()
                     if fault == FAULTS[1] and key != name}
-            load(Packed.of(kept), *rest)
+            return load(Packed.of(kept), *rest)
         return load_state
 
     for worker in trainer.collector.pool.actors[fault == FAULTS[2]:]:
@@ -107,14 +109,39 @@ def test_the_only_worker_dies_while_the_trainer_waits_for_it(start):
     assert trainer.collector.pool.restarts == 1
 
 
+def test_a_worker_that_took_a_dead_ones_place_has_the_whole_time_for_its_first_group(start):
+    trainer = start(train={"staleness": 0, "rollout_timeout": 2.0},
+                    inference_model={"num_devices": 1})
+    collector, pool, heal = trainer.collector, trainer.collector.pool, trainer.collector.heal
+    pool.actors[0].submit = lambda groups: None  # it has none finished when it dies
+    collector.heal = lambda: time.sleep(2.5) or heal()
+    threading.Timer(0.5, pool.kill, [0]).start()
+    assert len(collector.collect()) == 16 and pool.restarts == 1
+
+
+def test_a_call_waits_for_a_worker_where_the_last_one_is_found_dead_just_before(start):
+    trainer = start(inference_model={"num_devices": 1})
+    policy, pool, heals = trainer.canary.policy, trainer.collector.pool, []
+    heal = policy.heal
+
+    def heal_and_die():
+        heal()
+        if not heals:
+            heals.append(pool.dead.setdefault(0, "noticed by the thread that hands out groups"))
+
+    policy.heal = heal_and_die
+    assert trainer.canary.check().max_abs_diff < 1e-4
+    assert heals and pool.restarts == 1
+
+
 def test_a_worker_that_dies_again_and_again_ends_the_run_with_the_reason(start):
     trainer = start(ray={"max_restarts": 1}, inference_model={"num_devices": 1},
                     train={"staleness": 0})
     trainer.iterate()
     trainer.collector.pool.intercept["load_state"] = (
         lambda *args: trainer.collector.pool.kill(0))
-    with pytest.raises((RolloutsFailed, WorkersLost), match="killed; 1 workers were replaced.*"
-                                                           "ray.max_restarts=1"):
+    with pytest.raises((RolloutsFailed, WorkersLost), match="killed; 1 rollout workers were "
+                                                           "replaced.*ray.max_restarts=1"):
         for _ in range(3):
             trainer.iterate()
 
@@ -214,6 +241,14 @@ def test_a_worker_without_an_answer_is_noticed(start):
         trainer.collector.collect()
 
 
+def test_an_evaluation_that_takes_too_long_names_the_key_that_gives_it_more_time(start):
+    trainer = start(train={"rollout_timeout": 0.5})
+    for worker in trainer.collector.pool.actors:
+        worker.driver.submit, worker.driver.cancel = lambda job: Future(), lambda job: None
+    with pytest.raises(EngineError, match="1 rows within 0.5 s; .* raise train.rollout_timeout"):
+        trainer.canary.policy.generate_from_ids([[5, 6]])
+
+
 def test_long_groups_are_waited_for_and_trained(start):
     """One worker keeps its groups for three updates that the other could make without them."""
     trainer = start(train={"staleness": 1})
@@ -282,6 +317,19 @@ class Held:
     def score(self, group: TensorDict) -> Scored:
         assert self.may.wait(30)
         return Scored(torch.full((2, 3), float(self.number)), busy=1.0, seconds=2.0, started=0.0)
+
+
+def test_a_reference_worker_without_an_answer_is_named_and_no_rollout_worker(start):
+    trainer = start(train={"staleness": 0, "rollout_timeout": 3.0})
+    may = threading.Event()
+    pool = LocalPool(lambda number: Held(number, may), count=1, kind="reference worker")
+    pool.start()
+    trainer.collector.reference = SharedScoring(pool)
+    with pytest.raises(RolloutsFailed, match="4 are being generated or scored, one for . s by "
+                                              "reference worker 0, 0 are ready. If that worker "
+                                              "hangs, see its log.*ref_model.num_devices$"):
+        trainer.collector.collect()
+    may.set()
 
 
 def test_a_group_goes_to_the_reference_with_the_least_to_do_and_those_of_a_dead_one_to_others():
@@ -354,7 +402,8 @@ def test_all_score_each_group_together_and_are_replaced_together_where_one_dies(
     pool.kill(2)
     scoring.add(2, TensorDict({}, [2]))
     scoring.send()
-    with pytest.raises(WorkersLost, match="reference worker 2 died during score.*max_restarts=1"):
+    with pytest.raises(WorkersLost, match="reference worker 2 died during score.*; 1 reference "
+                                          "workers were replaced before.*max_restarts=1"):
         wait_until(lambda: scoring.take() or scoring.heal())
 
 
@@ -419,18 +468,26 @@ def test_the_groups_of_a_worker_that_nobody_asked_meanwhile_are_taken_back(start
     assert schedule.lease(worker=kept.worker, now=0.0).ticket == lease.ticket
 
 
-@pytest.mark.parametrize("max_tokens", [5, 4])
-def test_finished_groups_of_a_checkpoint_are_made_anew_where_they_no_longer_fit(start, max_tokens):
-    trainer = start(train={"staleness": 2})
+@pytest.mark.parametrize(("kept", "sections"), [
+    (True, {}),
+    (True, {"env": {"num_envs": 2, "reward_workers": 2, "max_reward_errors": 1.0}}),
+    (False, {"inference_model": {"max_tokens": 4}}),
+    (False, {"inference_model": {"temperature": 0.5}}),
+    (False, {"env": {"reward_weights": [-5.0]}}),
+    (False, {"env": {"system_prompt": "Add."}})])
+def test_finished_groups_of_a_checkpoint_are_made_anew_where_the_run_makes_others(
+        start, kept, sections):
+    options = {"train": {"staleness": 2}, "env": {"reward": ["negative_length"]}}
+    trainer = start(**options)
     trainer.iterate()
     wait_until(lambda: trainer.collector.state_dict()["ready"])
     checkpoint = trainer.save()
     trainer.collector.close()
     state = checkpoint.state()["env"]
-    resumed = start(checkpoint, train={"staleness": 2},
-                    inference_model={"max_tokens": max_tokens})
+    resumed = start(checkpoint, **sections | {
+        name: section | sections.get(name, {}) for name, section in options.items()})
     found = resumed.collector.state_dict()
-    if max_tokens == 5:
+    if kept:
         assert len(found["ready"]) >= len(state["ready"]) > 0
     else:
         assert found["ready"] == []
@@ -449,3 +506,15 @@ def test_a_replaced_worker_is_measured_from_its_own_start():
     assert since(before, Scored(None, busy=6.0, seconds=9.0, started=1.0)) == [1.0, 3.0]
     # It lives longer than the other had when that was asked last.
     assert since(before, Scored(None, busy=2.0, seconds=8.0, started=2.0)) == [2.0, 8.0]
+
+
+def test_what_an_update_waits_for_running_groups_is_no_cost_of_the_weights(start):
+    trainer = start(train={"staleness": 1})
+    for worker in trainer.collector.pool.actors:
+        step = worker.driver.sampler.step
+        worker.driver.sampler.step = lambda step=step: time.sleep(0.5) or step()
+    publish, waiting = trainer.weights.publish, trainer.collector.schedule
+    trainer.weights.publish = lambda **options: (
+        wait_until(lambda: waiting.running) and publish(**options))
+    metrics = trainer.iterate()
+    assert metrics["time/border"] > 0.1 > metrics["time/sync"] - metrics["time/border"]

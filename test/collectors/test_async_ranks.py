@@ -7,7 +7,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from grpo.run import build
 from grpo.run.assemble import assemble
+from grpo.training.parallel import ParallelLearner
 
 from ..training.runs import make_trainer, save_tiny
 from .asynchronous import LORA, async_config, make_async_trainer, rows_of, sync_config
@@ -49,6 +51,26 @@ def test_two_ranks_make_the_updates_of_one_process_and_their_checkpoint_fits_one
     for ours, theirs in zip(found, expected, strict=True):
         assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     assert rows_of(tmp_path / "async")[-1]["canary/max_abs_diff"] < 1e-4
+
+
+@pytest.mark.slow
+def test_ranks_compile_their_layers_while_workers_start(tmp_path, tokenizer, monkeypatch):
+    # Refused on a CPU, where it is slow and not wrong.
+    monkeypatch.setattr(build, "check", lambda *_, **__: None)
+    began, warm_up = [], ParallelLearner.warm_up
+    monkeypatch.setattr(ParallelLearner, "warm_up", lambda *args: (
+        began.append(args), warm_up(*args)))
+    folder = save_tiny(tmp_path / "model", tokenizer, seed=0)
+    make_trainer(sync_config(folder), tmp_path / "sync").fit()
+    compiled = {"train_model": {"num_devices": 2, "compile": True}, "train": {"staleness": 0},
+                "inference_model": {"num_devices": 1}}
+    with ExitStack() as at_end:
+        trainer = make_async_trainer(async_config(folder, **compiled), tmp_path / "async", at_end)
+        assert len(began) == 1
+        trainer.fit()
+    for ours, theirs in zip(comparable(tmp_path / "async"), comparable(tmp_path / "sync"),
+                            strict=True):
+        assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -61,11 +61,16 @@ def test_deaths_and_a_resumption_leave_the_metrics_of_a_synchronous_run(
         resumed = make_async_trainer(async_config(folder, **sections), tmp_path / "async", at_end,
                                      checkpoint)
         resumed.fit()
-    found = {row["step"]: row for row in comparable(tmp_path / "async")}
-    # An update that nobody was left to be given is saved, but has no row.
+    found = {}
+    for row in comparable(tmp_path / "async"):
+        found.setdefault(row["step"], {}).update(row)
+    # An update that nobody was left to be given is saved, but of its step there is at most the
+    # evaluation, which was made up.
     assert {row["step"] for row in expected} - found.keys() <= {checkpoint.step}
     for theirs in expected:
         ours = found.get(theirs["step"], theirs)
+        if theirs["step"] == checkpoint.step:
+            theirs = {key: value for key, value in theirs.items() if key in ours}
         assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
@@ -124,7 +129,9 @@ def test_workers_and_references_start_while_the_trainer_loads_its_model(
     assert there.index("rollout worker 1") < there.index("model of the trainer")
     shown = blocks("text", (REPO / "docs" / "async.md").read_text())
     page = next(block for block in shown if "starting rollout worker" in block).splitlines()
-    assert {_shape(line) for line in page if not line.startswith("still")} <= set(
+    # A command says more before its own imports (test_errors.py), and what is late.
+    more = ("starting Ray", "loading ", "still ")
+    assert {_shape(line) for line in page if not line.startswith(more)} <= set(
         map(_shape, lines)), "the page shows other lines"
     assert lines.index(begun[-1]) < next(i for i, line in enumerate(lines) if "GRPO" in line)
 

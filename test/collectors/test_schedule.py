@@ -338,6 +338,7 @@ class TestResume:
         schedule.finish(lease(schedule, 4)[2].id, "kept", version=0)
         resumed = RolloutSchedule(2, staleness=1)
         resumed.load_state_dict(schedule.state_dict())
+        assert (schedule.counts["lost"], resumed.counts["lost"]) == (0, 3)
         again = lease(resumed, 3)
         assert [one.ticket.index for one in again] == [0, 1, 3]
         assert resumed.lease(worker=0, now=0.0) is None

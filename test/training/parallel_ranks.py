@@ -94,6 +94,10 @@ CASES = {
                     "traffic": True},
     "gather_once": {"ranks": {"gather": "step"}, "learner": {"num_micro_batches": 3},
                     "traffic": True},
+    "warmed_up": {"warm_up": True},
+    "warmed_up_untied": {"warm_up": True, "model": {"tie": False},
+                         "loss": {"packing": True}, "learner": {"num_micro_batches": 2}},
+    "warmed_up_lora": {"warm_up": True, "model": {"lora": True}},
     "float64": {"model": {"dtype": torch.float64, "tie": False},
                 "loss": {"aggregation": "prompt", "kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01},
                 "learner": {"max_tokens_per_micro_batch": 24}},
@@ -107,7 +111,7 @@ CHECKPOINTS = {"float32": {}, "bfloat16": {"dtype": torch.bfloat16},
                "adapters": {"dtype": torch.bfloat16, "lora": True}}
 WITH_PEFT = importlib.util.find_spec("peft") is not None
 if not WITH_PEFT:
-    del CASES["lora"], CASES["lora_bfloat16"], CHECKPOINTS["adapters"]
+    del CASES["lora"], CASES["lora_bfloat16"], CASES["warmed_up_lora"], CHECKPOINTS["adapters"]
 
 
 def make_model(device, *, tie: bool = True, dtype: torch.dtype = torch.float32,
@@ -217,6 +221,8 @@ def run_case(case: dict, device, ranks: Ranks | None) -> dict:
     rollout = make_rollout(device, errors=case.get("errors", ()), long=case.get("long", False))
     passes, forward = [], learner.loss.forward
     learner.loss.forward = lambda *args, **kwargs: (passes.append(1), forward(*args, **kwargs))[1]
+    if case.get("warm_up") and ranks is not None:
+        learner.warm_up(rollout[data.TOKENS], rollout[data.ASSISTANT_MASK])
     with Traffic() if case.get("traffic") else nullcontext(Traffic()) as traffic:
         metrics = learner.update(rollout[: case.get("rows", ROWS)], iteration=0)
     return {

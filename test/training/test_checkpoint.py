@@ -140,6 +140,33 @@ def test_a_write_that_is_interrupted_leaves_the_previous_checkpoint_as_the_newes
     assert folders(tmp_path) == {"step_000001", "step_000003"}
 
 
+@pytest.mark.parametrize(("renamed", "value"), [(0, 1), (1, 1), (2, 2)])
+def test_a_step_that_is_saved_again_is_there_wherever_that_is_interrupted(
+        save, tmp_path, monkeypatch, renamed, value):
+    first = save(tmp_path, 5, state={"value": 1})
+    replace, left = os.replace, iter(range(renamed))
+
+    def interrupted(source, target):
+        if source.parent == first.folder.parent and next(left, None) is None:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 5, state={"value": 2})
+    assert steps(tmp_path) == [5]
+    for resume in ("auto", str(tmp_path), str(first.folder)):
+        found = find_checkpoint(resume, root=tmp_path, exp_name="run")
+        assert found.damage() is None
+        assert (found.step, found.state()["value"]) == (5, value)
+    save(tmp_path, 6, protect=found.folder)
+    assert folders(tmp_path) == {found.folder.name, "step_000006"}
+    save(tmp_path, 5, state={"value": 3})
+    assert find_checkpoint(str(first.folder), root=tmp_path, exp_name="run").state()["value"] == 3
+    assert folders(tmp_path) == {"step_000005", "step_000006"}
+
+
 # -- Finding --------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,8 @@ HALF = ("bfloat16", "frozen", "lora_bfloat16")
 EXACT = [name for name in (
     "token", "sequence", "prompt", "dr_grpo", "kl_untied", "gspo", "listwise", "logits", "chunked",
     "packed", "checkpointing", "scored", "errors", "all_errors", "one_row_a_step", "long_row",
-    "accumulated", "reduce_each", "gather_once", "float64", "lora")]
+    "accumulated", "reduce_each", "gather_once", "float64", "lora", "warmed_up", "warmed_up_untied",
+    "warmed_up_lora")]
 
 
 def run_ranks(device: str, folder: Path) -> list[dict]:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 from contextlib import ExitStack
+from itertools import count
 
+import numpy as np
 import pytest
+import torch
 
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import ConfigError
+from grpo.policies.handle import EngineError
+from grpo.report.history import History
 from grpo.report.loggers import read_jsonl
 from grpo.run import resume
 from grpo.run.identity import changed_keys, identity_changes, result_changes, with_defaults
 from grpo.run.resume import PARENT_FILE
-from grpo.training.checkpoint import list_checkpoints
+from grpo.training.checkpoint import find_checkpoint, list_checkpoints
 from grpo.training.run_lock import LOCK_FILE
+from grpo.training.stopping import Stopped
 
 from .runs import make_trainer, timeless
 
@@ -113,6 +121,17 @@ def test_where_rewards_are_called_is_the_same_run_if_they_draw_the_same_numbers(
     assert result_changes(old, new) == changes
 
 
+@pytest.mark.parametrize(("server", "changes"), [
+    ("vllm", []), ("sglang", ["inference_model.server: vllm -> sglang"])])
+def test_how_a_server_is_asked_and_how_often_it_is_proven_is_the_same_run(
+        finished, server, changes):
+    at_url = {"url": "http://127.0.0.1:8000", "backend": "vllm"}
+    first = finished[1](inference_model=at_url | ({} if server == "vllm" else {"server": "vllm"}))
+    again = finished[1](inference_model=at_url | {"server": server, "connections": 16},
+                        train={"proof_interval": 1})
+    assert result_changes(*(run.model_dump(mode="json") for run in (first, again))) == changes
+
+
 @pytest.mark.parametrize(("where", "changes", "reason"), [
     ("outputs/first", {"optimizer": {"lr": 0.02}}, "optimizer.lr: 0.01 -> 0.02"),
     ("outputs/first", {"train": {"exp_name": "other"}}, "train.exp_name: grpo -> other"),
@@ -187,6 +206,90 @@ def test_a_run_that_was_not_evaluated_may_be_from_its_checkpoint_on(first, tmp_p
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [2]
     assert resumed.first_accuracy == resumed.last_accuracy == rows[-1]["eval/accuracy"]
+
+
+# -- Evaluations that are owed --------------------------------------------------------------------
+
+
+def seed(value: int) -> None:
+    for seed_one in (random.seed, np.random.seed, torch.manual_seed):
+        seed_one(value)
+
+
+def fail() -> None:
+    raise EngineError("the engine is gone")
+
+
+@pytest.mark.parametrize("iterations", [4, 2])  # in its middle, and at its end
+@pytest.mark.parametrize(("end", "error"), [
+    (fail, EngineError), (lambda: os.kill(os.getpid(), signal.SIGTERM), Stopped)])
+def test_an_evaluation_that_was_not_finished_is_made_up_when_the_run_goes_on(
+        make_config, tmp_path, monkeypatch, iterations, end, error):
+    config = make_config(iterations=iterations, reward="by_text_and_chance",
+                         train={"checkpoint_frequency": 0})
+    seed(1)
+    whole = make_trainer(config, tmp_path / "whole")
+    whole.fit()
+    seed(1)
+    stopped = make_trainer(config, tmp_path / "stopped")
+
+    run, calls = stopped.evaluator.run, count(1)
+
+    def ends_once(**options):
+        found = run(**options)  # which has drawn numbers
+        if next(calls) == 2:
+            end()
+        return found
+
+    stopped.evaluator.run = ends_once
+    with pytest.raises(error):
+        stopped.fit()
+    seed(99)  # another process
+    checkpoint = find_checkpoint("auto", root=tmp_path / "stopped", exp_name="grpo")
+    assert checkpoint.step == 2 and checkpoint.state()["evaluated"] == 0
+    resumed = make_trainer(config, checkpoint.run_dir, checkpoint)
+    headlines = []
+    monkeypatch.setattr(resumed.reporter, "finish",
+                        lambda *args, headline, **options: headlines.append(headline))
+    resumed.fit()
+    assert headlines == [f"held-out accuracy {whole.first_accuracy:.3f} -> "
+                         f"{whole.last_accuracy:.3f} in {iterations} iterations"]
+    ours, theirs = ((timeless(History.read(tmp_path / name).rows),
+                     timeless(read_jsonl(tmp_path / name / "samples.jsonl")))
+                    for name in ("stopped", "whole"))
+    assert ours == theirs
+
+
+def test_an_evaluation_is_made_up_once_however_often_the_run_ends_before_its_next_step(
+        make_config, tmp_path):
+    train = {"checkpoint_frequency": 0, "eval_frequency": 1}
+    config, made = make_config(iterations=2, train=train), []
+    trainer = make_trainer(config, tmp_path)
+    run, calls = trainer.evaluator.run, count(1)
+    trainer.evaluator.run = lambda: 1 / 0 if next(calls) == 2 else run()
+    for _ in range(4):
+        trainer.after_saving.append(lambda checkpoint: made.append(checkpoint.step))
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit()
+        checkpoint, = list_checkpoints(tmp_path)
+        trainer = make_trainer(config, tmp_path, checkpoint)
+        trainer.collector.collect = lambda: 1 / 0
+    assert made == [1, 1]  # without and with the evaluation
+    make_trainer(config, tmp_path, checkpoint).fit()
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 1, 2]
+
+
+def test_a_checkpoint_that_does_not_say_what_was_evaluated_goes_on_as_before(
+        make_config, tmp_path):
+    trainer = make_trainer(make_config(iterations=2), tmp_path)
+    trainer.fit()
+    state = trainer.saved.state()
+    assert state.pop("evaluated") == 2
+    torch.save(state, trainer.saved.folder / "state.pt")
+    again = make_trainer(make_config(iterations=2), tmp_path, trainer.saved)
+    again.fit()
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 3
 
 
 # -- Comparing configurations ---------------------------------------------------------------------

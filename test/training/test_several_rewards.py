@@ -76,6 +76,34 @@ def test_each_reward_has_its_mean_and_they_add_up(make_config, tmp_path):
     assert [line.label for line in chart.lines] == ["brevity", "by_text"]
 
 
+def short(completions, **kwargs):
+    return [1.0 if len(text) < 4 else None for text in completions]
+
+
+def long(completions, **kwargs):
+    return [0.5 if len(text) >= 4 else None for text in completions]
+
+
+def never(completions, **kwargs):
+    return [None] * len(completions)
+
+
+def test_the_mean_of_a_reward_is_over_the_rows_that_it_is_for(make_config, tmp_path):
+    config = make_config(iterations=2, env={"reward": of("short", "long", "never")})
+    make_trainer(config, tmp_path).fit()
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    named = {f"{where}reward/{name}/mean": mean for where in ("", "eval/")
+             for name, mean in (("short", 1.0), ("long", 0.5))}
+    found = [(name, value) for row in rows for name, value in row.items() if name in named]
+    assert {name for name, _ in found} >= {"reward/short/mean", "reward/long/mean"}
+    assert all(value == named[name] for name, value in found)
+    assert any(0.5 < row.get("reward/mean", 0) < 1 for row in rows)  # there were both
+    # One that was for no row has no mean, and none is shown.
+    assert not any("never/mean" in name or value is None for row in rows for name, value in
+                   row.items())
+    assert "<figure" in write_report(tmp_path, title="kinds", config={}).read_text()
+
+
 def test_the_report_has_a_chart_of_all_rewards(tmp_path):
     with JsonlLogger(tmp_path / "metrics.jsonl") as logger:
         for step in (1, 2):

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
+import subprocess
+import sys
 import time
+import weakref
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
 import torch
 
 from grpo.policies.handle import EngineError
+from grpo.report.history import History
 from grpo.report.loggers import read_jsonl
-from grpo.training import checkpoint as checkpoint_module
 from grpo.training.checkpoint import find_checkpoint, list_checkpoints
-from grpo.training.checkpoint_files import NotSavedError
 from grpo.training.stopping import Stopped, StopRequests, signals_end_the_process
 from grpo.weights.canary import StaleWeightsError
 
+from ..support import REPO
 from .runs import make_trainer, timeless, weights
 
 
@@ -72,11 +75,10 @@ def test_a_signal_anywhere_leaves_a_checkpoint_from_which_the_metrics_go_on_exac
     assert "✗ stopped by" in shown and "✓" not in shown.rpartition("✗")[2]
     seed(99)
     checkpoint = find_checkpoint("auto", root=tmp_path / "stopped", exp_name="grpo")
-    # What is generated is dropped; a step that has begun is finished.
+    # What is generated is dropped, also to evaluate; a step that has begun is finished.
     assert checkpoint.step == (3 if place in ("generation", "reward") else 4)
     make_trainer(config, checkpoint.run_dir, checkpoint).fit()
-    ours, whole = (timeless(read_jsonl(tmp_path / name / "metrics.jsonl"))
-                   for name in ("stopped", "whole"))
+    ours, whole = (timeless(History.read(tmp_path / name).rows) for name in ("stopped", "whole"))
     assert ours == whole
 
 
@@ -131,6 +133,103 @@ def test_a_second_ctrl_c_ends_a_step_at_once_and_a_second_sigterm_does_not():
             os.kill(os.getpid(), signal.SIGINT)
 
 
+class Deleted:
+    """Is interrupted where Python drops what is raised."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted_in_a_weak_reference():
+    kept = set()
+    held = weakref.ref(kept, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    del kept
+    assert held() is None
+
+
+@pytest.mark.parametrize("drop", [Deleted, interrupted_in_a_weak_reference])
+def test_a_signal_in_what_python_runs_by_itself_is_not_lost(drop, capsys):
+    """The collector of garbage runs for a second where an engine has loaded its weights."""
+    hook = sys.unraisablehook
+    with pytest.raises(SystemExit) as raised, signals_end_the_process():
+        drop()
+        time.sleep(20)
+        pytest.fail("the signal was lost")
+    assert raised.value.code == 130 and capsys.readouterr().err.startswith("stopped by SIGINT")
+    assert sys.unraisablehook is hook
+
+
+def test_a_signal_that_a_library_has_caught_ends_the_run_before_its_first_step(
+        make_config, tmp_path):
+    trainer, reached = make_trainer(make_config(), tmp_path), []
+    with pytest.raises(SystemExit) as raised, signals_end_the_process():
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGINT)
+        reached.append(True)
+        trainer.fit()
+    assert raised.value.code == 130 and reached
+    assert not read_jsonl(tmp_path / "metrics.jsonl")
+
+
+def test_a_signal_that_a_library_has_caught_ends_what_may_be_dropped():
+    with StopRequests() as requests, pytest.raises(Stopped):
+        with requests.at_once(), suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("what was dropped has been used")
+
+
+def test_a_second_sigterm_cuts_short_no_cleaning_up_around_a_run(make_config, tmp_path):
+    """As Slurm may send it."""
+    trainer, ended = make_trainer(make_config(), tmp_path), []
+    ends_in(trainer, trainer.canary, "check", lambda: os.kill(os.getpid(), signal.SIGTERM), call=2)
+
+    def clean_up():
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended.append(True)
+
+    with pytest.raises(SystemExit) as raised, signals_end_the_process(), ExitStack() as at_end:
+        at_end.callback(clean_up)
+        trainer.fit()
+    assert raised.value.code == 143 and ended
+
+
+def test_a_signal_in_the_last_step_is_none_for_a_run_that_is_over(make_config, tmp_path):
+    trainer, after = make_trainer(make_config(iterations=2), tmp_path), []
+    trainer.evaluator = None  # an evaluation would be still to be done
+    ends_in(trainer, trainer.canary, "check", lambda: os.kill(os.getpid(), signal.SIGTERM), call=3)
+    with signals_end_the_process():
+        trainer.fit()
+        after.append(trainer.step)
+    assert after == [2]
+
+
+#: Its reader is gone, as after Ctrl-C in ``grpo train 2>&1 | tee log``.
+UNREAD = """
+import os, signal, sys
+from grpo.training import stopping
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 2)
+"""
+
+
+@pytest.mark.parametrize("program, expected", [
+    ("""
+with stopping.StopRequests() as requests:
+    os.kill(os.getpid(), signal.SIGINT)
+    print("the step goes on")
+    requests.asked == signal.SIGINT and sys.exit(7)
+""", (7, "the step goes on\n")),
+    ("""
+stopping.signals_end_at_once(lambda: print("ended", flush=True))
+os.kill(os.getpid(), signal.SIGTERM)
+""", (143, "ended\n"))])
+def test_signals_are_heeded_where_nobody_reads_what_is_said_of_them(program, expected):
+    done = subprocess.run([sys.executable, "-c", UNREAD + program], capture_output=True, text=True,
+                          timeout=60, env=os.environ | {"PYTHONPATH": str(REPO)})
+    assert (done.returncode, done.stdout) == expected
+
+
 # -- Failures -------------------------------------------------------------------------------------
 
 
@@ -174,6 +273,20 @@ def test_a_dead_engine_and_a_failed_proof_leave_a_checkpoint(
     assert checkpoint.step == kept == read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"]
     resumed = make_trainer(make_config(), tmp_path, checkpoint)
     assert torch.equal(weights(resumed), weights(trainer))
+
+
+def test_after_a_failed_proof_the_checkpoint_that_was_compared_stays_and_is_named(
+        make_config, tmp_path, capsys):
+    train = {"checkpoint_frequency": 2, "eval_frequency": 0, "keep_checkpoints": 1}
+    trainer = make_trainer(make_config(train=train), tmp_path)
+    differing = trainer.weights.begin_differing
+    trainer.weights.begin_differing = lambda part: (
+        (lambda: ["norm.weight"]) if trainer.step == 3 else differing(part))
+    with pytest.raises(StaleWeightsError, match="the run names the checkpoint to go on from"):
+        trainer.fit()
+    assert [found.step for found in list_checkpoints(tmp_path)] == [2, 3]
+    shown = "".join(capsys.readouterr().out.split())
+    assert f"resume={list_checkpoints(tmp_path)[0].folder},thelastcheckpointthatwas" in shown
 
 
 def test_an_error_of_any_class_leaves_a_checkpoint(make_config, tmp_path):
@@ -240,37 +353,6 @@ def test_a_step_that_fails_after_a_signal_ends_with_the_signals_code(make_config
     assert [found.step for found in list_checkpoints(tmp_path)] == [3]
 
 
-# -- A full disk ----------------------------------------------------------------------------------
-
-
-def test_a_full_disk_costs_checkpoints_but_not_the_run_its_metrics_or_its_report(
-        make_config, tmp_path, monkeypatch, capsys, reports):
-    usage, free = shutil.disk_usage, iter([10, 10**12])
-    monkeypatch.setattr("grpo.training.checkpoint_files.shutil.disk_usage",
-                        lambda path: usage(path)._replace(free=next(free, 10**12)))
-    trainer = make_trainer(make_config(iterations=4), tmp_path)
-    trainer.fit()
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"no checkpoint of step 2: {tmp_path}" in shown.replace("- ", "-")
-    assert [found.step for found in list_checkpoints(tmp_path)] == [4]
-    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 5 and reports
-
-
-def test_a_result_without_room_ends_the_run_after_its_report(
-        make_config, tmp_path, monkeypatch, reports):
-    config = make_config(iterations=1, train={"checkpoint_frequency": 0})
-    trainer = make_trainer(config, tmp_path)
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint_module, "save_model", full)
-    with pytest.raises(NotSavedError, match="final.partial could not be written .*No space left"):
-        trainer.fit()
-    assert reports == [tmp_path] and not (tmp_path / "final.partial").exists()
-    assert not (tmp_path / "final_model").exists()
-
-
 def test_a_signal_that_compiled_code_wraps_is_still_that_signal(capsys):
     with pytest.raises(SystemExit) as ended, signals_end_the_process():
         try:
@@ -282,3 +364,23 @@ def test_a_signal_that_compiled_code_wraps_is_still_that_signal(capsys):
     assert "stopped by SIGINT" in capsys.readouterr().err
     with pytest.raises(SystemError, match="a fault of its own"), signals_end_the_process():
         raise SystemError("a fault of its own")
+
+
+@pytest.mark.parametrize("handler", ["lambda *_: None", "lambda number, _: sys.exit(number)"])
+def test_a_thread_ends_what_a_library_would_keep(handler):
+    code = (
+        "import os, signal, sys, time\n"
+        "from grpo.training.stopping import a_thread_ends_at_once\n"
+        "with a_thread_ends_at_once(lambda: os.write(1, b'cleaned up ')):\n"
+        f"    signal.signal(signal.SIGTERM, {handler})\n"
+        "    try:\n"
+        "        os.write(1, b'ready ')\n"
+        "        time.sleep(30)\n"
+        "    finally:\n"
+        "        time.sleep(30)\n")
+    with subprocess.Popen([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(6) == "ready "
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (143, "cleaned up ", "\nstopped by SIGTERM\n")

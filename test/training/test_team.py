@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from grpo.training import team
+from grpo.training import checkpoint, team
+from grpo.training.checkpoint_files import NotSavedError
 from grpo.training.team import LedLearner, obey
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.transfer import WeightTransfer
@@ -117,10 +119,36 @@ def test_nothing_is_told_after_an_error_of_the_leader_alone(monkeypatch, error, 
         led.optimizer.state_dict()
         assert sent == ["update", "optimizer"]
         return
-    for call in (led.before_saving, led.optimizer.state_dict, lambda: leader.tell("publish", 1)):
+    for call in (led.gathering().__enter__, led.optimizer.state_dict,
+                 lambda: leader.tell("publish", 1)):
         with pytest.raises(RuntimeError, match="in the middle of 'update', in which rank 0 failed"):
             call()
     assert sent == ["update"]
+
+
+@pytest.mark.parametrize(("broken", "told"), [
+    ((checkpoint, "gather_trained"), ["save"]),  # in which the others are still
+    ((checkpoint, "save_trained"), ["save", "optimizer"]),
+    ((Path, "mkdir"), ["optimizer"])])
+def test_after_a_save_that_failed_the_others_are_told_more_unless_they_are_in_its_middle(
+        monkeypatch, tmp_path, make_model, broken, told):
+    sent = []
+    monkeypatch.setattr(team.dist, "broadcast_object_list",
+                        lambda box, **_: sent.append(box[0][0]))
+    monkeypatch.setattr(*broken, Mock(side_effect=OSError(122, "quota exceeded")))
+    leader, learner, model = team.Leader(None), Learner(), make_model(dtype=torch.float32)
+    learner.optimizer = SimpleNamespace(state_dict=dict)
+    led = LedLearner(learner, leader)
+    with pytest.raises(NotSavedError, match="quota exceeded"):
+        checkpoint.save_checkpoint(tmp_path, 1, model=model, tokenizer=Mock(), state={},
+                                   config={}, gathering=led.gathering)
+    if "optimizer" in told:
+        led.optimizer.state_dict()
+    else:
+        assert leader.interrupted == "save"
+        with pytest.raises(RuntimeError, match="in the middle of 'save', in which rank 0 failed"):
+            led.optimizer.state_dict()
+    assert sent == told
 
 
 class Transfer:

@@ -360,6 +360,13 @@ def test_shaped_rewards_and_rows_out_of_the_loss_are_reported_where_there_are_an
     assert "reward/shaped_mean" not in advantage_metrics(rollout)
 
 
+def test_a_group_of_equal_rewards_is_counted_though_their_kl_differs():
+    rollout = make_rollout([1.0, 1.0], [False] * 2, [False] * 2)
+    rollout[data.GROUP_ID] = torch.tensor([1, 1])
+    rollout[data.SHAPED_REWARD] = torch.tensor([[0.9], [0.8]])
+    assert advantage_metrics(rollout)["reward/zero_variance_groups"] == 1
+
+
 def test_groups_of_one_reward_have_no_weights_to_share():
     rollout = make_rollout([1.0, 0.0], [False, True], [False, False])
     rollout[data.GROUP_ID] = torch.tensor([1, 1])

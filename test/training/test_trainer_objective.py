@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from grpo import data
 from grpo.objectives import GroupAdvantage
 from grpo.objectives.maxent import listwise_weights
+from grpo.report.loggers import read_jsonl
 from grpo.training.checkpoint import find_checkpoint
 from grpo.training.trainer import Trainer
 
@@ -148,6 +151,34 @@ def test_a_controller_that_is_new_in_a_resumed_run_starts_at_its_beginning(make_
     trainer = make_trainer(config, tmp_path, checkpoint)
     used = [trainer.iterate()["control/kl_to_ref_coeff"] for _ in range(2)]
     assert used[0] == 0.1 != used[1]
+
+
+@pytest.mark.parametrize(("part", "method", "call"), [
+    ("weights", "publish", 4), ("canary", "check", 3)])  # two and one of them before the first step
+def test_a_controller_has_followed_an_update_that_was_saved_but_not_delivered(
+        make_config, tmp_path, part, method, call):
+    config = make_config(
+        iterations=3, train={"kl_to_ref_coeff": 0.1, "eval_frequency": 0},
+        kl_controller=KL_CONTROLLERS["horizon"])
+    make_trainer(config, tmp_path / "whole").fit()
+    cut = make_trainer(config, tmp_path / "cut")
+    owner, calls = getattr(cut, part), count(1)
+    function = getattr(owner, method)
+
+    def fails_once(**options):
+        if next(calls) == call:
+            raise RuntimeError("the engine died")
+        return function(**options)
+
+    setattr(owner, method, fails_once)
+    with pytest.raises(RuntimeError, match="the engine died"):
+        cut.fit()
+    assert cut.step == 2
+    checkpoint = find_checkpoint(str(tmp_path / "cut"), root=tmp_path, exp_name="grpo")
+    make_trainer(config, tmp_path / "cut", checkpoint).fit()
+    whole, cut = ([row.get("control/kl_to_ref_coeff") for row in read_jsonl(
+        tmp_path / name / "metrics.jsonl")] for name in ("whole", "cut"))
+    assert cut == whole and len(set(whole)) == 4
 
 
 def test_dynamic_sampling_reports_what_it_took(make_config, tmp_path):

@@ -4,6 +4,8 @@ die."""
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -41,13 +43,17 @@ class Worker:
     def describe(self) -> dict:
         return {"failure": self.failure}
 
-    def load_adapter(self, packed, version, mode, timeout) -> None:
+    drains = 0.0  # seconds until what it generates is finished
+
+    def load_adapter(self, packed, version, mode, timeout) -> float:
         self.given.append((version, mode))
         self.values = packed.tensors()
+        return self.drains
 
-    def load_state(self, packed, version, timeout) -> None:
+    def load_state(self, packed, version, timeout) -> float:
         self.given.append((version, "between jobs"))
         self.values = packed.tensors()
+        return self.drains
 
     def differing_adapter(self, packed, timeout) -> list[str]:
         return [name for name, value in packed.tensors().items()
@@ -109,6 +115,18 @@ def test_a_factor_that_differs_in_one_worker_is_named(model, pool):
     name = "model.layers.1.mlp.up_proj.lora_B"
     pool.actors[1].values[name][0, 0] += 1
     assert weights.differing() == [name]
+
+
+@pytest.mark.parametrize("way", [FleetLoRA, ObjectStoreSync])
+def test_an_update_knows_for_how_long_it_waited_for_the_slowest_worker(model, pool, way):
+    weights = way(model, pool)
+    pool.actors[0].drains, pool.actors[1].drains = 0.25, 0.5
+    weights.publish()
+    assert weights.waited == 0.5
+    pool.actors[1].load_adapter = pool.actors[1].load_state = lambda *args: 1 / 0
+    with pytest.raises(EngineError):
+        weights.publish()
+    assert weights.waited == 0.0
 
 
 def test_a_worker_that_takes_a_dead_ones_place_gets_the_present_adapter(model, pool):
@@ -350,9 +368,10 @@ def test_an_adapter_that_does_not_come_to_each_engine_fails_the_proof(model, poo
     def lossy(worker, load):
         def load_adapter(packed, *rest):
             before = getattr(worker, "values", {})
-            load(packed, *rest)
+            waited = load(packed, *rest)
             if faulty.active:
                 worker.values |= before if fault != FAULTS[1] else {name: before[name]}
+            return waited
 
         worker.load_adapter = load_adapter
 
@@ -416,6 +435,28 @@ def test_an_adapter_is_written_between_two_steps_and_what_was_computed_before_is
         assert worker.differing_adapter(Packed.of(scaled(model)), 5.0) == []
     randomise(model)
     assert len(worker.differing_adapter(Packed.of(scaled(model)), 5.0)) == 28
+
+
+@pytest.mark.parametrize("mode, waits", [("wait", True), ("keep", False)])
+def test_a_worker_says_how_long_it_finished_requests_before_it_took_an_adapter(
+        model, worker, mode, waits):
+    worker._jobs, drain = {}, worker.driver.drain
+    worker.driver.drain = lambda **options: time.sleep(0.5) or drain(**options)
+    waited = worker.load_adapter(Packed.of(scaled(model)), 1, mode, 5.0)
+    assert (waited >= 0.5) is waits and (waits or waited == 0.0)
+
+
+@pytest.mark.parametrize("dialogs", [False, True])
+def test_a_transformers_worker_says_how_long_it_finished_groups_before_it_took_weights(
+        make_model, worker, dialogs):
+    worker.policy, worker.engine = SimpleNamespace(model=make_model(dtype=torch.float32)), None
+    worker._jobs, worker._holds_dialogs = {}, dialogs
+    values = Packed.of(dict(worker.policy.model.named_parameters()))
+    with ThreadPoolExecutor() as callers:
+        running = callers.submit(worker.driver.call, lambda: time.sleep(0.5), timeout=5.0)
+        wait_until(running.running)
+        time.sleep(0.1)
+        assert 0.2 < worker.load_state(values, 1, 5.0) < 2.0
 
 
 def test_an_engine_that_keeps_old_keys_stays_paused_and_says_so(model, worker):

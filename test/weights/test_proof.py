@@ -79,7 +79,7 @@ def test_an_update_that_sent_nothing_is_found_right_after_it(model):
         if faulty.active:
             with pytest.raises(StaleWeightsError, match=r"policy version 12: after an update.*"
                                                         r"differ to the bit: model\.layers.*"
-                                                        r"resume=auto"):
+                                                        r"the run names the checkpoint"):
                 proof.check()
         else:
             proof.check()
