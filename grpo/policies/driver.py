@@ -13,11 +13,12 @@ tokens that each running row has is known.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,7 +85,10 @@ class EngineDriver:
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
         self.busy = 0.0  # seconds spent in steps so far
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # What the thread is to do, with the future of who waits for it, if anybody does.
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future | None]] = (
+            queue.SimpleQueue())
+        self._entry = threading.Lock()  # nothing comes into the inbox of an engine that has ended
         self._paused = self._closed = False
         self._failure: BaseException | None = None
         self._open: dict[Job, Future] = {}
@@ -94,22 +98,21 @@ class EngineDriver:
 
     def submit(self, job: Job) -> Future:
         """Start a job; its future gets the :class:`~grpo.policies.base.Completions`."""
-        self._refuse_dead()
         future: Future = Future()
-        self._inbox.put(lambda: self._add(job, future))
+        self._put(lambda: self._add(job, future), future)
         return future
 
     def cancel(self, job: Job) -> None:
         """Give up on a job; its future is cancelled."""
-        self._inbox.put(lambda: self._drop(job))
+        self._inbox.put((lambda: self._drop(job), None))
 
     def call(self, function: Callable[[], Any], *, timeout: float, what: str = "a call") -> Any:
         """Run ``function`` between two steps.
 
         Raises:
-            EngineError: if it has not returned after ``timeout`` seconds.
+            EngineError: if it has not returned after ``timeout`` seconds, or the engine fails or is
+                closed before.
         """
-        self._refuse_dead()
         answer: Future = Future()
 
         def run() -> None:
@@ -120,9 +123,13 @@ class EngineDriver:
             except Exception as error:
                 answer.set_exception(error)
 
-        self._inbox.put(run)
+        self._put(run, answer)
         try:
             return answer.result(timeout)
+        except CancelledError:
+            if not answer.cancelled():  # the function's own
+                raise
+            raise EngineError("the engine was closed") from None
         except TimeoutError:
             if answer.done():  # the function's own
                 raise
@@ -178,11 +185,12 @@ class EngineDriver:
         """End thread and engine; jobs that are not finished are cancelled."""
         if self._closed:
             return
-        self._closed = True
-        self._inbox.put(lambda: None)
+        with self._entry:
+            self._closed = True
+            self._inbox.put((lambda: None, None))
         self._thread.join(timeout=30.0)
         # Or those who wait for them would wait for ever, and Python for their threads at its end.
-        for future in (*self._open.values(), *(self._held or {}).values()):
+        for future in (*self._open.values(), *(self._held or {}).values(), *self._left()):
             future.cancel()
         self.sampler.close()
 
@@ -192,22 +200,40 @@ class EngineDriver:
         # PyTorch gives a thread its share of the cores when it first asks. vLLM for CPUs counts
         # them before that, and refuses to go on with another number.
         torch.get_num_threads()
-        while not self._closed:
-            if self._paused or self.sampler.idle:
-                self._inbox.get()()  # nothing to do before somebody asks for something
-            while not self._inbox.empty():
-                self._inbox.get()()
-            if self._closed or self._paused or self.sampler.idle:
-                continue
-            start = time.perf_counter()
-            try:
-                finished = self.sampler.step()
-            except Exception as error:  # handed to all who wait for the engine
-                self._fail(error)
-                return
-            self.busy += time.perf_counter() - start
-            for job, completions in finished:
-                self._open.pop(job).set_result(completions)
+        try:
+            while not self._closed:
+                self._work()
+        except Exception as error:  # handed to all who wait for the engine
+            self._fail(error)
+
+    def _work(self) -> None:
+        """Do what was asked for, and one step."""
+        if self._paused or self.sampler.idle:
+            self._inbox.get()[0]()  # nothing to do before somebody asks for something
+        while not self._inbox.empty():
+            self._inbox.get()[0]()
+        if self._closed or self._paused or self.sampler.idle:
+            return
+        start = time.perf_counter()
+        finished = self.sampler.step()
+        self.busy += time.perf_counter() - start
+        for job, completions in finished:
+            self._open.pop(job).set_result(completions)
+
+    def _put(self, function: Callable[[], Any], waits: Future) -> None:
+        with self._entry:
+            if not self.alive():
+                raise EngineError(f"the engine is dead: {self._failure!r}" if self._failure else
+                                  "the engine was closed")
+            self._inbox.put((function, waits))
+
+    def _left(self) -> list[Future]:
+        """Of those who wait for what came too late for the thread."""
+        left = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                left.append(self._inbox.get_nowait()[1])
+        return [future for future in left if future is not None]
 
     def _add(self, job: Job, future: Future) -> None:
         if self._held is not None and not job.goes_on:
@@ -229,9 +255,12 @@ class EngineDriver:
             future.cancel()
 
     def _fail(self, error: Exception) -> None:
-        self._failure = error
-        for future in (*self._open.values(), *(self._held or {}).values()):
-            future.set_exception(EngineError(f"the engine failed: {error!r}"))
+        with self._entry:
+            self._failure = error
+        # What came during the step that failed would wait for one that is never made.
+        for future in (*self._open.values(), *(self._held or {}).values(), *self._left()):
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineError(f"the engine failed: {error!r}"))
         self._open, self._held = {}, None
 
     def _set_paused(self, paused: bool) -> None:
@@ -244,8 +273,3 @@ class EngineDriver:
         self._paused, held, self._held = False, self._held, None
         for job, future in (held or {}).items():
             self._add(job, future)
-
-    def _refuse_dead(self) -> None:
-        if not self.alive():
-            raise EngineError(f"the engine is dead: {self._failure!r}" if self._failure else
-                              "the engine was closed")

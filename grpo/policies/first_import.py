@@ -8,6 +8,7 @@ import os
 import sys
 from typing import NoReturn
 
+from grpo.system.collection import without_collection
 from grpo.system.threads import in_background
 
 
@@ -45,5 +46,6 @@ def _leave(code: int) -> NoReturn:
 
 
 def _import() -> None:
-    from vllm import LLM  # noqa: F401 (it is imported for its effect)
-    from vllm.engine import arg_utils  # noqa: F401
+    with without_collection():
+        from vllm import LLM  # noqa: F401 (it is imported for its effect)
+        from vllm.engine import arg_utils  # noqa: F401

@@ -72,7 +72,8 @@ class FleetPolicy(Policy):
                 calls = self._send(prompts, number)
 
     def _send(self, prompts: list[list[int]], number: int) -> list[Any]:
-        numbers = self.pool.usable
+        while not (numbers := self.pool.usable):  # the last one was found dead just now
+            self.heal()  # the pool limits how often
         each = -(-len(prompts) // len(numbers))
         calls = []
         for worker, first in zip(numbers, range(0, len(prompts), each), strict=False):

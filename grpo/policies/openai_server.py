@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import httpx
 
@@ -21,6 +21,8 @@ from grpo.policies.handle import EngineError
 
 #: Statuses after which a server may still answer.
 _AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
+#: Reasons of a completion that ended by itself; ``eos_token`` is that of text-generation-inference.
+_ENDED = {"stop", "eos_token", "tool_calls"}
 _PAUSE, _LONGEST_PAUSE, _LOOK = 0.5, 20.0, 10.0  # seconds
 
 
@@ -64,6 +66,9 @@ class OpenAIPolicy(Policy):
         ...     max_model_len=64)                                            # doctest: +SKIP
         >>> policy.generate_from_ids([[5, 6, 7]])["tokens", "response"]      # doctest: +SKIP
     """
+
+    #: How whoever uses it gives it more time.
+    more_time: ClassVar[str] = "give timeout=SECONDS"
 
     def __init__(
         self, url: str, sampling: Sampling, *, tokenizer: Any, model: str | None = None,
@@ -131,7 +136,8 @@ class OpenAIPolicy(Policy):
         answer = self._call("POST", "/completions", body, deadline, given_up)
         try:
             choice = answer["choices"][0]
-            cut, ids = choice["finish_reason"] == "length", choice.get("token_ids")
+            reason, ids = choice["finish_reason"], choice.get("token_ids")
+            cut = reason == "length"
             if ids is None:
                 ids = self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
                 if not cut:
@@ -139,6 +145,10 @@ class OpenAIPolicy(Policy):
         except (KeyError, IndexError, TypeError) as error:
             raise OpenAIServerError(f"POST {self.url}/completions: the answer has no completion "
                                     f"({error!r}): {str(answer)[:200]}") from error
+        if not cut and reason not in _ENDED:
+            raise OpenAIServerError(f"POST {self.url}/completions: a completion with finish_reason="
+                                    f"{reason!r} is a fragment, which cannot be scored; ask again "
+                                    "while nobody pauses the server or aborts its requests")
         ids = ids[:self.sampling.max_tokens]
         return Row(ids, [0.0] * len(ids), cut)
 
@@ -171,7 +181,7 @@ class OpenAIPolicy(Policy):
                 break
             pause = min(2 * pause, _LONGEST_PAUSE)
         raise OpenAIServerError(f"{what}: {said}, until the deadline; is the server running, and "
-                                "is the address right? See its log, or give timeout=SECONDS")
+                                f"is the address right? See its log, or {self.more_time}")
 
 
 def api_root(url: str) -> str:

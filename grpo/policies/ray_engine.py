@@ -99,7 +99,7 @@ class WorkerPool:
         count: how many there are.
         kind: what they are called in messages.
         together: they share one model, so that all are replaced where one is; as one restart.
-        max_restarts: how often, in all, a dead one is replaced.
+        max_restarts: how often, over all numbers, a dead one is replaced.
         start_timeout: seconds until one must answer, if there is no other.
 
     Raises:
@@ -260,8 +260,8 @@ class WorkerPool:
             first = min(self.dead)
             if self.restarts >= self.max_restarts:
                 raise WorkersLost(
-                    f"{self.dead[first]}; {self.restarts} workers were replaced before, which is "
-                    f"all that ray.max_restarts={self.max_restarts} allows. See the log of the "
+                    f"{self.dead[first]}; {self.restarts} {self.kind}s were replaced before, which "
+                    f"is all that ray.max_restarts={self.max_restarts} allows. See the log of the "
                     "worker in Ray's session folder; a killed worker is often one out of memory")
             self.restarts += 1
             for number in range(self.count) if self.together else (first,):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo.policies.base import Completions, Policy, RowListener, Sampling
-from grpo.policies.client import EngineClient, Generated
+from grpo.policies.client import EngineClient, EngineTimeoutError, Generated
 
 
 class ServerPolicy(Policy):
@@ -28,6 +28,7 @@ class ServerPolicy(Policy):
 
     Raises:
         RuntimeError: when called, if the engine aborted a row, as ``pause(mode="abort")`` does.
+        EngineTimeoutError: when called, after ``timeout``.
 
     Examples:
         >>> policy = ServerPolicy(EngineClient("http://127.0.0.1:9001"),
@@ -63,12 +64,16 @@ class ServerPolicy(Policy):
             if answer.finish_reasons[0] != "abort":
                 on_row(row, answer.tokens[0])
 
-        answers = self.client.generate(
-            prompts, timeout=self.timeout, on_answer=on_row and tell,
-            max_tokens=self.sampling.max_tokens,
-            temperature=float(self.sampling.temperature), ignore_eos=self.ignore_eos,
-            stop_token_ids=None if self.ignore_eos else list(self.eos_token_ids),
-            seed=self.sampling.row_seed(self.calls) if self.seeded else None)
+        try:
+            answers = self.client.generate(
+                prompts, timeout=self.timeout, on_answer=on_row and tell,
+                max_tokens=self.sampling.max_tokens,
+                temperature=float(self.sampling.temperature), ignore_eos=self.ignore_eos,
+                stop_token_ids=None if self.ignore_eos else list(self.eos_token_ids),
+                seed=self.sampling.row_seed(self.calls) if self.seeded else None)
+        except EngineTimeoutError as error:
+            raise EngineTimeoutError(f"{error}; if batches take longer, raise "
+                                     "train.rollout_timeout") from None
         _refuse_aborted(answers)
         return Completions(
             tokens=[answer.tokens[0] for answer in answers],

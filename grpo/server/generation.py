@@ -205,7 +205,8 @@ async def _mixed(rows: list[AsyncGenerator[Item, None]]) -> AsyncIterator[tuple[
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Of a stream that is left early, asyncio would print that nobody asked how it ended.
+        await asyncio.gather(finished, *tasks, return_exceptions=True)
 
 
 def positions_of(flat: Any) -> list[Position | None]:

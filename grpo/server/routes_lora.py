@@ -95,18 +95,13 @@ async def lora_unload(request: Request) -> Response:
 async def unload_lora_adapter(request: Request) -> Response:
     """``/lora/unload`` as vLLM's own server has it.
 
-    An adapter that is no longer the active one goes by itself with its last request.
+    An adapter that is no longer the active one goes by itself, at the first load or unload that
+    finds it without requests; to unload it is no error.
     """
     body = await read_body(request, AdapterNameRequest)
-    engine = _engine(request)
-    adapter = engine.adapter_named(body.lora_name)
-    if adapter is None:
-        raise ApiError(f"lora_name={body.lora_name!r} is the model itself, not an adapter",
-                       param="lora_name")
-    if adapter is engine.active:
-        await engine.unload_adapter()
-    return json_response({"status": "ok", "previous_adapter": adapter.path,
-                          "previous_name": adapter.name})
+    adapter = await _engine(request).unload_named(body.lora_name)
+    return json_response({"status": "ok", "previous_adapter": adapter and adapter.path,
+                          "previous_name": adapter and adapter.name})
 
 
 def _allowed_folder(folder: str, roots: tuple[Path, ...] | None) -> Path:

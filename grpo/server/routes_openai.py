@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -49,9 +50,13 @@ async def completions(request: Request) -> Response:
     parameters = [generation.parameters(body, row=row, streamed=body.stream,
                                         logprobs=body.logprobs) for row in range(len(prompts))]
 
+    said: Counter[int] = Counter()  # characters of each choice, in the pieces before
+
     def choice(row: int, sample: Sample) -> dict[str, Any]:
-        return {"index": row * body.n + sample.index, "text": sample.text,
-                "logprobs": _completion_logprobs(sample, generation.tokenizer),
+        index = row * body.n + sample.index
+        logprobs = _completion_logprobs(sample, generation.tokenizer, said[index])
+        said[index] += len(sample.text)
+        return {"index": index, "text": sample.text, "logprobs": logprobs,
                 **_common(sample, None if body.stream else prompts[row])}
 
     return await _respond(request, body, prompts, parameters, "cmpl", "text_completion",
@@ -177,11 +182,11 @@ def _usage(answers: list[Answer]) -> dict[str, int]:
             "total_tokens": prompt + sampled}
 
 
-def _completion_logprobs(sample: Sample, tokenizer: Any) -> dict[str, Any] | None:
+def _completion_logprobs(sample: Sample, tokenizer: Any, offset: int) -> dict[str, Any] | None:
     if sample.positions is None:
         return None
     tokens = [tokenizer.decode([token]) for token in sample.token_ids]
-    offsets, offset = [], 0
+    offsets = []
     for token in tokens:
         offsets.append(offset)
         offset += len(token)

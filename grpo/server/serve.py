@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo.policies.model_source import look_for
+from grpo.system.collection import without_collection
 from grpo.system.command_line import Parser, errors_in_a_line
 from grpo.system.cores import share_cores
 from grpo.system.http_call import is_loopback
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _PROG = "python -m grpo.server.serve"
 _CPU_KV_CACHE_BYTES = 256 << 20
+_LORA_RANK = 16
 _CPU_LORAS = 16  # each takes host memory once it is loaded
 WORKER = "grpo.weights.worker.extension.WeightWorker"
 
@@ -60,10 +62,11 @@ def parser(prog: str = _PROG) -> argparse.ArgumentParser:
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--no-prefix-caching", action="store_true")
     add("--enable-lora", action="store_true")
-    add("--max-lora-rank", type=int, default=16)
+    add("--max-lora-rank", type=int, help="of adapters; others are taken up to the next size of "
+        f"vLLM's slots; default: {_LORA_RANK}")
     add("--adapter-root", type=Path, help="adapters are loaded from folders in this one, or in "
         "--log-dir; default: the folder that the server is started in")
-    add("--max-loras", type=int, default=1, help="adapters that run at a time")
+    add("--max-loras", type=int, help="adapters that run at a time; default: 1")
     add("--enable-sleep-mode", action="store_true", help="allow /bridge/sleep levels 1 and 2")
     add("--shared-weights", action="store_true",
         default=os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0") == "1",
@@ -80,7 +83,15 @@ def parser(prog: str = _PROG) -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse options that exclude each other, with a ValueError."""
+    """Refuse options that exclude each other or are out of range, with a ValueError."""
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed {args.seed} must be from 0 to {2**32 - 1}, which generators of "
+                         "random numbers take")
+    for name in ("max_lora_rank", "max_loras", "adapter_root"):
+        if getattr(args, name) is not None and not args.enable_lora:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} {getattr(args, name)} is not read without --enable-lora; "
+                             f"give that, too, or remove {option}")
     args.token = (args.token or "").strip() or None
     if args.token is None and not is_loopback(args.host):
         raise ValueError(f"--host {args.host} opens the engine to other machines, weights and all; "
@@ -139,8 +150,12 @@ def engine_arguments(args: argparse.Namespace, *, device_type: str) -> dict[str,
         # vLLM keeps `max_loras` adapters unless told otherwise, evicts ones that open requests
         # still use, and then reads these again from folders that the trainer may have removed,
         # which ends the engine.
-        fields |= {"enable_lora": True, "max_lora_rank": args.max_lora_rank,
-                   "max_loras": args.max_loras, "max_cpu_loras": max(_CPU_LORAS, args.max_loras)}
+        from grpo.policies.inprocess import engine_lora_rank
+
+        loras = args.max_loras or 1
+        fields |= {"enable_lora": True, "max_loras": loras,
+                   "max_lora_rank": engine_lora_rank(args.max_lora_rank or _LORA_RANK),
+                   "max_cpu_loras": max(_CPU_LORAS, loras)}
     defaults = {"enforce_eager", "max_cpu_loras", "enable_chunked_prefill"}
     twice = sorted(fields.keys() & args.engine_options.keys() - defaults)
     if twice:
@@ -164,9 +179,10 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
 def start_engine(args: argparse.Namespace) -> AsyncLLM:
     """vLLM's asynchronous engine, which belongs to the running event loop."""
     _prepare_environment()
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM
+    with without_collection():
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
 
     from grpo.policies.unpacked import plain_expert_options
 
@@ -185,7 +201,7 @@ async def make_app(engine: AsyncLLM, args: argparse.Namespace) -> FastAPI:
     from grpo.server.app import create_app
 
     handover = await _export(engine, args)
-    config = engine.model_config
+    config, lora = engine.model_config, engine.vllm_config.lora_config
     dtype = str(config.dtype).removeprefix("torch.")
     return create_app(
         engine, tokenizer=AutoTokenizer.from_pretrained(args.model),
@@ -200,7 +216,7 @@ async def make_app(engine: AsyncLLM, args: argparse.Namespace) -> FastAPI:
               "head_dtype": "float32" if args.fp32_head else dtype,
               "device": current_platform.device_type, "vllm_version": vllm.__version__,
               "tensor_parallel_size": args.tensor_parallel_size,
-              "max_lora_rank": args.max_lora_rank if args.enable_lora else None,
+              "max_lora_rank": lora and lora.max_lora_rank,
               "sleep_mode": args.enable_sleep_mode, "private": args.private})
 
 

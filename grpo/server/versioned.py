@@ -99,6 +99,7 @@ class VersionedEngine:
         self.paused = self.sleeping = False
         self.adapters: dict[str, Adapter] = {}
         self.active: Adapter | None = None
+        self._superseded: set[str] = set()  # names whose place another took, not yet unloaded
         self.lora_loads = 0
         self.requests = 0  # that have come so far
         self._tickets: dict[str, Ticket] = {}
@@ -326,6 +327,9 @@ class VersionedEngine:
             return await self._activate(Adapter(name, own, id, None, request), version)
 
     async def _activate(self, adapter: Adapter, version: int | None) -> Adapter:
+        if self.active is not None:
+            self._superseded.add(self.active.asked)
+        self._superseded.discard(adapter.asked)
         self.adapters[adapter.name] = adapter
         self.lora_loads += 1
         await self._switch(adapter)
@@ -339,6 +343,24 @@ class VersionedEngine:
             previous = self.active
             await self._switch(None)
             return previous
+
+    async def unload_named(self, name: str) -> Adapter | None:
+        """Unload an adapter by its name; None if another took its place before, as it does when a
+        client loads the next one first.
+
+        Raises:
+            ApiError: 400 for the model's own name, 404 for one that is not loaded.
+        """
+        if name in self.model_names:
+            raise ApiError(f"lora_name={name!r} is the model itself, not an adapter",
+                           param="lora_name")
+        if name in self._superseded:
+            self._superseded.remove(name)
+            return None
+        adapter = self.adapter_named(name)
+        if adapter is self.active:
+            await self.unload_adapter()
+        return adapter
 
     async def _switch(self, adapter: Adapter | None) -> None:
         for ticket in self._tickets.values():

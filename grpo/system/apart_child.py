@@ -27,6 +27,8 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
+from grpo.system.processes import all_running
+
 #: First bytes of packets: the maker of calls is there; more follows; the end of a message; the
 #: process has ended, with its exit code. Packets arrive whole or not at all.
 HELLO, MORE, END, ENDED = b"h", b"+", b".", b"!"
@@ -178,7 +180,8 @@ def end_children(*, timeout: float = _ENDING) -> dict[int, int]:
         if pid:
             ended[pid] = status
             continue
-        for child in _children():
+        me = os.getpid()
+        for child in (pid for pid, process in all_running().items() if process.parent == me):
             with suppress(ProcessLookupError):
                 if os.getpgid(child) == child:  # a group at once, before it forks again
                     os.killpg(child, signal.SIGKILL)
@@ -187,17 +190,6 @@ def end_children(*, timeout: float = _ENDING) -> dict[int, int]:
         if time.monotonic() > deadline:  # the system holds them
             return ended
         time.sleep(0.001)
-
-
-def _children() -> list[int]:
-    found, me = [], os.getpid()
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError):
-                _, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-                if int(parent) == me:
-                    found.append(int(folder.name))
-    return found
 
 
 def _data_size() -> int:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from grpo.system.processes import all_running, command_line
+
 # Seconds between asking a group to end and ending it.
 GRACE = 10.0
 
@@ -127,18 +129,8 @@ def end_group(group: int, *, timeout: float = 5.0) -> None:
 
 def _members(group: int) -> dict[int, str]:
     """Running processes of a group and their command lines."""
-    members = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            # The command name, in parentheses, may itself contain spaces and parentheses.
-            state, _, process_group, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(process_group) == group and state not in "ZX":
-                members[int(folder.name)] = (folder / "cmdline").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
-    return members
+    return {pid: command_line(pid) for pid, process in all_running().items()
+            if process.group == group}
 
 
 def last_lines(path: Path, count: int = 30) -> list[str]:

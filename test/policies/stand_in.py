@@ -41,6 +41,7 @@ class StandIn(ThreadingHTTPServer):
         self.kind, self.routes, self.deaf, self.raw = kind, ROUTES[kind] - without, deaf, raw
         self.lock, self.bodies, self.adapters = threading.Lock(), [], {}
         self.answer: dict | None = None
+        self.authorizations: set[str | None] = set()  # that requests came with
         self.context, self.most_at_a_time, self._now = 64, 0, 0
         self._load(folder)
 
@@ -154,9 +155,11 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        self.server.authorizations.add(self.headers["Authorization"])
         self._send(*self.server.get(urlsplit(self.path).path))
 
     def do_POST(self) -> None:
+        self.server.authorizations.add(self.headers["Authorization"])
         body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
         self._send(*self.server.post(urlsplit(self.path).path, body))
 

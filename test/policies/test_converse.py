@@ -110,6 +110,17 @@ def test_the_turns_are_those_of_the_dialog(policy, tokenizer, chat):
     assert counts == {1, 2, 3}
 
 
+def test_a_row_of_which_the_step_cannot_know_whether_it_is_right_is_marked(policy, tokenizer):
+    def away(completion: str, problem: Problem) -> float:
+        raise ConnectionError("no judge")
+
+    env = environment(tokenizer, False, step=lambda state: None if state.success else "again")
+    env.score = env.dialog.score = RewardScorer([(away, 1.0)], workers=1)
+    batch = SyncCollector(env, policy).collect()
+    assert batch[data.REWARD_ERROR].all() and "no judge" in str(env.failures)
+    assert [len(turns_of(batch, row)) for row in range(len(batch))] == [1] * len(batch)
+
+
 def test_the_same_conversations_are_held_again(policy, tokenizer):
     first, second = (SyncCollector(environment(tokenizer, False), policy.with_sampling()).collect()
                      for _ in range(2))

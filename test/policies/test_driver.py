@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from grpo.policies.base import Completions, Sampling
 from grpo.policies.driver import EngineDriver, Job
 from grpo.policies.handle import EngineError
 from grpo.policies.samplers import VLLMSampler
+from test.support import wait_until
 
 
 class CountingEngine:
@@ -224,10 +226,53 @@ class TestDriver:
         release.set()
         driver.abort(timeout=5)
 
-    def test_a_step_that_fails_is_the_error_of_everything_after(self, driver):
-        driver.sampler.step = lambda: 1 / 0
-        with pytest.raises(EngineError, match="ZeroDivisionError"):
-            driver.submit(job()).result(timeout=5)
+    def test_a_step_that_fails_is_the_error_of_all_that_wait_and_of_everything_after(self, driver):
+        began, fails = threading.Event(), threading.Event()
+        driver.sampler.step = lambda: began.set() or fails.wait(5) and 1 / 0
+        running = driver.submit(job())
+        assert began.wait(5)
+        waiting = driver.submit(job())
+        with ThreadPoolExecutor() as callers:
+            call = callers.submit(driver.pause, timeout=10)
+            wait_until(lambda: driver._inbox.qsize() == 2)
+            fails.set()
+            for future in (running, waiting, call):
+                with pytest.raises(EngineError, match="the engine failed: ZeroDivisionError"):
+                    future.result(timeout=5)
         assert not driver.alive()
-        with pytest.raises(EngineError, match="the engine is dead"):
+        with pytest.raises(EngineError, match="the engine is dead: ZeroDivisionError"):
             driver.submit(job())
+
+    def test_what_waits_during_the_last_step_of_a_closed_engine_is_answered(self, driver):
+        began, ends = threading.Event(), threading.Event()
+        driver.sampler.step = lambda: began.set() or ends.wait(5) and []
+        driver.submit(job())
+        assert began.wait(5)
+        waiting = driver.submit(job())
+        with ThreadPoolExecutor() as callers:
+            call = callers.submit(driver.pause, timeout=10)
+            wait_until(lambda: driver._inbox.qsize() == 2)
+            callers.submit(driver.close)
+            wait_until(lambda: not driver.alive())
+            ends.set()
+            with pytest.raises(EngineError, match="the engine was closed"):
+                call.result(timeout=5)
+        assert waiting.cancelled()
+
+    def test_no_caller_is_left_waiting_whenever_the_engine_fails(self, sampler):
+        def ask(driver: EngineDriver) -> None:
+            while True:
+                driver.submit(job()).result(timeout=5)
+                driver.call(lambda: None, timeout=5)
+
+        for _ in range(30):
+            driver = EngineDriver(sampler)
+            with ThreadPoolExecutor() as callers:
+                asking = [callers.submit(ask, driver) for _ in range(4)]
+                sampler.step = lambda: 1 / 0
+                for future in asking:
+                    with pytest.raises(EngineError, match="ZeroDivisionError"):
+                        future.result(timeout=8)
+            del sampler.step
+            sampler.engine.requests.clear()
+            driver.close()

@@ -135,6 +135,14 @@ def test_an_answer_that_is_none_is_named(make_policy, server, answer):
         make_policy().generate_from_ids([[7]])
 
 
+@pytest.mark.parametrize("reason", ["abort", "content_filter", None])
+def test_a_completion_that_neither_ended_nor_was_cut_is_refused(make_policy, server, reason):
+    choice = {"text": "7", "token_ids": [7], "finish_reason": reason}
+    server.answer = json.dumps({"choices": [choice]})
+    with pytest.raises(OpenAIServerError, match=f"finish_reason={reason!r} is a fragment"):
+        make_policy().generate_from_ids([[7]])
+
+
 def test_the_model_must_be_served(make_policy):
     with pytest.raises(OpenAIServerError, match="serves m, and not served_model=other"):
         make_policy(model="other")

@@ -47,6 +47,13 @@ def test_log_probs_are_those_of_the_sampled_ids(there, tokenizer):
     policy.close()
 
 
+def test_a_batch_that_takes_too_long_names_the_key_that_gives_it_more_time(there, tokenizer):
+    policy = policy_of(there, tokenizer)
+    policy.timeout = 0.0
+    with pytest.raises(OpenAIServerError, match="until the deadline.* raise train.rollout_timeout"):
+        policy.generate_from_ids([[5, 6]])
+
+
 def test_who_answers_and_what_it_takes_is_seen_without_changing_anything(there, folder):
     server = StockServer(there.url)
     assert (server.kind, server.model, server.max_model_len) == (there.kind, "m", 64)

@@ -56,7 +56,8 @@ def real_server(folders, tmp_path_factory):
         folders[0], dtype="float32", max_model_len=1024, max_num_seqs=32, shared_weights=True,
         log_dir=log_dir, kv_cache_memory_bytes=64 << 20, enable_lora=True, max_lora_rank=8,
         max_loras=2, adapter_root=tmp_path_factory.getbasetemp())
-    with EngineProcess(command, start_timeout=240, log_path=log_dir / "server.log") as server:
+    with EngineProcess(command, start_timeout=240, log_path=log_dir / "server.log",
+                       env={"PYTHONFAULTHANDLER": "1"}) as server:
         server.log_dir = log_dir
         yield server
 

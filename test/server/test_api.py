@@ -208,6 +208,18 @@ def test_openai_completions(client):
     assert sum(count for _, count in choice["policy_version"]) == 2
 
 
+def test_offsets_in_a_stream_go_on_from_piece_to_piece(client):
+    body = {"prompt": ["ab", "c"], "n": 2, "max_tokens": 4, "logprobs": 0, "stream": True}
+    _, answer, _ = raw(client, "POST", "/v1/completions", json.dumps(body))
+    pieces = [json.loads(line.removeprefix(b"data: "))["choices"][0]
+              for line in answer.split(b"\n") if line.startswith(b"data: {")]
+    for index in range(4):
+        mine = [piece for piece in pieces if piece["index"] == index]
+        assert len(mine) > 1
+        assert [offset for piece in mine for offset in piece["logprobs"]["text_offset"]] == [
+            0, 1, 2, 3]
+
+
 def test_openai_chat(client):
     answer = post(client, "/v1/chat/completions", {
         "model": "/models/tiny", "messages": [{"role": "user", "content": "hello"}], "n": 2,

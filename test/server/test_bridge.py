@@ -140,6 +140,21 @@ def test_adapters_by_the_routes_of_vllm_and_by_their_bare_name(client, engine, t
         assert refusal(client, "/v1/unload_lora_adapter", {"lora_name": name}).status == status
 
 
+def test_an_adapter_may_be_unloaded_after_the_next_one_was_loaded(client, engine, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    unload = "/v1/unload_lora_adapter"
+    for name in ("one", "two"):
+        post(client, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(tmp_path)})
+    assert refusal(client, unload, {"lora_name": "tiny"}).status == 400
+    assert post(client, unload, {"lora_name": "one"})["status"] == "ok"
+    assert refusal(client, unload, {"lora_name": "one"}).status == 404
+    post(client, "/generate", {"prompt": [5], "max_tokens": 1})
+    assert engine.seen[-1].lora.name.startswith("two-v")
+    assert post(client, unload, {"lora_name": "two"})["previous_name"].startswith("two-v")
+    assert refusal(client, unload, {"lora_name": "two"}).status == 404
+
+
 def test_adapters_need_a_server_for_them():
     with server() as (_, client), pytest.raises(EngineCallError, match="--enable-lora"):
         client.load_lora("/nowhere")

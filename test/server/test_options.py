@@ -22,8 +22,13 @@ def parse(*options):
     (["--shared-weights", "--enable-sleep-mode"], "exclude each other"),
     (["--shared-weights", "--tensor-parallel-size", "2"], "--tensor-parallel-size 1, not 2"),
     (["--gpu-memory-utilization", "0.5", "--kv-cache-memory-bytes", "1"], "one of them"),
-    (["--engine-options", "[1]"], "JSON object")])
-def test_options_that_exclude_each_other(options, message):
+    (["--engine-options", "[1]"], "JSON object"),
+    (["--max-loras", "2"], "--max-loras 2 is not read without --enable-lora; give that, too"),
+    (["--adapter-root", "a"], "--adapter-root a is not read"),
+    (["--max-lora-rank", "8"], "--max-lora-rank 8 is not read"),
+    (["--seed", "4294967296"], "--seed 4294967296 must be from 0 to 4294967295"),
+    (["--seed", "-1"], "--seed -1 must be")])
+def test_options_that_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         check(parse(*options))
 
@@ -57,6 +62,9 @@ def test_engine_arguments():
     assert gpu["logprobs_mode"] == "processed_logprobs" and not gpu["enforce_eager"]
     assert gpu["max_model_len"] == 64 and gpu["max_logprobs"] == 5 and gpu["max_lora_rank"] == 16
     assert not gpu["enable_prefix_caching"] and "kv_cache_memory_bytes" not in gpu
+    ranks = [engine_arguments(parse("--enable-lora", "--max-lora-rank", rank), device_type="cuda")[
+        "max_lora_rank"] for rank in ("4", "12", "320")]  # sizes of vLLM's slots
+    assert ranks == [8, 16, 320]
     sized = engine_arguments(parse("--kv-cache-memory-bytes", "7"), device_type="cuda")
     assert sized["kv_cache_memory_bytes"] == 7 and sized["gpu_memory_utilization"] < 0.1
     cpu = engine_arguments(parse(), device_type="cpu")
@@ -92,8 +100,9 @@ def test_a_server_says_whether_it_is_one_runs_alone(private, tokenizer, tmp_path
         current_platform=SimpleNamespace(device_type="cpu")))
     monkeypatch.setattr(server, "_rpc_methods", lambda: ())
     monkeypatch.setattr("grpo.server.app.create_app", lambda engine, **options: options["info"])
-    engine = SimpleNamespace(model_config=SimpleNamespace(
-        max_model_len=8, dtype="float32", get_vocab_size=lambda: 9))
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=8, dtype="float32", get_vocab_size=lambda: 9),
+        vllm_config=SimpleNamespace(lora_config=None))
     args = parser().parse_args(["--model", str(tmp_path), *(["--private"] if private else [])])
     assert asyncio.run(server.make_app(engine, args))["private"] is private
 

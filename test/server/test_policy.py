@@ -11,7 +11,7 @@ import pytest
 
 from grpo import data
 from grpo.policies.base import Sampling
-from grpo.policies.client import EngineCallError
+from grpo.policies.client import EngineCallError, EngineTimeoutError
 from grpo.policies.server import ServerPolicy
 
 from .fake_engine import MAKE, sampling_params
@@ -49,6 +49,17 @@ def test_server_policy_dates_a_row_by_its_oldest_token(client, engine):
     versions = batch["policy_versions", "full"][0, 1:].tolist()
     assert versions[0] == old and versions[-1] == old + 1 and versions == sorted(versions)
     assert data.staleness(batch, client.version)["policy/age_max"] == 1
+
+
+def test_a_batch_that_takes_too_long_names_the_key_that_gives_it_more_time(client):
+    policy = ServerPolicy(client, Sampling(max_tokens=3), pad_token_id=0, eos_token_ids=(1,),
+                          timeout=0.2)
+    client.pause()
+    try:
+        with pytest.raises(EngineTimeoutError, match="in 0.2 s.* raise train.rollout_timeout"):
+            policy.generate_from_ids([[7]])
+    finally:
+        client.resume()
 
 
 def sized(*sizes):

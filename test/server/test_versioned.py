@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 from hypothesis import given, settings
@@ -239,3 +240,20 @@ def test_a_new_adapter_leaves_running_requests_with_the_old_version():
     assert [call[:2] for call in engine.calls if "lora" in call[0]] == [
         ("add_lora", first.id), ("add_lora", second.id), ("remove_lora", first.id),
         ("remove_lora", second.id)]
+
+
+def test_a_stream_that_is_left_early_leaves_nothing_unasked():
+    """asyncio prints, when it collects a future, that nobody asked for its exception."""
+    async def scenario(engine, versioned, generation):
+        said = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+        params = generation.parameters(SamplingFields(max_tokens=50), row=0, streamed=True,
+                                       logprobs=0)
+        pieces = generation.all_pieces([[5], [6]], [params, params], model=None)
+        await anext(pieces)
+        await pieces.aclose()
+        del pieces
+        gc.collect()
+        assert versioned.open_requests == 0 and not said
+
+    run(scenario)
