@@ -119,6 +119,7 @@ setup(
         "orjson>=3.10",
         "hydra-core>=1.3",
         "omegaconf>=2.3",
+        "pyyaml>=6",  # what OmegaConf raises at a file that is none
         "rich>=13",
         "matplotlib>=3.8",
         "packaging>=24",

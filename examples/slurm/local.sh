@@ -69,14 +69,25 @@ if ((${#gpus[@]})); then
     training+=("train_model.num_devices=$((${#gpus[@]} - size))")
 fi
 
-for word in "$@"; do
-    if [[ $word == train_model.torch_dtype=* ]]; then dtype=${word#*=}; fi
+sync=transfer adapters=()
+for word in "$@"; do  # what the server has to know of the run
+    value=${word#*=}
+    case ${word%%=*}=${value,,} in
+        train_model.torch_dtype=*) dtype=$value ;;
+        train_model.lora.enabled=true) sync=lora ;;
+        train_model.lora.r=*) adapters+=(--max-lora-rank "$value") ;;
+        train_model.fp32_head=true) options+=(--fp32-head) ;;
+        hydra.run.dir=/*)  # the adapters are in it; a ${...} of Hydra's is not known here
+            folder=${value%%\$*}
+            adapters+=(--adapter-root "${folder%/*}/") ;;
+    esac
 done
+[[ $sync == lora ]] && options+=(--enable-lora "${adapters[@]}")
 
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 train=("$python" "$entrypoint" "model.name=$model" "${objective[@]}"
     inference_model.engine=server "inference_model.url=http://127.0.0.1:$port"
-    inference_model.weight_sync=transfer "${training[@]}" "$@")
+    "inference_model.weight_sync=$sync" "${training[@]}" "$@")
 # A misspelt key is found now, and not after the engine's start.
 "${train[@]}" --cfg job >/dev/null
 

@@ -15,7 +15,8 @@ class GivenAdvantage(TensorDictModuleBase):
 
     Writes ``"advantage"``, ``[B, 1]``, or ``[B, T]`` if any row brought one a token. A row with
     ``set_advantage_to_zero`` gets 0, though its score counts in the statistics of its group. Rows
-    that the converter left out of the loss stay out.
+    that the converter left out of the loss stay out; those that brought their own are not left out
+    for equal scores, but as cut ones.
 
     Args:
         estimator: for the other rows, usually
@@ -42,7 +43,8 @@ class GivenAdvantage(TensorDictModuleBase):
         in_loss = tensordict.get(data.ROW_MASK, None)
         self.estimator(tensordict)
         if in_loss is not None:
-            tensordict[data.ROW_MASK] = in_loss & tensordict[data.ROW_MASK]
+            tensordict[data.ROW_MASK] = in_loss & (
+                tensordict[data.ROW_MASK] | self._brought(tensordict))
         advantage = tensordict[data.ADVANTAGE]
         for key in (GIVEN_ADVANTAGE, GIVEN_TOKEN_ADVANTAGE):
             given = tensordict[key]
@@ -53,3 +55,10 @@ class GivenAdvantage(TensorDictModuleBase):
             advantage = advantage * tensordict[data.ASSISTANT_MASK]
         tensordict[data.ADVANTAGE] = advantage
         return tensordict
+
+    def _brought(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """Rows with an advantage of their own, ``[B, 1]``: equal scores say nothing of them."""
+        own = torch.cat([tensordict[GIVEN_ADVANTAGE], tensordict[GIVEN_TOKEN_ADVANTAGE]], dim=-1)
+        own = ~own.isnan().all(-1, keepdim=True)
+        cut_leaves = getattr(self.estimator, "mask_truncated", False)
+        return own & ~tensordict[data.TRUNCATED] if cut_leaves else own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tensordict import TensorDictBase
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # it needs a web framework, which the pull form does without
 
 # Seconds between looks for finished groups while no environment asks for anything.
 _PULSE = 0.05
+# Seconds in which the last groups come of environments that have finished.
+_LAST_GROUPS = 30.0
 
 
 @dataclass(eq=False)
@@ -40,6 +42,7 @@ class AtroposCollector:
         policy: that answers the environments; default: the driver's.
         timeout: seconds without a new group after which :meth:`collect` gives up.
         explain: says more of why none came, if anything is known.
+        ended: whether all environments have; then the last groups have 30 seconds.
 
     Attributes:
         seconds: what the last batch took: ``"generate"`` (driving the policy) and ``"reward"``
@@ -58,8 +61,11 @@ class AtroposCollector:
     policy: Policy | None = None
     timeout: float = 600.0
     explain: Callable[[], str] = str
+    ended: Callable[[], bool] = lambda: False
     seconds: dict[str, float] = field(default_factory=dict, init=False)
     metrics: dict[str, float] = field(default_factory=dict, init=False)
+    keeps_untrained: ClassVar[bool] = False  # its source hands out again what was not saved
+    finished: ClassVar[int] = 0
     # Environments keep the failures of their rewards to themselves.
     failures: dict[str, str] = field(default_factory=dict, init=False)
 
@@ -93,24 +99,26 @@ class AtroposCollector:
 
     def _fill(self) -> None:
         """Wait until a batch is full; every new group moves the deadline."""
-        rows, deadline = self.assembler.waiting_rows, time.monotonic() + self.timeout
+        rows, since = self.assembler.waiting_rows, time.monotonic()
         # In the bridge form environments make progress only while their calls are answered.
         wait = min(1.0, self.timeout) if self.driver is None else 0.0
         while not self._timed("reward", self.assembler.poll, wait):
             if self.driver is not None:
                 self._timed("generate", self.driver.advance, _PULSE)
             if self.assembler.waiting_rows != rows:
-                rows, deadline = self.assembler.waiting_rows, time.monotonic() + self.timeout
-            if time.monotonic() > deadline:
-                raise TimeoutError("\n".join(filter(None, [self._late(rows), self.explain()])))
+                rows, since = self.assembler.waiting_rows, time.monotonic()
+            allowed = min(self.timeout, _LAST_GROUPS) if self.ended() else self.timeout
+            if time.monotonic() - since > allowed:
+                raise TimeoutError("\n".join(filter(None, [
+                    self._late(rows, allowed), self.explain()])))
 
-    def _late(self, rows: int) -> str:
-        """Why no group came in time, while so many rows wait for the others."""
+    def _late(self, rows: int, seconds: float) -> str:
+        """Why no group came in so many seconds, while so many rows wait for the others."""
         if trouble := getattr(self.assembler.source, "trouble", None):
-            return (f"the Atropos API did not answer, so no group came within {self.timeout:g} s: "
+            return (f"the Atropos API did not answer, so no group came within {seconds:g} s: "
                     f"{trouble}. Start a hub (python -m grpo.atropos.hub_server) or run-api "
                     "there, or set atropos.url to where it is")
-        return (f"no group finished within {self.timeout:g} s; {rows} of {self.assembler.rows} "
+        return (f"no group finished within {seconds:g} s; {rows} of {self.assembler.rows} "
                 f"rows are here, and so far {self.assembler.metrics() or 'nothing'} was counted. "
                 + (getattr(self.assembler.source, "silence", None) or
                    "See the environments' logs: are they running? atroposlib drops groups of "

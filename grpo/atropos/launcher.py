@@ -29,6 +29,7 @@ _PROBE = ("import importlib.metadata as m; "
           "print(m.version('atroposlib'), m.version('transformers'))")
 _POLL = 0.2  # seconds between looks at the child
 _ASK = 1.0  # seconds between questions to the API
+_UNENDING = 1_000_000_000  # batches that no run comes to
 
 State = Literal["new", "waiting for the API", "running", "restarting", "finished", "failed",
                 "stopped"]
@@ -83,7 +84,9 @@ def serve_flags(
         (8, 'http://127.0.0.1:9001/v1')
     """
     return {
-        "env.tokenizer_name": tokenizer, "env.use_wandb": False,
+        # Who has started it ends it. Its own number would, by default at 1000, and the trainer's
+        # before the last batches of one that leaves some out.
+        "env.tokenizer_name": tokenizer, "env.use_wandb": False, "env.total_steps": _UNENDING,
         **{f"env.{name}": value for name, value in env.items()},
         "openai.base_url": engine_url.rstrip("/") + "/v1", "openai.model_name": model,
         "openai.tokenizer_name": tokenizer, "openai.server_type": "vllm",
@@ -111,8 +114,8 @@ class EnvironmentProcess:
         python: interpreter of its virtual environment, see :func:`environment_python`.
         api_url: of the API, ``run-api`` or a hub of this library.
         flags: further flags of ``serve``, see :func:`serve_flags`. None leaves one out.
-        name: in messages, and as ``--env.wandb_name`` the name it registers under; default: the
-            script's.
+        name: in messages, and as ``--env.wandb_name`` the name it registers under; default: that
+            flag, or else the script's.
         log_path: its output is appended; default: a new file in the temporary folder.
         env: further environment variables.
         api_token: access token of a hub. It is part of the hub's address on the command line, which
@@ -124,7 +127,7 @@ class EnvironmentProcess:
 
     Raises:
         FileNotFoundError: if there is no such script.
-        ValueError: for a negative number.
+        ValueError: for a negative number, or a flag that is an option here.
 
     Examples:
         >>> with EnvironmentProcess("arithmetic_env.py", python=environment_python(),
@@ -155,11 +158,17 @@ class EnvironmentProcess:
                              "backoff": backoff, "steady": steady}.items():
             if value < 0:
                 raise ValueError(f"{field}={value} must be 0 or more")
-        self.name = name or self.script.stem
+        flags = dict(flags or {})
+        for flag, option, value in (("env.rollout_server_url", "api_url", api_url),
+                                    ("env.wandb_name", "name", name)):
+            if value is not None and flag in flags:
+                raise ValueError(f"flags has {flag}={flags[flag]}, which {option}={value} says; "
+                                 "leave the first out")
+        self.name = str(name or flags.get("env.wandb_name") or self.script.stem)
         self.api = AtroposClient(api_url, token=api_token, timeout=5.0)
         address = self.api.url.replace("://", f"://:{api_token}@", 1) if api_token else self.api.url
         self.command = serve_command(self.script, python=python, flags={
-            **(flags or {}), "env.rollout_server_url": address, "env.wandb_name": self.name})
+            **flags, "env.rollout_server_url": address, "env.wandb_name": self.name})
         self.env = dict(env or {})
         if log_path is None:
             fd, log_path = tempfile.mkstemp(prefix=f"grpo-{self.name}-", suffix=".log")
@@ -208,7 +217,11 @@ class EnvironmentProcess:
                 f"{quoted(self.log_path, since=self._log_start)}") from self._error
 
     def troubles(self) -> str:
-        """The errors in its log since its last start; empty if there are none."""
+        """The errors in its log since its last start, or its end if it has finished and so sends
+        nothing more; empty if there is neither."""
+        if self.state == "finished":
+            return (f"environment {self.name!r} has finished, of its own accord or after its "
+                    f"env.total_steps batches{quoted(self.log_path, since=self._log_start)}")
         said = troubles(self.log_path, since=self._log_start)
         return said and f"environment {self.name!r} ({self.state}){said}"
 

@@ -21,8 +21,9 @@ from grpo.report.loggers import write_atomically
 
 FOLDER = "metrics"
 #: What the file says of how a task was asked: section ``env``, tokens of a response at most,
-#: rewards and their weights, and of each problem :func:`grpo.envs.prompts.digest`.
-ASKED = ("env", "max_tokens", "reward", "hashes")
+#: temperature of the samples, if there are any, rewards and their weights, and of each problem
+#: :func:`grpo.envs.prompts.digest`.
+ASKED = ("env", "max_tokens", "temperature", "reward", "hashes")
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,11 @@ def read_tasks(path: Path) -> dict[str, TaskScores]:
         ConfigError: for a file that is none of these.
     """
     try:
-        found = json.loads(path.read_text())["tasks"]
+        record = json.loads(path.read_text())
+        found: dict[str, dict[str, Any]] = record["tasks"]
+        for task in found.values():
+            if task["samples"] and "temperature" in record:  # of older files at their top alone
+                task.setdefault("temperature", record["temperature"])
         return {name: TaskScores(
             name, task["ids"], [one == "1" for one in task["greedy"]],
             task["samples"] and Samples(np.array([[one == "1" for one in row]

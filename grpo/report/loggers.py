@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from grpo.config.keys import ConfigError
+from grpo.report.credentials import without_credentials
 from grpo.system.line_file import LineFile
 
 LoggerBackend = Literal["wandb", "tensorboard"]
@@ -334,5 +335,5 @@ def make_loggers(
     if "wandb" in backends:
         loggers.append(WandbLogger(
             run_dir, mode=wandb_mode, earlier=earlier, project=project, name=name or run_dir.name,
-            group=group, config=dict(config)))
+            group=group, config=without_credentials(config)))
     return LoggerGroup(loggers)

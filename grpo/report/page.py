@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from grpo.report.charts import PALETTE, charts_of
+from grpo.report.credentials import without_credentials
 from grpo.report.curves import svg, write_png_curves
 from grpo.report.history import History
 from grpo.report.learning_signal import silence_at_end
@@ -26,7 +26,6 @@ REPORT_FILE, FAILURES_FILE = "report.html", "reward_failures.jsonl"
 _MAX_ROWS = 6
 _MAX_CHARS = 4_000
 #: Names that hold a credential; ``max_tokens`` and ``tokenizer`` are none.
-_SECRET = re.compile(r"(^|[_.])(api_?key|secret|password|(access|auth|hf|bearer)_token)$", re.I)
 
 
 def write_report(run_dir: Path | str, *, title: str, config: Mapping[str, Any]) -> Path:
@@ -205,11 +204,11 @@ def _cut(text: str) -> str:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one with dotted keys; values of keys that name a credential are hidden.
+    """Nested mappings as one with dotted keys.
 
     Examples:
-        >>> flatten({"seed": 1, "model": {"name": "m", "hf_token": "hf_x", "max_tokens": 8}})
-        {'seed': 1, 'model.name': 'm', 'model.hf_token': '(hidden)', 'model.max_tokens': 8}
+        >>> flatten({"seed": 1, "model": {"name": "m", "max_tokens": 8}})
+        {'seed': 1, 'model.name': 'm', 'model.max_tokens': 8}
     """
     flat: dict[str, Any] = {}
     for key, value in config.items():
@@ -217,14 +216,14 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{name}.")
         else:
-            flat[name] = "(hidden)" if value and _SECRET.search(name) else value
+            flat[name] = value
     return flat
 
 
 def _groups(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """The configuration by its sections; keys outside of one come first."""
     groups: dict[str, dict[str, Any]] = {}
-    for name, value in flatten(config).items():
+    for name, value in flatten(without_credentials(config)).items():
         group, _, rest = name.partition(".")
         groups.setdefault(group if rest else "", {})[rest or name] = value
     return sorted(groups.items())

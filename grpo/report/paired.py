@@ -36,7 +36,8 @@ class Comparison:
 
 
 def compare(
-    first: Mapping[str, TaskScores], second: Mapping[str, TaskScores], *, seed: int = 0
+    first: Mapping[str, TaskScores], second: Mapping[str, TaskScores], *,
+    ks: Sequence[int] | None = None, seed: int = 0,
 ) -> list[Comparison]:
     """Compare two evaluations, task by task, on the tasks that both have.
 
@@ -44,26 +45,35 @@ def compare(
     two alone solved. Differences have intervals of a bootstrap over problems that takes both
     results of a problem together.
 
+    Args:
+        first, second: by the names of tasks.
+        ks: of pass@k and its relatives, as far as both have as many samples; None: 1 and as many as
+            both have.
+        seed: of the bootstrap.
+
     Raises:
-        ConfigError: if they have no task in common, or in one other problems, rewards, turns or
-            lengths of a response.
+        ConfigError: if they have no task in common, or in one other problems, rewards, turns,
+            lengths of a response or temperatures of samples.
     """
     common = [name for name in first if name in second]
     if not common:
         raise ConfigError(f"the two have no task in common: {', '.join(first)}, and "
                           f"{', '.join(second)}; evaluate both on the same")
-    return [_compare(first[name], second[name], seed) for name in common]
+    return [_compare(first[name], second[name], ks, seed) for name in common]
 
 
-def _compare(first: TaskScores, second: TaskScores, seed: int) -> Comparison:
+def _compare(
+    first: TaskScores, second: TaskScores, ks: Sequence[int] | None, seed: int
+) -> Comparison:
     if missing := {*first.ids} ^ {*second.ids} or list(first.ids) != list(second.ids):
         named = f"; {sorted(missing)[0]} is one of them" if isinstance(missing, set) else ""
         raise ConfigError(f"{first.name}: the two were asked other problems ({len(first.ids)} and "
                           f"{len(second.ids)}{named}); evaluate both with the same options of env")
     _check_asked_the_same(first, second)
     a, b = np.array(first.greedy, dtype=bool), np.array(second.greedy, dtype=bool)
-    ks = [] if None in (first.samples, second.samples) else sorted(
-        {1, min(first.samples.n, second.samples.n)})
+    most = 0 if None in (first.samples, second.samples) else min(
+        first.samples.n, second.samples.n)
+    ks = [k for k in sorted({*(ks or (1, most))}) if 1 <= k <= most]
     ours, theirs = first.per_problem(ks), second.per_problem(ks)
     differences = {name: theirs[name] - ours[name] for name in ours if name in theirs and (
         name.partition("@")[0] in ("accuracy", "pass", "coverage", "majority"))}
@@ -82,7 +92,7 @@ def _check_asked_the_same(first: TaskScores, second: TaskScores) -> None:
                           f"{len(others)} of {len(first.ids)}, such as {others[0]}; evaluate both "
                           "with the same options of env")
     ours, theirs = ({**one.asked.get("env", {}), **one.asked} for one in (first, second))
-    for key in ("max_tokens", "reward", "reward_options", "step", "max_steps"):
+    for key in ("max_tokens", "temperature", "reward", "reward_options", "step", "max_steps"):
         if key in ours and key in theirs and ours[key] != theirs[key]:
             raise ConfigError(f"{first.name}: {key} is {typed(ours[key])} of the one and "
                               f"{typed(theirs[key])} of the other; evaluate both with the same")

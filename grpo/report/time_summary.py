@@ -58,9 +58,10 @@ def greatest_memory(device: torch.device) -> str:
     return line
 
 
-def bottleneck(rows: Rows) -> list[str]:
-    """Who of an asynchronous run was idle, which groups were refused, and what to change; nothing
-    for a run without a step."""
+def bottleneck(rows: Rows, *, in_flight: bool = True, ahead: bool = True) -> list[str]:
+    """Who of a run with workers was idle, which groups were refused, and what to change; nothing
+    for a run without a step. ``in_flight``: new weights can reach what is being generated.
+    ``ahead``: the script has keys that let workers run ahead of the trainer."""
     rows = [row for row in rows if STEP_TIME in row]
     if not rows:
         return []
@@ -85,11 +86,12 @@ def bottleneck(rows: Rows) -> list[str]:
     if refused["too_old"] or refused["expired"]:
         lines.append("  what is too old or expires is mostly long: the run favoured short "
                      "completions (train.oversample, train.group_deadline)")
-    return [*lines, advice(middle, list(idle.values()))]
+    return [*lines, advice(middle, list(idle.values()), in_flight=in_flight, ahead=ahead)]
 
 
-def advice(middle: dict[str, float], idle: list[float]) -> str:
-    """One sentence from the medians of a step.
+def advice(middle: dict[str, float], idle: list[float], *, in_flight: bool = True,
+           ahead: bool = True) -> str:
+    """One sentence from the medians of a step; for the options see :func:`bottleneck`.
 
     Examples:
         >>> advice({"time/step": 2.0, "time/wait": 1.0, "time/train": 0.9}, [0.02])
@@ -112,14 +114,17 @@ more devices'
                 "finished, but groups that it had overtaken would become too old; raise "
                 "train.staleness")
     if waited >= _MUCH and resting >= _MUCH:
+        way = "raise train.staleness" if ahead else (
+            "here they take turns, start grpo-async.py, whose workers run ahead")
         return (f"trainer and workers waited for each other ({waited:.0%} and {resting:.0%} of the "
-                "time); raise train.staleness")
+                f"time); {way}")
     if waited >= _MUCH:
         return (f"generation was the bottleneck: the trainer waited {waited:.0%} of the time; give "
                 "inference_model more devices")
     if border >= _MUCH:
+        way = "train.update_at=in_flight" if in_flight else "inference_model.backend=vllm"
         return (f"updates waited {border:.0%} of the time for groups that were being generated; "
-                "train.update_at=in_flight lets new weights reach them")
+                f"{way} lets new weights reach them")
     if moved >= _MUCH:
         return (f"weights and their proof took {moved:.0%} of the time; raise env.num_envs, so "
                 "that there are fewer updates")

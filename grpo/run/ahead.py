@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -31,8 +32,14 @@ from grpo.policies.first_import import vllm_available
 from grpo.policies.ray_engine import ray_available
 from grpo.run.local_ray import start_own_ray
 from grpo.run.placement import DevicePlan, Kind, Places, plan_devices
+from grpo.system.collection import without_collection
 from grpo.system.descendants import end_descendants
-from grpo.training.stopping import Stopped, signals_end_at_once
+from grpo.training.stopping import (
+    Stopped,
+    a_thread_ends_at_once,
+    end_at_once,
+    signals_end_at_once,
+)
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,15 @@ class Imports:
     device: Kind
     enforce_eager: bool | None  # inference_model.enforce_eager
 
+    @property
+    def library(self) -> str:
+        """That which takes longest."""
+        return "vLLM" if self.backend == "vllm" else "PyTorch"
+
     def __call__(self) -> None:
         """Import all that a rollout worker works with; in its process."""
-        import grpo.run.build_worker  # noqa: F401 (it is imported for its effect)
+        with without_collection():
+            import grpo.run.build_worker  # noqa: F401 (it is imported for its effect)
 
         if self.backend == "vllm":
             from grpo.policies.inprocess import import_engine
@@ -87,19 +100,21 @@ def start_ahead(config: DictConfig | None) -> None:
         return
     plan, imports = guess
     signals_end_at_once(end_descendants)
+    print("starting Ray", flush=True)
+    begun = time.monotonic()
     try:
-        end = start_own_ray(plan)
+        with a_thread_ends_at_once(end_descendants):
+            end = start_own_ray(plan)
     except ConfigError as error:
         end_descendants()
         sys.exit(f"error: {error}")
     except Stopped as stopped:  # of which Ray, half started, has no account that it could end
-        print(f"\n{stopped}", file=sys.stderr, flush=True)
-        end_descendants()
-        os._exit(stopped.exit_code)  # Ray would wait for what has ended
-    places = Places(plan, cluster=False)
+        end_at_once(stopped.number, end_descendants)
+    print(f"Ray: there after {time.monotonic() - begun:.1f} s", flush=True)
+    places, count = Places(plan, cluster=False), len(plan.engines)
     _started.append(Ahead(plan, imports, {
-        number: start_worker(places.engine(number), imports)
-        for number in range(len(plan.engines))}, end))
+        number: start_worker(places.engine(number), imports) for number in range(count)}, end))
+    print(f"loading {imports.library} in {count} rollout worker{'s' * (count > 1)}", flush=True)
 
 
 def taken(plan: DevicePlan, imports: Imports) -> Ahead | None:

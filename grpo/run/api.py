@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
@@ -32,8 +32,8 @@ from grpo.run.given import (
     known_here,
     of_rows,
     reward_name,
-    write_rows,
 )
+from grpo.run.kept import Kept, keep, kept_rows
 from grpo.run.resume import open_run
 from grpo.system.folders import why_not_writable
 
@@ -60,6 +60,7 @@ class Named(NamedTuple):
 
     folder: str = "run_dir"
     rows: str = "dataset"
+    held_out: str = "eval_dataset"
     rewards: str = "reward"
     model: str = "model.name"
     resume: str = "resume=auto"
@@ -87,11 +88,14 @@ def train(
         dataset: rows with a ``prompt``, a text that the model continues or a list of chat messages,
             and, if there is one, an ``answer``; ``problem.row`` has all columns. They must be JSON.
         eval_dataset: held-out rows; None: a tenth of ``dataset``, 100 at most.
-        run_dir: of the run, which must not hold one; None: a new folder in ``outputs``.
+        run_dir: of the run, which must not hold one unless that goes on; None: a new folder in
+            ``outputs``, where ``resume=auto`` then looks for the newest run with the same settings
+            and rows.
         recipe: of ``config/``; those that begin with ``grpo_async`` are asynchronous.
 
     Raises:
-        ConfigError: naming keys that are unknown, wrong or not read.
+        ConfigError: naming keys that are unknown, wrong or not read, and where a run is to go on
+            with other rows.
 
     Examples:
         >>> from grpo import train
@@ -113,14 +117,12 @@ def train(
                           "trained on; give dataset, too")
     held_out = None if eval_dataset is None else as_rows(eval_dataset, "eval_dataset", column)
     rewards = as_rewards(reward, "reward", rows)
-    folder = Path("outputs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}-{secrets.token_hex(4)}")
-    return run(keys, rewards, rows, held_out, folder if run_dir is None else run_dir, recipe)
+    return run(keys, rewards, rows, held_out, run_dir, recipe)
 
 
 def run(
     keys: Mapping[str, Any], rewards: Sequence[Reward], rows: Rows | None, held_out: Rows | None,
-    folder: Any, recipe: str = "grpo", *, named: Named = NAMED,
-    before: Callable[[], None] | None = None,
+    folder: Any = None, recipe: str = "grpo", *, named: Named = NAMED, model: Kept | None = None,
 ) -> Result:
     """Train with what has been checked; see :func:`train`.
 
@@ -129,18 +131,20 @@ def run(
         rewards: of which none is what ``keys`` say.
         rows: that are trained on; None: those of the task.
         held_out: rows that are not.
-        folder: of the run.
+        folder: of the run; None: a new one, or that of the run that goes on.
         recipe: of ``config/``.
         named: what the caller calls these.
-        before: called once all keys are checked and the folder is this run's own.
+        model: to start from, where it is no name.
 
     Raises:
         ConfigError: naming what was given, its value and the fix.
         FileExistsError: if the folder holds a run, and none is resumed.
     """
-    if not isinstance(folder, str | Path):
+    if not isinstance(folder, str | Path | None):
         raise ConfigError(f"{named.folder}={folder!r:.80}: give the path of a folder")
-    folder, keys = Path(folder), dict(keys)
+    chosen = {} if folder is None else {"key": named.folder}
+    folder = _new_folder() if folder is None else Path(folder)
+    keys, kept = dict(keys), [] if model is None else [model]
     if rows is not None:
         for key in ("env", "env.dataset", "env.name", "env.path", "env.dataset_mixture"):
             if keys.get(key) not in (None, "dataset"):
@@ -151,6 +155,7 @@ def run(
             check_answers(rows, named.rewards, column=column)
         keys = of_rows(rows, held_out, folder / "dataset", what=named.rows,
                        column=column) | keys
+        kept.append(kept_rows(rows, held_out, what=named.rows, held_out_what=named.held_out))
     if rewards:
         if "env.reward" in keys:
             raise ConfigError(f"env.reward={keys['env.reward']} and {named.rewards}= are the same "
@@ -160,26 +165,35 @@ def run(
     if made.has_workers and (mine := known_here(keys.get("env.reward", ()))):
         raise ConfigError(f"{named.rewards}={mine[0]}: engines are processes of their own here, "
                           "which must be able to import it; put it into a module")
-    if made.resume is None and made.model.name != "embedded" and before is None:
+    if made.resume is None and made.model.name != "embedded" and model is None:
         look_for(made.model.name, key=named.model)
     if problem := why_not_writable(folder):
         raise ConfigError(f"{named.folder}={folder}: runs cannot be written there ({problem}); "
                           "give another folder")
     build = assemble_async if isinstance(made, AsyncConfig) else assemble
     with ExitStack() as at_end:
-        run_dir, checkpoint = open_run(made, folder, at_end, key=named.folder)
+        run_dir, checkpoint = open_run(made, folder, at_end, kept=kept, **chosen)
         if checkpoint is None and (run_dir / METRICS_FILE).exists():
-            raise FileExistsError(f"{named.folder}={run_dir} already holds the metrics of a run; "
-                                  f"go on with it by {named.resume}, or give another folder")
-        if rows is not None:
-            write_rows(rows, held_out, folder / "dataset")
-        if before is not None:
-            before()
+            raise FileExistsError(_holds_a_run(run_dir, made, named))
+        made = keep(made, kept, run_dir, checkpoint)
         trainer = build(made, run_dir, checkpoint, at_end)
         trainer.fit()
     final = next(run_dir / f"final_{kind}" for kind in ("model", "adapter")
                  if (run_dir / f"final_{kind}").is_dir())
     return Result(run_dir, made, History.read(run_dir).rows, final)
+
+
+def _new_folder() -> Path:
+    return Path("outputs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}-{secrets.token_hex(4)}")
+
+
+def _holds_a_run(run_dir: Path, made: Config, named: Named) -> str:
+    """What to do about a run that is not gone on with, though that may have been asked for."""
+    found = f"{named.folder}={run_dir} already holds the metrics of a run"
+    if made.resume is None:
+        return f"{found}; go on with it by {named.resume}, or give another folder"
+    return (f"{found}, but no checkpoint that {named.resume} goes on from with "
+            f"train.exp_name={made.train.exp_name}; give another folder")
 
 
 def own_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,7 +233,7 @@ def compose(keys: Mapping[str, Any], recipe: str = "grpo") -> Config:
     OmegaConf.set_struct(values, False)
     for key, value in keys.items():
         if key not in groups:
-            OmegaConf.update(values, key, value, merge=False)
+            OmegaConf.update(values, key, value, merge=value == {})  # which empties no section
     if (preset := groups.get("preset", "none")) != "none":
         print("preset", describe_preset(preset, values, config_folder=recipes()))
     return load_sent(OmegaConf.to_container(values, resolve=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +72,14 @@ def start_hub(
     checks.append(hub.check)
 
 
+def refuse_address(flags: Mapping[str, Any], *, given: str, key: str) -> None:
+    """Raises ConfigError for flags, ``given`` by that name, which have an address of the API: a run
+    takes groups from the one of its ``key``."""
+    if (address := flags.get("env.rollout_server_url")) is not None:
+        raise ConfigError(f"{given} has env.rollout_server_url={address}, but the run takes groups "
+                          f"from {key}; set that, and leave the flag out")
+
+
 def environment(
     script: Path, python: Path, config: AtroposConfig, tokenizer: Path, flags: dict[str, Any],
 ) -> EnvironmentProcess:
@@ -88,3 +96,8 @@ def troubles_of(processes: Sequence[EnvironmentProcess]) -> str:
     """What the environments' logs say is wrong; when groups do not come, the reason is mostly
     there."""
     return "\n".join(text for process in processes if (text := process.troubles()))
+
+
+def all_finished(processes: Sequence[EnvironmentProcess]) -> bool:
+    """Whether there were environments and none of them sends anything any more."""
+    return bool(processes) and all(process.state == "finished" for process in processes)

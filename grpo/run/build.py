@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from grpo.config.schema import Config, ConfigError
-from grpo.config.unread import ON_A_CPU, TRANSFORMERS, refuse_unread
+from grpo.config.unread import ON_A_CPU, REWARDS_HERE, refuse_unread
 from grpo.envs.dialog import Dialog, environment, named_step
 from grpo.envs.embedded import EmbeddedSpec, embedded_model
 from grpo.envs.prompts import Prompt, framed, give_template, render_all
@@ -27,7 +27,7 @@ from grpo.policies.base import Policy
 from grpo.policies.client import EngineClient
 from grpo.policies.inprocess import vllm_available
 from grpo.policies.model_source import find_model, first_line
-from grpo.run.build_engine import Actor, describe_engine
+from grpo.run.build_engine import Actor, check_transformers, describe_engine
 from grpo.run.build_objective import describe_loss
 from grpo.training.checkpoint import Checkpoint
 from grpo.weights.adapters import require_peft
@@ -90,7 +90,8 @@ def check(config: Config, task: Task, *, device: torch.device, backend: str) -> 
     Raises:
         ValueError: naming the key and the fix.
     """
-    reward_function(config, task)
+    if not reward_function(config, task).calls_apart:
+        refuse_unread(config, REWARDS_HERE)
     if config.env.step is not None:
         step = named_step(config.env.step)
         if step is environment and task.split("train")[0].partner is None:
@@ -101,11 +102,7 @@ def check(config: Config, task: Task, *, device: torch.device, backend: str) -> 
         if name is not None:
             find_model(name, key=key)
     if backend == "transformers":
-        refuse_unread(config, TRANSFORMERS)
-        if config.train_model.fp32_head and resolve_dtype(config, device) != torch.float32:
-            raise ConfigError("train_model.fp32_head=true: inference_model.backend=transformers "
-                              "samples from logits that are rounded to the model's dtype; use "
-                              "backend=vllm, or set it to false")
+        check_transformers(config, resolve_dtype(config, device))
     if device.type == "cpu":
         refuse_unread(config, ON_A_CPU)
         if config.optimizer.name == "adamw_cpu":
@@ -242,7 +239,8 @@ def rendered(
     """The prompts of a split, with what section ``env`` puts around each of them. The tokenizer
     gets a chat template if it needs one."""
     env = config.env
-    problems = [framed(problem, system_prompt=env.system_prompt,
+    first = env.system_prompt and task.system_message(env.system_prompt)
+    problems = [framed(problem, system_prompt=first,
                        thinking_prompt=env.thinking_prompt) for problem in task.split(split)]
     if give_template(tokenizer, env.chat_template, problems):
         logger.warning("the tokenizer of %s has no chat template: prompts are plain text, 'User: "
@@ -288,9 +286,8 @@ def reward_function(
     for name in (given or {}).keys() - weighted:
         raise ConfigError(f"env.reward_options has options of {name!r}, which is no reward of this "
                           f"run; remove them, or use one of: {', '.join(weighted)}")
-    functions = [(judged_by(named_reward(name, (given or {}).get(name, {})), weighted,
-                            task.default_reward), weight) for name, weight in weighted.items()]
-    env, chosen = config.env, {name: fn for name, (fn, _) in zip(weighted, functions, strict=True)}
+    env = config.env
+    chosen = {name: named_reward(name, (given or {}).get(name, {})) for name in weighted}
     _check_overlong(config, chosen)
     if "code" in chosen and (most := reward_options(chosen["code"])["total_seconds"]
                              ) >= env.reward_timeout:
@@ -300,7 +297,9 @@ def reward_function(
         env.reward_workers if env.reward_workers > 1 else 0)
     try:
         return RewardScorer(
-            functions, names=list(weighted), timeout=env.reward_timeout, workers=env.reward_workers,
+            [(judged_by(fn, weighted, task.default_reward), weighted[name])
+             for name, fn in chosen.items()],
+            names=list(weighted), timeout=env.reward_timeout, workers=env.reward_workers,
             try_first=try_first, processes=processes,
             memory=None if env.reward_memory is None else int(env.reward_memory * 2**30))
     except ValueError as error:  # of a verdict that there is not
@@ -322,8 +321,7 @@ def named_reward(name: str, options: Mapping[str, Any]) -> RewardFn:
         raise ConfigError(f"env.reward={name}: its module cannot be imported: "
                           f"{type(error).__name__}: {error}") from error
     try:
-        chosen = with_options(fn, options)
-        return as_trl_reward(fn, name) if chosen is fn and is_trl_reward(fn) else chosen
+        return as_trl_reward(fn, name, options) if is_trl_reward(fn) else with_options(fn, options)
     except ValueError as error:
         raise ConfigError(f"env.reward_options: {error}") from error
 

@@ -34,6 +34,7 @@ from grpo.run.build_model import prepare_model
 from grpo.run.build_objective import build_learner, build_loss, rows_like_a_batch
 from grpo.run.build_team import TrainingActor, start_others
 from grpo.run.build_worker import build_reference, build_worker
+from grpo.run.identity import group_settings
 from grpo.run.local_ray import start_own_ray, start_ray
 from grpo.run.placement import Kind, Places, plan_devices
 from grpo.training.checkpoint import Checkpoint
@@ -70,11 +71,12 @@ def open_ray(config: AsyncConfig, at_end: ExitStack, starting: Starting) -> Plac
     elif kind == "cuda":
         available = torch.cuda.device_count()
     plan = plan_devices(config, kind=kind, available=available)
-    waiting = None
-    if not cluster:
+    waiting = None if cluster else ahead.taken(plan, _imports(config, kind))
+    if waiting is not None:
+        at_end.callback(waiting.end)
+    elif not cluster:
         with starting.part("Ray"):
-            waiting = ahead.taken(plan, _imports(config, kind))
-            at_end.callback(start_own_ray(plan) if waiting is None else waiting.end)
+            at_end.callback(start_own_ray(plan))
     places = Places(plan, cluster=cluster)
     places.ahead = {} if waiting is None else waiting.actors
     at_end.callback(places.release)
@@ -113,10 +115,13 @@ def build_actor(
     gpus = places.trainer if places.plan.kind == "cuda" else ()
     lora, others = config.train_model.lora.enabled, None
     together = places.plan.shared("train", "engine")
+    # Compiled while the engines start, unless that would take their GPU.
+    width = None if together or not config.train_model.compile else (
+        prompts.max_model_len if prompts else config.atropos.seq_len)
     if len(places.plan.train) > 1:
         others = at_end.enter_context(start_others(
             setup, gpus, checkpoint, transfer=None if lora or backend == "transformers"
-            else network_of(setup.device, together=together)))
+            else network_of(setup.device, together=together), warm_up=width))
         starting.begin({f"rank {rank} of the trainer": partial(others.is_ready, rank)
                         for rank in range(1, len(places.plan.train))},
                        within=config.ray.start_timeout)
@@ -139,15 +144,13 @@ def build_actor(
         others.meet(device_index=gpus[0] if gpus else None,
                     start_timeout=config.ray.start_timeout), others.check))
     learner = build_learner(config, loss, leader and leader.ranks)
+    if width is not None:
+        with starting.part("compiled layers of the trainer"):
+            learner.warm_up(*rows_like_a_batch(config, width))
     scorer, tell = loss.scorer, tell_nobody
     if leader is not None:
         learner, tell = LedLearner(learner, leader), leader.tell
         scorer = learner.scorer
-    if config.train_model.compile and leader is None and not together:
-        # Where there are other ranks, they wait for the engines' layout by now.
-        with starting.part("compiled layers of the trainer"):
-            learner.warm_up(*rows_like_a_batch(
-                config, prompts.max_model_len if prompts else config.atropos.seq_len))
     pool.meet()
     weights = make_fleet_sync(config, model, pool, backend=backend, device=setup.device,
                               host=_own_address(config), together=together, tell=tell)
@@ -156,8 +159,8 @@ def build_actor(
     options = setup.policy_options()
     del options["ignore_eos"]  # the workers' own
     policy = FleetPolicy(pool, setup.sampling, heal=weights.heal,
-                         max_model_len=setup.max_model_len, version=lambda: weights.version,
-                         **options)
+                         timeout=config.train.rollout_timeout, max_model_len=setup.max_model_len,
+                         version=lambda: weights.version, **options)
     if reference is not None:
         reference.meet()
     return AsyncActor(model, policy, weights, learner, scorer, pool)
@@ -248,9 +251,7 @@ def build_collector(
         actor.pool, schedule, actor.policy, heal=actor.weights.heal,
         groups_each=max(1, _rows(config) // config.env.repeats), timeout=train.rollout_timeout,
         reference=reference,
-        layout={"rows": config.env.repeats, "rewards": config.env.reward,
-                "max_tokens": config.max_tokens,
-                "max_prompt_tokens": config.env.max_prompt_tokens,
+        layout={**group_settings(config.model_dump(mode="json")),
                 "scored": reference is not None})
     actor.weights.on_publish = collector.published
     return collector

@@ -159,7 +159,7 @@ def build_collector(
     start: Start, actor: AnyActor, run_dir: Path, at_end: ExitStack,
     checks: Sequence[Callable[[], None]], *, driver: BridgeDriver | None,
     records: Records | None, version: Callable[[], int], explain: Callable[[], str],
-    reference: WorkerPool | None = None,
+    finished: Callable[[], bool], reference: WorkerPool | None = None,
 ) -> CheckedCollector:
     """Batches of the groups that environments send to the API.
 
@@ -173,7 +173,7 @@ def build_collector(
         wandb_group=config.logging.wandb_group or "", wandb_project=config.logging.wandb_project
         or "", batch_size=config.turns_per_batch, max_token_len=atropos.seq_len,
         checkpoint_dir=str(run_dir),
-        # Environments end after so many batches of the API, of which what is stale is not trained.
+        # Those that were started by hand end after so many, of which what is stale is not trained.
         num_steps=config.iterations if atropos.max_staleness is None else _UNENDING,
         save_checkpoint_interval=config.train.checkpoint_frequency,
         starting_step=start.checkpoint.step if start.checkpoint else 0)
@@ -198,6 +198,7 @@ def build_collector(
         GroupAssembler(source, converter, rows=config.turns_per_batch,
                        version=version, records=records),
         driver=driver, policy=actor.policy, timeout=atropos.timeout, explain=explain,
+        ended=finished,
         recompute=RecomputeLogProbs(actor.scorer, max_tokens=scoring_budget(config)),
         dump_to=run_dir / "temp.json" if atropos.dump_batch else None)
 

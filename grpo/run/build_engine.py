@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from grpo.config.model import LORA_SLOTS
-from grpo.config.schema import Config
+from grpo.config.schema import Config, ConfigError
+from grpo.config.unread import TRANSFORMERS, refuse_unread
 from grpo.policies.base import Policy, Sampling
 from grpo.policies.client import EngineClient
 from grpo.policies.handle import EngineHandle, InProcessEngine
@@ -102,6 +103,19 @@ class Setup:
         return {"pad_token_id": self.tokenizer.pad_token_id,
                 "ignore_eos": self.config.inference_model.ignore_eos,
                 "eos_token_ids": eos_token_ids(self.path, self.tokenizer)}
+
+
+def check_transformers(config: Config, dtype: torch.dtype) -> None:
+    """Refuse what is not read, or cannot work, where Transformers generates in ``dtype``.
+
+    Raises:
+        ConfigError: naming key, value and fix.
+    """
+    refuse_unread(config, TRANSFORMERS)
+    if config.train_model.fp32_head and dtype != torch.float32:
+        raise ConfigError("train_model.fp32_head=true: inference_model.backend=transformers "
+                          "samples from logits that are rounded to the model's dtype; use "
+                          "backend=vllm, or set it to false")
 
 
 def build_actor(setup: Setup, *, backend: str, server: RunServer | None = None) -> Actor:
@@ -218,6 +232,7 @@ def open_server(
 def server_policy(setup: Setup, client: EngineClient, server: RunServer | None) -> ServerPolicy:
     """What generates by a server; the run's own ends with it."""
     return ServerPolicy(client, setup.sampling, stop=server and server.stop,
+                        timeout=setup.config.train.rollout_timeout,
                         seeded=setup.seeds_rows, **setup.policy_options())
 
 
@@ -226,6 +241,7 @@ def stock_policy(setup: Setup, server: StockServer, weights: WeightSync) -> Stoc
     return StockPolicy(
         server, setup.sampling, tokenizer=setup.tokenizer, seeded=setup.seeds_rows,
         connections=setup.config.inference_model.connections or 64,
+        timeout=setup.config.train.rollout_timeout,
         max_model_len=setup.max_model_len, version=lambda: weights.version,
         stop=weights.close if isinstance(weights, StockLoRA) else None, **setup.policy_options())
 

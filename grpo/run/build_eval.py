@@ -175,4 +175,4 @@ def task_evaluator(problems: HeldOut, policy: Policy, *, rows: int) -> TaskEvalu
         make_env(-(-count // batches), options.samples), policy, seed=options.seed,
         temperature=options.temperature,
         seeds_rows=config.engine != "in_process" or isinstance(policy, FleetPolicy),
-        max_reward_errors=errors), asked)
+        max_reward_errors=errors), asked | {"temperature": options.temperature})

@@ -89,7 +89,8 @@ def choose_devices(config: Config, *, backend: str) -> tuple[int, ...]:
 def chosen_engine(config: Config) -> list[str]:
     """The line that says which engine ``inference_model.engine=auto`` is, where that is not the
     usual one."""
-    if config.inference_model.engine != "auto" or config.engine == "in_process":
+    if config.inference_model.engine != "auto" or config.has_workers or (
+            config.engine == "in_process"):
         return []
     why = (f"{config.train_model.ranks} devices train" if config.engine == "process" else
            "inference_model.url is given")
@@ -162,7 +163,7 @@ def _start_engine(
 
 def start_others(
     setup: Setup, devices: tuple[int, ...], checkpoint: Checkpoint | None, *,
-    transfer: TransferBackend | None,
+    transfer: TransferBackend | None, warm_up: int | None = None,
 ) -> LocalRanks:
     """The ranks beside this one, which start when the result is entered; ``devices`` are the GPUs
     of all, this one's first. For the rest see :func:`grpo.run.rank_worker.follow`."""
@@ -170,6 +171,7 @@ def start_others(
     count = config.train_model.ranks
     order = {"config": config.model_dump(mode="json"), "path": setup.path,
              "dtype": str(setup.dtype).removeprefix("torch."), "transfer": transfer,
+             "warm_up": warm_up,
              "checkpoint": checkpoint and (
                  str(checkpoint.folder.absolute()), checkpoint.step)}
     return LocalRanks(

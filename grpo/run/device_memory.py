@@ -174,7 +174,8 @@ def _memory_plan(
     max_model_len: int, *, sharing: Sharing, apart: bool = False, alone: bool = False,
     trained_tokens: int | None = None, memory: int | None = None,
 ) -> MemoryPlan:
-    shape, lora = ModelShape.of(model_path), _lora(config)
+    shape = ModelShape.of(model_path)
+    lora = adapters_of(config, enabled=config.train_model.lora.enabled)
     row = min(max_model_len, trained_tokens or max_model_len)
     if device.type == "cuda":
         row = -(-row // GPU_WIDTH_MULTIPLE) * GPU_WIDTH_MULTIPLE
@@ -215,9 +216,10 @@ def _sharing(config: Config, device: torch.device, in_engine: bool) -> Sharing:
     return "one_copy" if config.shares_weights else "two_copies"
 
 
-def _lora(config: Config) -> LoRA | None:
+def adapters_of(config: Config, *, enabled: bool) -> LoRA | None:
+    """The adapters of a configuration, if they are ``enabled``."""
     lora = config.train_model.lora
-    if not lora.enabled:
+    if not enabled:
         return None
     return LoRA(rank=lora.r, targets=lora.target_modules and tuple(lora.target_modules),
                 layers=lora.layer_indices and tuple(lora.layer_indices))

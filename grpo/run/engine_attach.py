@@ -51,7 +51,7 @@ def server_info(client: EngineClient, path: str) -> dict[str, Any]:
         raise ConfigError(
             f"inference_model.url={client.url}: the server has no route GET /bridge/info (status "
             f"{error.status}), so it is not one of this library, nor does it say that it is vLLM's "
-            f"or SGLang's; {start}") from error
+            f"or SGLang's (VLLM_API_KEY is the key of those that ask for one); {start}") from error
 
 
 def with_server_kind(config: Config) -> Config:
@@ -68,8 +68,9 @@ def with_server_kind(config: Config) -> Config:
 
 
 def stock_server(url: str) -> StockServer:
-    """The stock server at an address."""
-    return StockServer(url, token=os.environ.get("OPENAI_API_KEY"))
+    """The stock server at an address, with the key that vLLM itself reads: a key of somebody else's
+    service is not for it."""
+    return StockServer(url, token=os.environ.get("VLLM_API_KEY"))
 
 
 def open_stock_server(setup: Setup) -> StockServer:

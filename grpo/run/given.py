@@ -145,9 +145,11 @@ def write_rows(rows: Rows, held_out: Rows | None, folder: Path) -> None:
     """Write rows where every process of the run can read them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", rows), ("test", held_out)):
-        if part is not None:
-            (folder / f"{name}.jsonl").write_text(
-                "".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+        path = folder / f"{name}.jsonl"
+        if part is None:
+            path.unlink(missing_ok=True)  # of a run that never began
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
 
 
 # -- reward functions ------------------------------------------------------------------------------

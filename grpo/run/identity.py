@@ -17,14 +17,15 @@ _NEUTRAL = (
     "env.max_reward_errors:", "env.url:", "env.port:", "env.forward_ports:",
     "train.exp_name:", "train.eval_frequency:", "train.checkpoint_frequency:",
     "train.keep_checkpoints:", "train.rollout_timeout:", "train.max_tokens_per_micro_batch:",
-    "train.packing:",
+    "train.packing:", "train.proof_interval:",
     *(f"train_model.{key}:" for key in (
         "num_devices", "devices", "gradient_checkpointing", "compile", "attn_implementation",
         "head", "head_chunk_size")),
     *(f"ref_model.{key}:" for key in ("num_devices", "devices", "sharded")),
     *(f"inference_model.{key}:" for key in (
-        "num_devices", "devices", "tensor_parallel_size", "engine", "url", "weight_sync",
-        "max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager")),
+        "num_devices", "devices", "tensor_parallel_size", "engine", "url", "connections",
+        "weight_sync", "max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_bytes",
+        "enforce_eager")),
     *(f"atropos.{key}:" for key in (
         "url", "timeout", "vllm_port", "forward_ports", "vllm_gpu", "bridge_config", "save_path",
         "log_dir", "dump_batch", "debug_loading", "benchmark")))
@@ -72,12 +73,34 @@ def result_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     neutral = _NEUTRAL
     if _reward_calls(old.get("env", {})) == _reward_calls(new.get("env", {})):
         neutral += _REWARD_CALLS
+    if "auto" in (_server(old), _server(new)):  # which is asked whose it is
+        neutral += ("inference_model.server:",)
     rate = new.get("optimizer", {})
     if rate.get("schedule", "constant") == "constant" and not 0 < rate.get("warmup_steps", 0) < 1:
         neutral += _LENGTH
     if "atropos" not in new:  # where it is also the size of a batch
         neutral += ("train.gradient_accumulation_steps:",)
     return [change for change in changed_keys(old, new) if not change.startswith(neutral)]
+
+
+def _server(settings: dict[str, Any]) -> str:
+    """Whose server generates, as it was typed."""
+    return settings.get("inference_model", {}).get("server", "auto")
+
+
+def group_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Of a configuration, the keys that a finished group follows from, and that a branch may have
+    otherwise: its groups are made by its own rewards, prompts and temperature from the first on.
+
+    Examples:
+        >>> group_settings({"env": {"dataset": "gsm8k", "num_envs": 4, "reward": "math"},
+        ...                 "inference_model": {"temperature": 1.0, "num_devices": 2}})
+        {'env.reward': 'math', 'inference_model.temperature': 1.0}
+    """
+    others = (*KEPT, *_NEUTRAL, *_REWARD_CALLS, "env.num_envs:")
+    keys = {f"{section}.{name}": value for section in ("env", "inference_model")
+            for name, value in settings[section].items()}
+    return {key: value for key, value in keys.items() if not f"{key}:".startswith(others)}
 
 
 def _reward_calls(env: dict[str, Any]) -> tuple[bool, bool]:

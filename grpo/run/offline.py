@@ -4,6 +4,7 @@ the files that the earlier trainer wrote."""
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,6 +17,8 @@ from grpo.run.assemble import assemble
 from grpo.run.resume import open_run
 from grpo.training.checkpoint import Checkpoint
 from grpo.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 #: Name in ``metrics/train_iter_NNN.json`` -> name in ``metrics.jsonl``. Terms of the loss have
 #: their coefficients.
@@ -63,27 +66,33 @@ class IterationFiles(MetricLogger):
         self.folder = run_dir / FOLDER
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the file of an iteration that has trained."""
+        """Write the file of an iteration that has trained; a full disk costs the file."""
         if "loss/total" not in metrics:
             return
         known = {name: metrics.get(ours, 0.0 if name in _TERMS else None)
                  for name, ours in NAMES.items()}
         values = {name: None if value is None or not math.isfinite(value) else float(value)
                   for name, value in (known | dict(metrics)).items()}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / f"train_iter_{step:03d}.json",
-                         json.dumps({"iteration": step, **values}) + "\n")
+        file = self.folder / f"train_iter_{step:03d}.json"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, json.dumps({"iteration": step, **values}) + "\n")
+        except OSError as error:  # metrics.jsonl has all of it
+            logger.warning("%s is not written: %s", file, error)
 
 
 def link_by_iteration(checkpoint: Checkpoint) -> None:
     """``checkpoints/iter_NNN``, a link to the model or adapter of a checkpoint; links to those that
-    were removed go."""
+    were removed go. A full disk costs the link."""
     root = checkpoint.folder.parent
-    for link in root.glob("iter_*"):
-        if link.is_symlink() and not link.exists():
-            link.unlink()
     target = checkpoint.model_folder if checkpoint.model_folder.is_dir() else (
         checkpoint.adapter_folder)
     link = root / f"iter_{checkpoint.step:03d}"
-    link.unlink(missing_ok=True)
-    link.symlink_to(target.relative_to(root), target_is_directory=True)
+    try:
+        for old in root.glob("iter_*"):
+            if old.is_symlink() and not old.exists():
+                old.unlink()
+        link.unlink(missing_ok=True)
+        link.symlink_to(target.relative_to(root), target_is_directory=True)
+    except OSError as error:  # the checkpoint is there all the same
+        logger.warning("%s does not lead to %s: %s", link, target, error)

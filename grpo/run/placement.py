@@ -145,9 +145,11 @@ or maxent.beta nothing is compared with a reference; set train.kl_to_ref_coeff=0
     key = next((key for key in ("devices", "num_devices") if key in asked), None)
     if config.needs_reference or key is None:
         return []
+    fix = "set train.kl_to_ref_coeff=0.1 to use it"
+    if config.train_model.lora.enabled:  # whose reference has no devices of its own
+        fix = "with adapters that would be the trainer's own model without them; remove it"
     return [f"ref_model.{key}={asked[key]} stays idle and reserves nothing: without "
-            "train.kl_to_ref_coeff or maxent.beta nothing is compared with a reference; set "
-            "train.kl_to_ref_coeff=0.1 to use it"]
+            f"train.kl_to_ref_coeff or maxent.beta nothing is compared with a reference; {fix}"]
 
 
 def gpu_names() -> list[str] | None:

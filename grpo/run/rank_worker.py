@@ -11,21 +11,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+from grpo.system.collection import without_collection
 
-from grpo.config.sent import load_sent
-from grpo.run.build import load_tokenizer, quiet_libraries
-from grpo.run.build_model import load_model, prepare_model
-from grpo.run.build_objective import build_learner, build_loss
-from grpo.training.checkpoint import Checkpoint
-from grpo.training.ranks import Ranks
-from grpo.training.team import obey
-from grpo.weights.transfer import TransferBackend, WeightTransfer
+with without_collection():
+    import torch
+
+    from grpo.config.sent import load_sent
+    from grpo.run.build import load_tokenizer, quiet_libraries
+    from grpo.run.build_model import load_model, prepare_model
+    from grpo.run.build_objective import build_learner, build_loss, rows_like_a_batch
+    from grpo.training.checkpoint import Checkpoint
+    from grpo.training.ranks import Ranks
+    from grpo.training.team import obey
+    from grpo.weights.transfer import TransferBackend, WeightTransfer
 
 
 def follow(
     ready: Path, config: dict[str, Any], path: str, dtype: str, *,
     transfer: TransferBackend | None, join: dict[str, Any], checkpoint: tuple[str, int] | None,
+    warm_up: int | None,
 ) -> None:
     """Hold a part of the model, meet the other ranks, and follow the leader to the end.
 
@@ -38,6 +42,8 @@ def follow(
             ranks take part; None: weights travel in another way.
         join: arguments of :meth:`grpo.training.ranks.Ranks.join`.
         checkpoint: folder and step of the one that the run goes on from.
+        warm_up: tokens of the rows that layers are compiled with before the first batch; None: they
+            are compiled for that. All ranks do the same.
     """
     quiet_libraries()
     checked = load_sent(config)
@@ -51,6 +57,8 @@ def follow(
     learner = build_learner(checked, loss, ranks)
     if resumed:
         learner.optimizer.load_state_dict(resumed.state()["optimizer"])
+    if warm_up is not None:
+        learner.warm_up(*rows_like_a_batch(checked, warm_up))
     obey(learner, transfer and WeightTransfer(model, None, backend=transfer))
     ranks.leave()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from grpo.config.schema import Config, ConfigError
 from grpo.report.loggers import METRICS_FILE, SAMPLES_FILE, read_jsonl, write_atomically
 from grpo.run.identity import changed_keys, identity_changes, result_changes, with_defaults
+from grpo.run.kept import Kept, changes_in, with_present_paths
 from grpo.training.checkpoint import Checkpoint, find_checkpoint, list_checkpoints
 from grpo.training.run_lock import locked
 
@@ -25,7 +27,8 @@ _HYDRA = "hydra.run.dir"
 
 
 def open_run(
-    config: Config, run_dir: Path, at_end: ExitStack, *, key: str = _HYDRA
+    config: Config, run_dir: Path, at_end: ExitStack, *, key: str = _HYDRA,
+    kept: Sequence[Kept] = (),
 ) -> tuple[Path, Checkpoint | None]:
     """Folder of the run, which is this process's own from now on, and the checkpoint to go on from.
 
@@ -36,35 +39,46 @@ def open_run(
         key: that says where ``run_dir`` is. A folder that a user has named by another key than
             Hydra's is the only one in which ``auto`` looks, and the run goes on there, if its
             checkpoint lies elsewhere as a branch.
+        kept: what is given to the run, which must be what the earlier one has in its folder.
 
     Raises:
         ConfigError: if the checkpoint belongs to a run with another model, task or seed, if the
-            folder of a branch holds a run already, or if another process uses the folder.
+            folder of a branch holds a run already, if that in which alone ``auto`` looks holds one
+            with other settings, or if another process uses the folder.
         FileNotFoundError: if ``resume`` names a path without a checkpoint.
     """
-    roots = [Path("outputs"), Path("multirun")] if key == _HYDRA else []
-    checkpoint = _checkpoint_of(config, [*roots, run_dir])
+    checkpoint = _checkpoint_of(config, run_dir, key, kept)
     if checkpoint is not None:
-        run_dir = _join(checkpoint, config, run_dir, key, at_end)
+        run_dir = _join(checkpoint, config, run_dir, key, kept, at_end)
     else:
         at_end.enter_context(locked(run_dir))
     return run_dir, checkpoint
 
 
-def _checkpoint_of(config: Config, roots: list[Path]) -> Checkpoint | None:
-    """What ``config.resume`` means, where ``auto`` looks in the ``roots``; None for a new run."""
+def _checkpoint_of(
+    config: Config, run_dir: Path, key: str, kept: Sequence[Kept]
+) -> Checkpoint | None:
+    """What ``config.resume`` means; None for a new run."""
     if config.resume is None:
         return None
-    passed_over: dict[str, list[str]] = {}
+    passed_over: dict[Path, list[str]] = {}
+    settings = config.model_dump(mode="json")
 
-    def same(old: dict[str, Any]) -> bool:
-        changes = result_changes(_earlier(old, config), config.model_dump(mode="json"))
-        passed_over["; ".join(changes)] = changes
+    def same(old: dict[str, Any], folder: Path) -> bool:
+        changes = result_changes(_earlier(old, config, kept), settings) or changes_in(kept, folder)
+        if changes:
+            passed_over[folder] = changes
         return not changes
 
+    roots = [Path("outputs"), Path("multirun"), run_dir] if key == _HYDRA else [run_dir]
     checkpoint = find_checkpoint(config.resume, root=roots, exp_name=config.train.exp_name,
                                  same=same)
     if checkpoint is None:
+        if key != _HYDRA and (changes := passed_over.get(run_dir.resolve())):
+            raise ConfigError(f"resume=auto: {run_dir} holds a run with other settings "
+                              f"({'; '.join(changes)}); set these back, or give another {key}; "
+                              f"with the same model, task and seed resume={run_dir} makes that a "
+                              "branch")
         print(f"resume=auto: no checkpoint of {config.train.exp_name!r} with these settings yet, "
               "starting a new run")
         if passed_over:
@@ -72,19 +86,22 @@ def _checkpoint_of(config: Config, roots: list[Path]) -> Checkpoint | None:
             print(f"  the nearest of the same name has others ({'; '.join(nearest)}); "
                   "resume=PATH starts a branch from its checkpoint")
         return None
-    old = _earlier(checkpoint.info()["config"], config)
-    if other := identity_changes(old, config.model_dump(mode="json")):
+    other = identity_changes(_earlier(checkpoint.info()["config"], config, kept), settings)
+    if not other and config.resume != "auto":  # which has looked
+        other = changes_in(kept, checkpoint.run_dir)
+    if other:
         raise ConfigError(f"resume={config.resume}: {checkpoint.folder} belongs to another run "
                           f"({'; '.join(other)}); set these back, or start a new run")
     return checkpoint
 
 
 def _join(
-    checkpoint: Checkpoint, config: Config, run_dir: Path, key: str, at_end: ExitStack
+    checkpoint: Checkpoint, config: Config, run_dir: Path, key: str, kept: Sequence[Kept],
+    at_end: ExitStack,
 ) -> Path:
     """The locked folder in which a run goes on from a checkpoint: its own, or that of a branch."""
     info, settings = checkpoint.info(), config.model_dump(mode="json")
-    old = _earlier(info["config"], config)
+    old = _earlier(info["config"], config, kept)
     for change in changed_keys(old, settings):
         if not change.startswith("resume:"):
             logging.getLogger("grpo").warning("changed since the checkpoint: %s", change)
@@ -134,7 +151,7 @@ def _start_branch(checkpoint: Checkpoint, run_dir: Path, reasons: list[str]) -> 
             write_atomically(run_dir / name, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _earlier(old: dict[str, Any], config: Config) -> dict[str, Any]:
-    """A saved configuration in terms of the present schema."""
+def _earlier(old: dict[str, Any], config: Config, kept: Sequence[Kept]) -> dict[str, Any]:
+    """A saved configuration in terms of the present schema, and of the present folder."""
     defaults = type(config).model_construct().model_dump(mode="json")
-    return with_defaults(old, defaults)
+    return with_present_paths(with_defaults(old, defaults), config.model_dump(mode="json"), kept)

@@ -15,7 +15,7 @@ from grpo.config.schema import Config, ConfigError
 from grpo.config.unread import TRANSFORMERS, refuse_unread
 from grpo.run import build
 from grpo.run.assemble_atropos import TOKENIZER, assemble_atropos
-from grpo.run.beside import environment, start_hub, troubles_of
+from grpo.run.beside import all_finished, environment, refuse_address, start_hub, troubles_of
 from grpo.system.lifeline import bind
 from grpo.training.checkpoint import Checkpoint
 
@@ -51,7 +51,8 @@ def assemble_on_atropos(
 
     return assemble_atropos(
         composed, run_dir, checkpoint, at_end, checks=checks, on_serving=start_environment,
-        asked=config, explain=lambda: troubles_of(processes))
+        asked=config, explain=lambda: troubles_of(processes),
+        finished=lambda: all_finished(processes))
 
 
 def _script_of(config: Config) -> Path:
@@ -66,7 +67,7 @@ def environment_flags(config: Config) -> dict[str, Any]:
     """Flags of the environment's ``serve`` command: ``env.task.flags``, and the size of groups.
 
     Raises:
-        ConfigError: if the size is given twice.
+        ConfigError: if the size is given twice, or an address of the API.
 
     Examples:
         >>> environment_flags(Config(env={"dataset": "atropos", "environment": "env.py",
@@ -78,6 +79,7 @@ def environment_flags(config: Config) -> dict[str, Any]:
     if "env.group_size" in flags:
         raise ConfigError(f"env.task.flags has env.group_size={flags['env.group_size']}, which is "
                           f"env.repeats={config.env.repeats}; leave the first out")
+    refuse_address(flags, given="env.task.flags", key="env.url")
     return flags | {"env.group_size": config.env.repeats}
 
 

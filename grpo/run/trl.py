@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ from grpo.config.trl_names.translate import Translated, unknown_name
 from grpo.policies.model_source import first_line
 from grpo.run.api import Named, Result, run
 from grpo.run.given import Reward, as_rewards, as_rows
+from grpo.run.kept import Kept, other_weights
 
 #: Arguments of TRL's trainer that have nothing here -> what to do instead.
 _INSTEAD = {
@@ -39,8 +41,10 @@ _ELSEWHERE = {
 #: What of a LoraConfig changes nothing here.
 _IDLE = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path",
          "revision", "inference_mode", "runtime_config", "fan_in_fan_out"}
-_NAMED = Named("output_dir", "train_dataset", "reward_funcs", "model",
+_NAMED = Named("output_dir", "train_dataset", "eval_dataset", "reward_funcs", "model",
                "train(resume_from_checkpoint=True)")
+#: Folder within a run's of the model that it started from, if that was no name.
+_START = "start_model"
 #: Of peft's LoraConfig -> names of GRPOConfig.
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
          "target_modules": "lora_target_modules"}
@@ -184,9 +188,10 @@ class GRPOTrainer:
         left = [f"{key}={typed(done.keys[key])}" for key in sorted(done.defaults - own.keys())]
         print(f"TRL's defaults for what is left open: {' '.join(left)}")
         keys = done.keys | self._start() | own
-        named = isinstance(self.model, str | Path)
+        named = isinstance(self.model, str | Path) or "model.name" in own
         self.result = run(keys, self._rewards, self._rows, self._held_out, self.folder,
-                          named=_NAMED, before=None if named else self._save_start)
+                          named=_NAMED, model=None if named else Kept(
+                              "model.name", _START, self._other_start, self._save_start))
         return self.result
 
     def _translated(self, resume: Any = None) -> Translated:
@@ -209,20 +214,34 @@ class GRPOTrainer:
     def _start(self) -> dict[str, Any]:
         """The model to start from, as a name."""
         if not isinstance(self.model, str | Path):
-            return {"model.name": str(self._start_folder)}
+            return {"model.name": str((self.folder / _START).absolute())}
         template = getattr(self.processing_class, "chat_template", None)
         return {"model.name": str(self.model)} | (
             {"env.chat_template": template} if template else {})
 
-    @property
-    def _start_folder(self) -> Path:
-        return (self.folder / "start_model").absolute()
-
-    def _save_start(self) -> None:
+    def _save_start(self, folder: Path) -> None:
         """A model that is no name, where it is loaded from."""
-        tokenizer = self.processing_class or _tokenizer_of(self.model)
-        self.model.save_pretrained(self._start_folder)
-        tokenizer.save_pretrained(self._start_folder)
+        tokenizer = self.processing_class or _tokenizer_of(
+            getattr(self.model, "name_or_path", ""))
+        self.model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    def _other_start(self, folder: Path) -> str | None:
+        """How a model that is no name differs from the one that a run started from.
+
+        It is saved for that once more: the names of its tensors in files are not its own.
+        """
+        if not folder.is_dir():
+            return f"model: {folder} is not there to be compared"
+        if self.processing_class is not None:
+            before = _tokenizer_of(folder).chat_template
+            now = getattr(self.processing_class, "chat_template", None)
+            if before != now:
+                return f"processing_class.chat_template: {before!r:.80} -> {now!r:.80}"
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="compared_") as now:
+            self.model.save_pretrained(now)
+            name = other_weights(folder, Path(now))
+        return name and f"model: {name} differs from that of {folder}"
 
 
 # -- what is wrong with arguments ------------------------------------------------------------------
@@ -256,11 +275,10 @@ def _check_model(model: Any, tokenizer: Any) -> None:
                           "AutoTokenizer.from_pretrained(...)")
 
 
-def _tokenizer_of(model: Any) -> Any:
+def _tokenizer_of(name: str | Path) -> Any:
     """That of the folder or hub id that a model came from."""
     from transformers import AutoTokenizer
 
-    name = getattr(model, "name_or_path", "")
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

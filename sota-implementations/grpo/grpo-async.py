@@ -27,19 +27,22 @@ if __name__ == "__main__":  # before PyTorch is imported: help and misspelt keys
     from grpo.run.cli.script import look_ahead, what_runs
 
     look_ahead(CONFIG, "grpo_async")
-    print("loading PyTorch, TorchRL and Transformers", flush=True)
     from grpo.run.ahead import start_ahead
 
     start_ahead(what_runs(CONFIG, "grpo_async"))
+    print("loading PyTorch, TorchRL and Transformers", flush=True)
 
-import grpo.run.cli  # noqa: F401, I001  shares the cores, before PyTorch is imported
-import hydra
-from omegaconf import DictConfig
+import grpo.run.cli  # noqa: F401  shares the cores, before PyTorch is imported
+from grpo.system.collection import without_collection
 
-from grpo.config.asynchronous import AsyncConfig
-from grpo.run.assemble import assemble_async
-from grpo.run.cli.endings import bad_input_in_a_line, endings_in_a_line
-from grpo.run.cli.steps import check_keys, fit, open_folder
+with without_collection():  # it would take a third of this time
+    import hydra
+    from omegaconf import DictConfig
+
+    from grpo.config.asynchronous import AsyncConfig
+    from grpo.run.assemble import assemble_async
+    from grpo.run.cli.endings import bad_input_in_a_line, endings_in_a_line
+    from grpo.run.cli.steps import check_keys, fit, open_folder
 
 
 @hydra.main(version_base=None, config_path="../../config", config_name="grpo_async")

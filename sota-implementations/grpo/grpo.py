@@ -31,14 +31,17 @@ if __name__ == "__main__":  # before PyTorch is imported: help and misspelt keys
 
     start_ahead(what_runs(CONFIG, "grpo"))  # workers, if there are any, import meanwhile
 
-import grpo.run.cli  # noqa: F401, I001  shares the cores, before PyTorch is imported
-import hydra
-from omegaconf import DictConfig
+import grpo.run.cli  # noqa: F401  shares the cores, before PyTorch is imported
+from grpo.system.collection import without_collection
 
-from grpo.config.schema import Config
-from grpo.run.assemble import assemble
-from grpo.run.cli.endings import bad_input_in_a_line, endings_in_a_line
-from grpo.run.cli.steps import check_keys, fit, open_folder
+with without_collection():  # it would take a third of this time
+    import hydra
+    from omegaconf import DictConfig
+
+    from grpo.config.schema import Config
+    from grpo.run.assemble import assemble
+    from grpo.run.cli.endings import bad_input_in_a_line, endings_in_a_line
+    from grpo.run.cli.steps import check_keys, fit, open_folder
 
 
 @hydra.main(version_base=None, config_path="../../config", config_name="grpo")

@@ -322,7 +322,7 @@ def test_log_probs_that_nobody_knows_need_somebody_to_recompute_them(tokenizer):
             make_collector(bridge, groups, DicePolicy()).collect()
 
 
-def test_pull_form_collects_without_a_driver():
+def test_pull_form_collects_without_a_driver(monkeypatch):
     groups = Groups()
     group = {"tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [1.0, 0.0],
              "inference_logprobs": [[1.0, -1.0], [1.0, -2.0]]}
@@ -333,6 +333,10 @@ def test_pull_form_collects_without_a_driver():
     assert collector.collect()[data.GROUP_ID].tolist() == [0, 0, 1, 1]
     assert collector.metrics["atropos/groups"] == 2
     with pytest.raises(TimeoutError, match=r"no group finished within 0.2 s; 2 of 5 rows"):
+        collector.collect()
+    monkeypatch.setattr("grpo.atropos.collector._LAST_GROUPS", 0.1)
+    collector.timeout, collector.ended = 60.0, lambda: True
+    with pytest.raises(TimeoutError, match=r"no group finished within 0.1 s; 2 of 5 rows"):
         collector.collect()
     state = collector.state_dict()
     again = GroupAssembler(groups, GroupConverter(pad_token_id=0), rows=2)

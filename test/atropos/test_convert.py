@@ -268,6 +268,21 @@ def test_rows_out_of_the_loss_stay_out_whatever_the_estimator_masks():
     assert batch[data.ROW_MASK].flatten().tolist() == [False, True, False, False]
 
 
+@pytest.mark.parametrize("given", [[0.5, -0.5], [[0.0, 0.5], [0.0, -0.5]]])
+def test_groups_that_bring_their_advantages_are_trained_whatever_their_scores(given):
+    equal = group(([5], [6]), ([5], [7]), scores=[1.0, 1.0])
+    own = group(([5], [6]), ([5], [7]), scores=[1.0, 1.0], advantages=given,
+                overrides=[{"temperature": 0.5}, {}])
+    batch = groups_to_batch([own, equal], pad_token_id=PAD, temperature=1.0)
+    GivenAdvantage(GroupAdvantage(zero_variance_filter=True))(batch)
+    assert batch[data.ROW_MASK].flatten().tolist() == [False, True, False, False]
+    batch = groups_to_batch([own, equal], pad_token_id=PAD)
+    batch[data.TRUNCATED][0] = True
+    GivenAdvantage(GroupAdvantage(zero_variance_filter=True, mask_truncated=True))(batch)
+    assert batch[data.ROW_MASK].flatten().tolist() == [False, True, False, False]
+    assert batch[data.ADVANTAGE][1, -1] == -0.5
+
+
 def test_reference_log_probs_are_taken_if_every_group_has_them():
     with_them = group(([5], [6, 7]), ref_logprobs=[[1.0, -0.5, -0.25]])
     batch = groups_to_batch([with_them], pad_token_id=PAD)

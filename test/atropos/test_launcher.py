@@ -20,6 +20,7 @@ from grpo.atropos.launcher import (
     serve_command,
     serve_flags,
 )
+from grpo.run.beside import all_finished
 from grpo.server.engine_process import bind
 
 from ..support import wait_until
@@ -93,6 +94,15 @@ def test_it_is_served_with_its_flags_and_name(environment, url):
                                     "--env.wandb_name=mine"]
     process.check()
     assert process.restarts == 0 and process.pid is None
+
+
+def test_a_name_among_the_flags_is_the_one_it_registers_under(environment, url, tmp_path):
+    process = environment("", url, flags={"env.wandb_name": "of the flags"})
+    assert process.name == "of the flags" and "--env.wandb_name=of the flags" in process.command
+    for flag in ("env.rollout_server_url", "env.wandb_name"):
+        with pytest.raises(ValueError, match=f"flags has {flag}=other, which .* leave the first"):
+            EnvironmentProcess(process.script, python=sys.executable, api_url=url, name="mine",
+                               flags={flag: "other"})
 
 
 def test_it_waits_for_an_api_that_comes_up_later(environment):
@@ -177,6 +187,14 @@ def test_what_one_that_goes_on_says_of_errors_can_be_asked_for(environment, url)
     said = process.troubles()
     assert "'some_env' (running); the last error in" in said and "no key" in said
     assert "| up" not in said
+
+
+def test_one_that_has_finished_says_so_when_groups_are_missing(environment, url):
+    process = environment("print('env_manager: 1000 steps are done')", url)
+    wait_until(lambda: process.state == "finished")
+    assert re.search(r"'some_env' has finished(.|\n)*\| env_manager: 1000 steps are done$",
+                     process.troubles())
+    assert all_finished([process]) and not all_finished([])
 
 
 def test_a_steady_run_ends_a_row_of_failures(environment, url):
@@ -280,6 +298,9 @@ def test_flags_of_an_engine_can_be_overridden_by_fields_of_the_environment(tmp_p
     assert flags["env.use_wandb"] is True and flags["openai.api_key"] == "secret"
     command = serve_command(tmp_path / "e.py", python="p", flags=flags)
     assert "--openai.base_url=http://h:1/v1" in command and command[3] == "serve"
+    assert f"--env.total_steps={10**9}" in command  # neither 1000 nor the trainer's number
+    assert serve_flags(engine_url="u", model="m", tokenizer="t", total_steps=5)[
+        "env.total_steps"] == 5
 
 
 def fake_python(folder: Path, output: str, status: int = 0) -> Path:

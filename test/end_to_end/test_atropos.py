@@ -21,7 +21,9 @@ def train(runner, python):
     """Run a script on less work; its metrics."""
     def run(*overrides: str, script=SCRIPT) -> list[dict]:
         runner.environment["GRPO_ATROPOS_PYTHON"] = str(python)
-        runner.run(*SMALL, *overrides, script=script)
+        output = runner.run(*SMALL, *overrides, script=script)
+        reason = "inference_model.engine=process, because 2 devices train"
+        assert (reason in output) == (script == SCRIPT and "train_model.num_devices=2" in overrides)
         assert not runner.left_behind()
         return read_jsonl(runner.folder / "outputs" / "atropos" / "metrics.jsonl")
 

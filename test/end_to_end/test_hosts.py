@@ -27,7 +27,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.skipif(
 def test_a_run_goes_on_without_a_host_that_vanishes_and_uses_one_that_joins(
         tmp_path, model_folder, backend):
     found = observe(backend, "closely", tmp_path, model_folder)
-    assert problems(found) == [] and found["noticed_after"] < 30
+    assert problems(found) == []
+    # Sooner than Ray by itself can, which asks five times for 10 s; the page has how soon that is
+    # where nothing else runs.
+    assert found["noticed_after"] < 50
     assert found["canary"] < 1e-4
 
 

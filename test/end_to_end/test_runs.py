@@ -13,6 +13,7 @@ from grpo.config.schema import load_config
 from grpo.run.assemble import assemble
 
 from ..config.configs import composed
+from ..envs import chat_worlds
 from ..envs.worlds import sums
 from .conftest import ASYNC, SCRIPT
 
@@ -55,7 +56,8 @@ def test_the_verifiers_reward_rises_on_problems_of_reasoning_gym(runner):
 @pytest.mark.parametrize("script", [SCRIPT, ASYNC])
 def test_the_reward_of_a_torchrl_environment_rises(runner, script):
     """In grpo-async.py each worker makes the environment for itself."""
-    runner.run("env=chat_env", "env.id='test.envs.chat_worlds:sevens'", "env.task.num_test=10",
+    runner.environment["PYTHONPATH"] += os.pathsep + str(Path(chat_worlds.__file__).parent)
+    runner.run("env=chat_env", "env.id='chat_worlds:sevens'", "env.task.num_test=10",
                "inference_model.backend=transformers", "inference_model.max_tokens=3",
                "model.warm_start_steps=150", "env.num_envs=8", "env.repeats=8",
                "train.max_steps=24", "train.eval_frequency=0", "train.checkpoint_frequency=0",

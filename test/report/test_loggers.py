@@ -190,6 +190,18 @@ def test_wandb_offline_needs_no_network_and_remembers_its_run(tmp_path):
 
 
 @needs_wandb
+def test_wandb_gets_the_configuration_without_credentials(tmp_path, monkeypatch):
+    import wandb
+
+    sent = []
+    monkeypatch.setattr(wandb, "init", lambda **options: sent.append(options["config"]) or (
+        SimpleNamespace(id="a", define_metric=lambda *names, **more: None, finish=lambda: None)))
+    config = {"seed": 1, "env": {"task": {"args": {"judge_api_key": "sk-1", "n": 2}}}}
+    make_loggers(["wandb"], run_dir=tmp_path, config=config).close()
+    assert sent == [{"seed": 1, "env": {"task": {"args": {"judge_api_key": "(hidden)", "n": 2}}}}]
+
+
+@needs_wandb
 def test_steps_that_a_resumed_run_repeats_are_sent_to_wandb_once(tmp_path, monkeypatch):
     import wandb
 

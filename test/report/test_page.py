@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo.report.charts import CHARTS, PALETTE
+from grpo.report.credentials import without_credentials
 from grpo.report.curves import phase_seconds, svg, write_png_curves
 from grpo.report.history import History, smooth, thin
 from grpo.report.loggers import JsonlLogger, Sample
@@ -263,6 +264,8 @@ def test_picked_steps_are_logged_ones_with_both_ends(steps):
 
 
 def test_flatten_keeps_empty_groups_and_unset_credentials():
-    config = {"a": {}, "wandb": {"api_key": None}, "tokenizer": "t", "x": {"auth_token": "s"}}
-    assert flatten(config) == {"a": {}, "wandb.api_key": None, "tokenizer": "t",
-                               "x.auth_token": "(hidden)"}
+    config = {"a": {}, "wandb": {"api_key": None}, "tokenizer": "t", "x": {"auth_token": "s"},
+              "tools": [{"judge_api_key": "s", "name": "n"}], "my.secret": "s"}
+    assert flatten(without_credentials(config)) == {
+        "a": {}, "wandb.api_key": None, "tokenizer": "t", "x.auth_token": "(hidden)",
+        "tools": [{"judge_api_key": "(hidden)", "name": "n"}], "my.secret": "(hidden)"}

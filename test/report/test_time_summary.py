@@ -63,6 +63,19 @@ def test_the_last_line_names_what_was_waited_for_and_a_key(changes, says):
     assert says in bottleneck([row(**changes)] * 2)[-1]
 
 
+def test_workers_that_take_weights_between_groups_alone_are_not_told_to_take_them_in_flight():
+    rows = [row(**{"time/border": 0.3})] * 2
+    assert "train.update_at=in_flight" in bottleneck(rows)[-1]
+    said = bottleneck(rows, in_flight=False)[-1]
+    assert "in_flight" not in said and "inference_model.backend=vllm" in said
+
+
+def test_a_script_whose_workers_cannot_run_ahead_names_the_one_that_has_the_key():
+    rows = [row(**{"async/worker_0_idle": 0.5, "time/wait": 0.5})] * 2
+    said = bottleneck(rows, ahead=False)[-1]
+    assert "start grpo-async.py" in said and "train.staleness" not in said
+
+
 @pytest.mark.parametrize("reason", ["too_old", "expired"])
 def test_a_run_that_favoured_short_completions_is_told_so(reason):
     lines = bottleneck([row(**{f"async/groups_{reason}": 3.0})] * 2)

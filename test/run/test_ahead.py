@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +24,9 @@ from grpo.run.placement import DevicePlan, plan_devices
 from grpo.training.stopping import Stopped
 
 from ..config.configs import FOLDER, composed
-from ..support import REPO, wait_until, with_variable
+from ..support import REPO, STARTED_IN, started, wait_until, with_variable
 from .warm import SCRIPTS
 
-MARK = "GRPO_TEST_AHEAD"
 PLAN = DevicePlan("cpu", (0,), (), ((1,),))
 IMPORTS = Imports("transformers", "cpu", None)
 REFERENCE = ("train.kl_to_ref_coeff=0.1", "ref_model.num_devices=2")
@@ -161,7 +160,7 @@ def test_a_run_ends_the_ray_that_it_takes_or_starts_its_own(waiting, ended, monk
     (ConfigError("Ray could not be started: why"), "error: Ray could not be started: why", ""),
     (Stopped(signal.SIGTERM), 143, "stopped by SIGTERM")])
 def test_a_ray_that_does_not_start_ends_the_command_in_a_line(
-        monkeypatch, capsys, error, code, said):
+        monkeypatch, capfd, error, code, said):
     def fail(plan):
         raise error
 
@@ -175,7 +174,7 @@ def test_a_ray_that_does_not_start_ends_the_command_in_a_line(
     with pytest.raises(SystemExit) as ending:
         ahead.start_ahead(composed("grpo_async"))
     assert ended == ["all"]
-    assert ending.value.code == code and capsys.readouterr().err.strip() == said
+    assert ending.value.code == code and capfd.readouterr().err.strip() == said
 
 
 def test_beside_a_pytorch_that_is_imported_already_nothing_is_started(monkeypatch):
@@ -198,23 +197,13 @@ def test_looking_at_what_to_start_imports_neither_pytorch_nor_ray():
 # -- whole commands --------------------------------------------------------------------------------
 
 
-@contextmanager
-def started(folder: Path, *overrides: str):
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPTS / "grpo-async.py"), "inference_model.num_devices=2",
-         "inference_model.backend=transformers", *overrides], cwd=folder, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(REPO), MARK: str(folder)})
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+def begun(folder: Path, *overrides: str) -> AbstractContextManager[subprocess.Popen]:
+    return started([SCRIPTS / "grpo-async.py", "inference_model.num_devices=2",
+                    "inference_model.backend=transformers", *overrides], folder)
 
 
 def waits(folder: Path) -> bool:
-    return sum("RolloutWorker" in line for line in with_variable(MARK, folder)) == 2
+    return sum("RolloutWorker" in line for line in with_variable(STARTED_IN, folder)) == 2
 
 
 @pytest.mark.slow
@@ -223,31 +212,31 @@ def waits(folder: Path) -> bool:
 def test_a_signal_leaves_nothing_that_was_started_ahead(tmp_path, name, at):
     pytest.importorskip("ray")
     number = signal.Signals[name]
-    with started(tmp_path) as process:
-        wait_until(lambda: any(at in line for line in with_variable(MARK, tmp_path)),
+    with begun(tmp_path) as process:
+        wait_until(lambda: any(at in line for line in with_variable(STARTED_IN, tmp_path)),
                    seconds=200.0, every=0.1, alive=process,
                    said=lambda: "" if process.poll() is None else process.stderr.read())
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number, err
     assert f"stopped by {name}" in err and "Traceback" not in err
-    assert with_variable(MARK, tmp_path) == []
+    assert with_variable(STARTED_IN, tmp_path) == []
 
 
 @pytest.mark.slow
 def test_a_refused_configuration_leaves_nothing_that_was_started_ahead(tmp_path):
     pytest.importorskip("ray")
-    with started(tmp_path, "train.epochs=0") as process:
+    with begun(tmp_path, "train.epochs=0") as process:
         _, err = process.communicate(timeout=250)
     assert process.returncode == 1 and "train.epochs=0: " in err and "Traceback" not in err
-    assert with_variable(MARK, tmp_path) == []
+    assert with_variable(STARTED_IN, tmp_path) == []
 
 
 @pytest.mark.slow
 def test_workers_that_were_started_ahead_are_those_that_generate(tmp_path):
     """Their processes are there before PyTorch is, and no others come."""
     pytest.importorskip("ray")
-    with started(tmp_path, "model.warm_start_steps=2", "env.num_envs=2", "env.repeats=2",
+    with begun(tmp_path, "model.warm_start_steps=2", "env.num_envs=2", "env.repeats=2",
                  "train.total_dialog_turns=8", "train.eval_frequency=0") as process:
         wait_until(lambda: waits(tmp_path), seconds=250.0, every=0.1, alive=process)
         before = workers(tmp_path)
@@ -263,7 +252,8 @@ def workers(folder: Path) -> set[str]:
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{MARK}={folder}".encode() in (process / "environ").read_bytes().split(b"\0") and (
+            environment = (process / "environ").read_bytes().split(b"\0")
+            if f"{STARTED_IN}={folder}".encode() in environment and (
                     "RolloutWorker" in (process / "cmdline").read_text()):
                 found.add(process.name)
         except OSError:  # another user's, or it has just ended

@@ -308,6 +308,9 @@ def test_what_the_run_depends_on_is_looked_after(alone):
     (["--env-flag", "group_size", "--env", "a.py"], "--env-flag group_size is not NAME=VALUE"),
     (["--env", "a.py"], "--env a.py: there is no such file"),
     (["--env-flag", "env.group_size=8"], "--env-flag is not read without --env"),
+    (["--env-flag", "env.rollout_server_url=http://other:8000", "--env", "a.py"],
+     "--env-flag has env.rollout_server_url=http://other:8000, but the run takes groups from "
+     "--atropos-url"),
     (["--atropos-url", "http://192.0.2.1:8000"], "one can be started on this machine only"),
 ])
 def test_what_the_run_command_cannot_start_is_refused(argv, parts, monkeypatch):

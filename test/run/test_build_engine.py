@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -239,6 +240,17 @@ def test_a_resumed_run_dates_its_tokens_from_where_it_goes_on():
         policy = ServerPolicy(client, Sampling(max_tokens=3), pad_token_id=0, eos_token_ids=(1,))
         policy.start_at(5)
         assert policy.generate_from_ids([[7, 8]])["policy_version"].tolist() == [5]
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_server_may_take_as_long_for_a_batch_as_the_run_says(setup_of, stock, monkeypatch):
+    monkeypatch.setattr(build_engine.StockPolicy, "_served", lambda self, model: {"id": "m"})
+    config = configured(engine="server", url=URL).changed(train={"rollout_timeout": 9.0})
+    there = MagicMock(info=lambda: INFO | {"max_model_len": 64}, url=URL, token=None)
+    setup, weights = setup_of(config), SimpleNamespace(version=0)
+    policy = (build_engine.stock_policy(setup, there, weights) if stock
+              else build_engine.server_policy(setup, there, None))
+    assert policy.timeout == 9.0
 
 
 # -- a server of the run ---------------------------------------------------------------------------

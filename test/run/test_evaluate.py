@@ -19,7 +19,7 @@ from grpo.policies.base import Sampling
 from grpo.policies.inprocess import start_engine
 from grpo.policies.openai_server import OpenAIPolicy
 from grpo.policies.vllm import VLLMPolicy
-from grpo.report import eval_page
+from grpo.report import eval_page, paired
 from grpo.report.eval_file import TaskScores
 from grpo.report.loggers import read_jsonl
 from grpo.report.paired import compare
@@ -193,6 +193,25 @@ def test_two_results_are_compared_problem_by_problem(evaluate, tmp_path, tokeniz
     assert "McNemar's exact p" in capsys.readouterr().out
 
 
+def test_models_are_compared_at_the_k_and_with_the_seed_that_are_given(
+        evaluate, tiny, tmp_path, monkeypatch):
+    evaluate("eval.samples=8", out="a")
+    (result,) = (tmp_path / "a" / "metrics").iterdir()
+    seeds, real = [], paired.estimates
+    monkeypatch.setattr(paired, "estimates", lambda found, *, seed: (
+        seeds.append(seed) or real(found, seed=seed)))
+
+    def compared(*keys: str) -> set[str]:
+        main(["compare", str(tiny), str(result), *SMALL, TRANSFORMERS, "eval.samples=16", *keys,
+              f"out={tmp_path / 'c'}"])
+        (task,) = json.loads((tmp_path / "c" / "compare.json").read_text())["tasks"]
+        return {name for name in task["differences"] if name.startswith("pass")}
+
+    assert compared() == {"pass@1", "pass@8"}  # of which both have as many samples
+    assert compared("eval.k=[2,4,16]", "eval.seed=7") == {"pass@2", "pass@4"}
+    assert seeds == [0, 7]
+
+
 @pytest.mark.slow
 def test_two_models_are_evaluated_and_compared(evaluate, tiny, tmp_path, capsys):
     main(["compare", str(tiny), str(tiny), *SMALL, TRANSFORMERS, f"out={tmp_path / 'c'}"])
@@ -236,6 +255,7 @@ def test_results_on_other_problems_are_not_compared(evaluate, tmp_path):
 
 @pytest.mark.parametrize(("key", "message"), [
     ("env.system_prompt=Add.", "other problems under the same ids, 6 of 6, such as arithmetic/"),
+    ("eval.temperature=0.3", "temperature is 0.3 of the one and 1.0 of the other"),
     ("inference_model.max_tokens=3", "max_tokens is 3 of the one and 5 of the other"),
     pytest.param("env.reward=exact_match", "reward is {'exact_match': 1.0} of the one",
                  marks=pytest.mark.slow),

@@ -58,7 +58,7 @@ def test_what_was_not_measured_is_compiled_only_when_asked_to(shape):
     assert chosen(other, train_model={"compile": True})[0].train_model.compile is True
 
 
-@pytest.mark.parametrize(("room", "budget"), [(80, 20_480), (60, 16_384), (42, 8192), (1, 1024)])
+@pytest.mark.parametrize(("room", "budget"), [(80, 20_480), (64, 16_384), (45, 8192), (1, 1024)])
 def test_the_budget_follows_the_memory(shape, room, budget):
     config, [*_, line] = chosen(shape, room=room * GIB)
     assert config.train.max_tokens_per_micro_batch == budget

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from grpo.config.offline import OfflineConfig, translate
 from grpo.config.schema import load_config
-from grpo.run.offline import NAMES, build
+from grpo.run.offline import NAMES, IterationFiles, build, link_by_iteration
+from grpo.training.checkpoint import Checkpoint
 
 from ..conftest import make_tiny_model
 from ..policies.stand_in import StandIn
@@ -82,3 +83,15 @@ def test_a_run_without_evaluations_has_none_and_one_behind_a_server_does(ran, fo
     rows = [read(path) for path in sorted((run / "metrics").glob("train_*"))]
     assert len(rows) == 3 and max(row["canary/max_abs_diff"] for row in rows) < 1e-3
     assert there.most_at_a_time <= 3
+
+
+def test_files_that_cannot_be_written_cost_themselves_and_not_the_run(tmp_path, caplog):
+    """As on a full disk; here, something else lies where they belong."""
+    (tmp_path / "metrics").touch()
+    IterationFiles(tmp_path).log(3, {"loss/total": 0.5})
+    assert "train_iter_003.json is not written" in caplog.text
+    folder = tmp_path / "checkpoints" / "step_3"
+    (folder / "model").mkdir(parents=True)
+    (folder.parent / "iter_003" / "kept").mkdir(parents=True)
+    link_by_iteration(Checkpoint(folder, 3))
+    assert "iter_003 does not lead to" in caplog.text

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from grpo.config.asynchronous import AsyncConfig
-from grpo.config.schema import ConfigError, load_config
+from grpo.config.schema import Config, ConfigError, load_config
 from grpo.report.starting import Starting
 from grpo.run.placement import Places, plan_devices, positions, unused_reference, visible
 
@@ -109,9 +109,14 @@ def test_the_reference_of_adapters_has_a_device_only_if_it_is_another_model():
 @pytest.mark.parametrize("sections, said", [
     ({"ref_model": {"num_devices": 2}}, "ref_model.num_devices=2 stays idle and reserves nothing"),
     ({"ref_model": {"devices": [3]}}, "ref_model.devices=[3] stays idle and reserves nothing")])
-def test_devices_for_no_reference_are_said_to_be_idle(sections, said):
-    [line] = unused_reference(load_config(sections, AsyncConfig))
+@pytest.mark.parametrize("schema", [Config, AsyncConfig])
+def test_devices_for_no_reference_are_said_to_be_idle(sections, said, schema):
+    [line] = unused_reference(load_config(sections, schema))
     assert line.startswith(said) and "set train.kl_to_ref_coeff=" in line
+    # What is trained changes nothing about it, only what would make use of them.
+    lora = {"train_model": {"lora": {"enabled": True}}}
+    [line] = unused_reference(load_config({**sections, **lora}, schema))
+    assert line.startswith(said) and line.endswith("remove it")
     assert unused_reference(load_config({**sections, **KL}, AsyncConfig)) == []
     assert unused_reference(AsyncConfig()) == []
 

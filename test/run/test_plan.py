@@ -67,25 +67,85 @@ def planner_of(tmp_path: Path, options: dict, *keys: str, recipe: str = "grpo_as
                         PlanOptions(**{"gpu_memory_gib": 139.8} | options), tmp_path)
 
 
-@pytest.mark.parametrize("keys", [["num_gpus=2"], ["num_gpus=1"], *(
-    pytest.param(keys, marks=pytest.mark.slow) for keys in (
+#: Of grpo-async.py alone.
+APART = ["ray.start_timeout=300", "train.oversample=0.5", "train.update_at=group_border",
+         "train.group_deadline=60", "train.rollout_timeout=100"]
+
+
+@pytest.mark.parametrize("keys", [["num_gpus=2"], ["num_gpus=1"],
+    ["num_gpus=2", "train_model.num_devices=2", *APART, "train_model.lora.enabled=false"],
+    ["num_gpus=4", "inference_model.num_devices=3", "train.staleness=2"],
+    ["num_gpus=2", "inference_model.devices=[1]"],
+    ["num_gpus=4", "inference_model.num_devices=null"],
+    ["num_gpus=3", "train_model.devices=[1,2]"],
+    ["num_gpus=3", "train.kl_to_ref_coeff=0.1", "ref_model.devices=[0]"],
+    ["num_gpus=4", "train.kl_to_ref_coeff=0.1", "ref_model.num_devices=2",
+     "ref_model.sharded=true", "train_model.num_devices=1"],
+    ["num_gpus=2", "ref_model.num_devices=1", "train_model.lora.enabled=true"],
+    ["num_gpus=3", "inference_model.tensor_parallel_size=2", "train_model.lora.enabled=false"],
+    *(pytest.param(keys, marks=pytest.mark.slow) for keys in (
         ["num_gpus=4", "train.kl_to_ref_coeff=0.01"],
         ["num_gpus=16", "train_model.num_devices=4", "train.staleness=2"],
+        ["num_gpus=16", "train_model.devices=[0,1,2,3]"],
         ["num_gpus=4", "inference_model.num_devices=2", "train_model.lora.enabled=true"]))],
     ids=" ".join)
 def test_what_is_recommended_can_be_typed(capsys, keys):
     text = printed(capsys, MODEL, *keys, *SMALL)
     assert all(name in text for name in HEADER)
-    given = [key for key in keys if "." in key]
+    given = [key for key in keys if "." in key and "null" not in key]
     commands = lines_to_type(text)
-    assert len(commands) == (1 if "train_model.lora.enabled=true" in given else 2)
-    for command in commands:
+    assert len(commands) == (1 if any("lora.enabled" in key for key in given) else 2)
+    layouts = re.findall(r"^recommended .*\((\d[\d+]*)", text, re.MULTILINE)
+    for command, layout in zip(commands, layouts, strict=True):
         config = composed(command)
+        counts = (config.train_model.ranks, config.inference_model.count, config.ref_model.count)
+        assert layout == "+".join(str(n) for i, n in enumerate(counts) if n or not i)
         assert config.env.num_envs == 8 and config.model.name == MODEL.partition("=")[2]
-        typed = [key for key in given if "staleness" not in key or "async" in command[1]]
+        typed = [key for key in given if "async" in command[1] or (
+            key not in APART and "staleness" not in key)]
+        if config.train_model.lora.enabled:  # whose reference is the trainer's model
+            typed = [key for key in typed if not key.startswith("ref_model.")]
         assert set(typed) <= set(command)
         if config.has_workers:  # the devices are enough
             plan_devices(config, kind="cuda", available=int(keys[0].partition("=")[2]))
+
+
+@pytest.mark.parametrize(("keys", "trains", "reason"), [
+    (["num_gpus=4", "train_model.lora.enabled=true", "train_model.quantization=int8"], {1},
+     "train_model.quantization=int8 keeps whole matrices"),
+    (["num_gpus=2", "optimizer.name=adafactor"], {1}, "optimizer.name=adafactor steps whole"),
+    (["num_gpus=2", "train_model.layer_indices=[0,1]"], {1, 2}, "chooses weights to train")])
+def test_layouts_that_no_run_accepts_are_left_out_and_counted(capsys, tmp_path, keys, trains,
+                                                              reason):
+    text = printed(capsys, MODEL, *keys, *SMALL)
+    count, why = re.search(r"^(\d+) layouts are refused, the first: (.*)$", text,
+                           re.MULTILINE).groups()
+    assert reason in why and "the configuration has" not in text
+    planner = planner_of(tmp_path, {"num_gpus": int(keys[0][-1])}, *keys[1:], *SMALL[:-1])
+    plans, refused = planner.plans()
+    assert len(refused) == int(count) and len([*planner.layouts()]) == len(plans) + len(refused)
+    assert {plan.layout.train for plan in plans} == trains and lines_to_type(text)
+
+
+def test_devices_that_are_given_are_fixed(tmp_path):
+    def layouts(gpus: int, *keys: str) -> set[tuple[str, int, bool]]:
+        plans, _ = planner_of(tmp_path, {"num_gpus": gpus}, *keys, *SMALL[:-1]).plans()
+        return {(str(plan.layout), plan.layout.tensor_parallel, plan.layout.lora is not None)
+                for plan in plans}
+
+    assert layouts(3, "train_model.devices=[0,1]", "train_model.lora.enabled=false") == {
+        ("2", 1, False), ("2+1", 1, False)}
+    assert layouts(4, "inference_model.num_devices=3", "train_model.lora.enabled=false") == {
+        ("1+3", 1, False)}
+    assert layouts(3, "inference_model.devices=[1,2]", "train_model.lora.enabled=false") == {
+        ("1+2", 1, False), ("1+2", 2, False)}
+    # Alone on one device grpo.py takes the first.
+    assert layouts(2, "train_model.devices=[1]", "train_model.lora.enabled=false") == {
+        ("1+1", 1, False)}
+    # The reference of adapters is the trainer's model.
+    assert layouts(3, "train.kl_to_ref_coeff=0.1", "ref_model.num_devices=1") == {
+        ("1+1+1", 1, False), ("1", 1, True), ("2", 1, True), ("3", 1, True), ("1+2", 1, True),
+        ("1+2", 2, True), ("2+1", 1, True)}
 
 
 def test_memory_is_that_of_the_runs_ledger(tmp_path):
@@ -151,7 +211,8 @@ def test_engines_that_would_idle_are_not_recommended(tmp_path):
     planner = planner_of(tmp_path, {"num_gpus": 32}, "train_model.lora.enabled=false",
                          "env.repeats=4", "inference_model.max_tokens=64",
                          "train_model.num_devices=8")
-    plans = planner.plans()
+    plans, refused = planner.plans()
+    assert not refused
     best = planner.recommended(plans, lora=False)
     assert best.layout.engines < 8 and best.outcome.step <= 1.03 * plans[0].outcome.step
     assert planner.recommended(plans, lora=True) is None
@@ -175,8 +236,38 @@ def test_the_options_are_read(tmp_path):
     assert small.plan(Layout(train=1, engines=1, staleness=1)).training.micro_batch < \
         planner_of(tmp_path, {"num_gpus": 2}).plan(
             Layout(train=1, engines=1, staleness=1)).training.micro_batch
+    rollouts = planner_of(tmp_path, {"num_gpus": 1}, "env.repeats=16", "env.num_envs=4",
+                          "train.dialog_turns_per_batch=512", "inference_model.ignore_eos=true")
+    together = planner_of(tmp_path, {"num_gpus": 1}, "env.repeats=16", "env.num_envs=4",
+                          "inference_model.ignore_eos=true")
+    eight, one = (planner.plan(Layout(train=1, engines=0)).outcome.generate
+                  for planner in (rollouts, together))
+    assert eight == pytest.approx(8 * one, rel=0.05)  # one after another
     with pytest.raises(ConfigError, match="response_tokens=2000 is more than .*1024"):
         step(response_tokens=2000)
+
+
+@pytest.mark.parametrize(("keys", "counts"), [
+    (["train.proximal=scored"], {"own_scores": 1}),
+    (["train.entropy_top_fraction=0.2", "train.proximal=scored"], {"own_scores": 1}),
+    (["distill.teacher={model}", "distill.topk_coeff=0.1"], {"own_scores": 1}),
+    (["train_model.gradient_checkpointing=true"], {"checkpointing": True}),
+    (["train.epochs=4", "train.kl_to_ref_coeff=0.01"], {"epochs": 4, "scores": True})])
+def test_all_that_the_trainer_computes_is_counted(tmp_path, keys, counts):
+    keys = [key.format(model=tmp_path) for key in keys]  # where the planner writes its config
+    plan, usual = (planner_of(tmp_path, {"num_gpus": 1}, "env.repeats=4", *more).plan(
+        Layout(train=1, engines=0)) for more in (keys, []))
+    assert {name: getattr(plan.training, name) for name in counts} == counts
+    assert plan.outcome.train > 1.3 * usual.outcome.train
+
+
+@pytest.mark.parametrize("keys", [
+    ["train_model.quantization=nf4", "train_model.lora.enabled=true"],
+    ["train.max_sampling_rounds=4", "train.data_epochs=null", "train.max_steps=10"]],
+    ids=lambda keys: keys[0])
+def test_what_is_not_counted_is_named(capsys, keys):
+    assert f"not counted: {keys[0]}, with which" in printed(
+        capsys, MODEL, "num_gpus=1", *SMALL, *keys)
 
 
 @pytest.mark.parametrize(("keys", "message"), [
@@ -189,6 +280,23 @@ def test_the_options_are_read(tmp_path):
     (["num_gpus=4", "--config-name", "grpo_gsm8k"], "give a recipe of grpo-async.py"),
     (["num_gpus=4", "train.staleness=-1"], "train.staleness=-1"),
     (["num_gpus=4", "model.name=./nowhere"], "there is no such folder"),
+    ([MODEL, "num_gpus=2", "train_model.devices=[1,2]"],
+     r"train_model.devices=\[1, 2\]: there is no GPU 2; .* raise num_gpus=2"),
+    ([MODEL, "num_gpus=2", "train_model.devices=[0]", "inference_model.devices=[0,1]"],
+     r"inference_model.devices=\[0, 1\]: .* GPU 0 .* give each role GPUs of its own"),
+    ([MODEL, "num_gpus=2", "device=cpu", "train_model.devices=[0]"],
+     r"train_model.devices=\[0\] numbers GPUs, .*device=cpu"),
+    ([MODEL, "num_gpus=4", "inference_model.num_devices=3",
+      "inference_model.tensor_parallel_size=2"],
+     "num_gpus=4: no layout has what is given: inference_model.num_devices=3, "
+     "inference_model.tensor_parallel_size=2"),
+    # Of one's own, not of a layout of the plan's.
+    ([MODEL, "num_gpus=1", "inference_model.max_tokens=64", "response_tokens=65"],
+     "response_tokens=65 is more than"),
+    ([MODEL, "num_gpus=1", "inference_model.ignore_eos=true", "sigma=0.6"],
+     "sigma=0.6: with inference_model.ignore_eos=true .*max_tokens=1024 tokens; remove one"),
+    ([MODEL, "num_gpus=1", "inference_model.ignore_eos=true", "response_tokens=50"],
+     "response_tokens=50: with inference_model.ignore_eos=true"),
 ])
 def test_what_cannot_be_planned_is_said_in_a_line(keys, message):
     with pytest.raises(SystemExit) as ended:

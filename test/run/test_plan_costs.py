@@ -160,6 +160,17 @@ def test_what_the_trainer_computes_is_counted():
     assert seconds(replace(EAGER, epochs=2)) == pytest.approx(2 * seconds(EAGER))
     assert seconds(replace(EAGER, scores=True)) == pytest.approx(
         (1 + H200.score_share) * seconds(EAGER))
+    one_device = seconds(EAGER)
+    # A batch is scored once, however often it is trained on.
+    assert seconds(replace(EAGER, epochs=4, scores=True, own_scores=1)) == pytest.approx(
+        (4 + 2 * H200.score_share) * seconds(EAGER))
+    assert seconds(replace(EAGER, checkpointing=True)) == pytest.approx(
+        (1 + H200.score_share) * seconds(EAGER))
+    layout, pieces = Layout(train=2, engines=1), 81_920 // (2 * 8192)
+    gathers = pieces * (28 * H200.gather + SHAPE.parameters / H200.link_rate)
+    assert seconds(replace(EAGER, epochs=4, scores=True)) - seconds(replace(EAGER, epochs=4)) == (
+        pytest.approx(H200.score_share * one_device / 2 + gathers))
+    layout = Layout(train=1, engines=1)
     packed = seconds(replace(EAGER, packed=True))
     assert packed / seconds(EAGER) == pytest.approx((65_536 + 2048) / 81_920)
     assert train_seconds(H200, SHAPE, WORK, layout, EAGER, 65_536) - seconds(EAGER) == \

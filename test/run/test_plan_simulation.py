@@ -90,6 +90,16 @@ def test_one_reference_holds_up_and_two_do_not():
     assert two.reference_idle == pytest.approx(1 - 4 * 0.4 / 2 / two.step, abs=0.05)
 
 
+def test_rollouts_of_one_batch_follow_each_other():
+    """A group that is finished makes no room for one of the next rollout."""
+    work = replace(WORK, sigma=0.9)
+    apart = simulated(work, staleness=0, limit=4, rollout=2).outcome
+    pooled = simulated(work, staleness=0, limit=4).outcome
+    assert apart.generate > pooled.generate
+    even = simulated(staleness=0, limit=8, rollout=1).outcome
+    assert even.generate == pytest.approx(4 * 50 * 0.01)
+
+
 def test_an_engine_takes_as_many_rows_as_it_may():
     """The others follow when one is finished; a decode step costs by the rows in hand."""
     engine = Engine(decode=lambda rows: 1.0 * rows, limit=2)

@@ -32,20 +32,33 @@ def is_hydras(name: str) -> bool:
     return name.endswith(".py") or name.startswith(("grpo train", "grpo offline"))
 
 
+def computing(command: list[str], **where) -> tuple[float, subprocess.CompletedProcess[str]]:
+    """Run a command of Python's; its CPU seconds, and what it said."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=60, **where)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, done
+
+
 @pytest.fixture
 def quick(tmp_path):
-    """Run a command where PyTorch cannot be imported, in less than two seconds of computing."""
+    """Run a command where PyTorch cannot be imported, in less than two seconds of computing.
+
+    Where the libraries that every command needs take longer than 0.3 s, the machine is slow or
+    busy, and the limit grows as they do.
+    """
     for name in ("torch", "vllm"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')\n")
+    where = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO}"}}
 
     def start(command: list[str], *arguments: str, seconds: float = 2.0,
               ) -> subprocess.CompletedProcess[str]:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, *command, *arguments], capture_output=True, text=True, timeout=60,
-            cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO}"})
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < seconds
+        spent, done = computing([*command, *arguments], **where)
+        if spent >= seconds:  # A burst of other work may have ended by now: both once more.
+            spent = min(spent, computing([*command, *arguments], **where)[0])
+            needed, _ = computing(["-c", "import hydra, omegaconf, pydantic"], **where)
+            assert spent < seconds * max(1.0, needed / 0.3)
         return done
 
     return start
@@ -142,7 +155,7 @@ def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
     (OFFLINE, ["--config-name", "grpo_x"], "known: offline_grpo, offline_smoke;"),
     (GRPO, ["train.sead=1"], "train.sead: unknown key (given 1); did you mean 'seed'?"),
     (ASYNC, ["train.stalenes=1"], "unknown key (given 1); did you mean 'staleness'?"),
-    (GRPO, ["train.staleness=1"], "train.staleness: unknown key (given 1); known keys of train:"),
+    (GRPO, ["train.staleness=1"], "train.staleness: unknown key (given 1); start grpo-async.py"),
     (GRPO, ["train.lr=0.1"], "did you mean 'optimizer.lr'?"),
     (GRPO, ["trian.seed=1"], "trian: unknown key (given 1); did you mean 'train'?"),
     (GRPO, ["+optimizer.beta=1"], "optimizer.beta: unknown key (given 1); did you mean 'betas'?"),
@@ -162,6 +175,10 @@ def test_a_misspelt_flag_is_explained_at_once(quick, name, given, expected):
     (GRPO, ["env.dataset=gsmk8"], "env.dataset=gsmk8: unknown task 'gsmk8'; known tasks: arith"),
     (GRPO, ["--config-name", "gsm8k"], "--config-name gsm8k: there is no such recipe; known: grpo, "
      "grpo_async, grpo_async_gsm8k, grpo_async_ifeval, grpo_gsm8k, grpo_ifeval"),
+    (GRPO, ["--config-name", "grpo_async_gsm8k"], "--config-name grpo_async_gsm8k is a recipe of "
+     "another command; start grpo train-async, or grpo-async.py, with it"),
+    (GRPO, ["--config-name", "offline_grpo"], "start grpo offline, or grpo-offline.py, with it"),
+    (OFFLINE, ["--config-name", "grpo_gsm8k"], "start grpo train, or grpo.py, with it"),
     (GRPO, ["env=reasoning_gym", "env.task.options.max_terms=2"],
      "write 'env.task.options={max_terms: 2}'"),
     (GRPO, ["env=gsmk8"], "env=gsmk8: there is no group 'gsmk8' of env; did you mean env=gsm8k? "

@@ -116,6 +116,14 @@ def test_the_size_of_groups_is_given_once():
         environment_flags(config)
 
 
+def test_the_address_of_the_hub_is_no_flag_of_the_environment():
+    config = composed_like(["env=atropos", "env.environment=env.py",
+                            "env.task.flags={env: {rollout_server_url: 'http://other:8000'}}"])
+    with pytest.raises(ConfigError, match="env.rollout_server_url=http://other:8000, but the run "
+                                          "takes groups from env.url; set that"):
+        environment_flags(config)
+
+
 def test_an_environment_that_is_not_there_is_named(tmp_path):
     config = composed_like(["env=atropos", "env.environment=none.py"])
     with pytest.raises(ConfigError, match="env.environment=none.py: there is no such file"):

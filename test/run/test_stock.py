@@ -56,6 +56,16 @@ def opened(config, tokens=20):
         config=with_server_kind(config), max_model_len=tokens, path=config.model.name))
 
 
+def test_a_server_is_sent_its_own_key_and_none_of_a_service(folder, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-a-service")
+    with StandIn("vllm", folder) as there:
+        opened(config_of(there.url, folder))
+        assert there.authorizations == {None}
+        monkeypatch.setenv("VLLM_API_KEY", "of-this-server")
+        opened(config_of(there.url, folder))
+        assert there.authorizations == {None, "Bearer of-this-server"}
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_stock_server_gets_each_checkpoint_and_the_canary_agrees(kind, folder, tmp_path):
     with StandIn(kind, folder) as there:

@@ -17,6 +17,7 @@ from grpo.report.loggers import METRICS_FILE, read_jsonl
 from grpo.report.time_summary import bottleneck, phase_table
 from grpo.system.command_line import errors_in_a_line
 from grpo.training.checkpoint_files import NotSavedError
+from grpo.training.going_on import how_to_go_on
 from grpo.training.local_ranks import RankDied
 from grpo.training.stopping import signals_end_the_process
 from grpo.training.trainer import Trainer
@@ -51,13 +52,15 @@ def bad_input_in_a_line(
                             switch="HYDRA_FULL_ERROR", said=said)
 
 
-def fit_with_workers(trainer: Trainer, said: Callable[[str], str] = in_script_keys) -> None:
+def fit_with_workers(trainer: Trainer, said: Callable[[str], str] = in_script_keys, *,
+                     ahead: bool = True) -> None:
     """Run to the end and say what held it up; where the workers are lost, say why, and from which
-    checkpoint it can go on."""
+    checkpoint it can go on. ``ahead``: the script can let workers run ahead of the trainer."""
     try:
         trainer.fit()
     except ASYNC_ENDINGS as error:
-        go_on = f"\nthe run can go on: resume={trainer.saved.folder}" if trainer.saved else ""
-        sys.exit(f"error: {said(str(error))}{go_on}")
+        go_on = trainer.saved and how_to_go_on(trainer.saved, trainer.compared, error)
+        sys.exit("\n".join(filter(None, [f"error: {said(str(error))}", go_on])))
     rows = read_jsonl(trainer.run_dir / METRICS_FILE)
-    trainer.reporter.console.info("\n".join([*phase_table(rows), *bottleneck(rows)]))
+    held_up = bottleneck(rows, in_flight=trainer.weights.in_flight, ahead=ahead)
+    trainer.reporter.console.info("\n".join([*phase_table(rows), *map(said, held_up)]))

@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo.atropos.launcher import EnvironmentProcess, environment_python
 from grpo.config.keys import ConfigError
-from grpo.run.beside import environment, start_hub, troubles_of
+from grpo.run.beside import all_finished, environment, refuse_address, start_hub, troubles_of
 from grpo.run.cli.atropos import errors_as_messages, set_up
 from grpo.run.cli.flags import add_flags
 from grpo.system.command_line import Parser
@@ -67,7 +67,8 @@ def main(argv: list[str] | None = None, *, prog: str = "atropos-grpo-run") -> No
 
         trainer = assemble_atropos(config, run_dir, checkpoint, at_end, checks=checks,
                                    on_serving=start_environments,
-                                   explain=lambda: troubles_of(processes))
+                                   explain=lambda: troubles_of(processes),
+                                   finished=lambda: all_finished(processes))
         trainer.fit()
 
 
@@ -80,6 +81,7 @@ def environment_flags(args: argparse.Namespace) -> dict[str, Any]:
         if not equals or not name:
             raise ConfigError(f"--env-flag {text} is not NAME=VALUE, such as env.group_size=8")
         flags[name.removeprefix("--")] = value
+    refuse_address(flags, given="--env-flag", key="--atropos-url")
     for name in ("env_flag", "env_python"):
         if getattr(args, name) and not args.env:
             raise ConfigError(f"--{name.replace('_', '-')} is not read without --env; add that, or "

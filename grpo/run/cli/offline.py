@@ -30,6 +30,16 @@ def main(argv: Sequence[str], *, prog: str) -> None:
     hydra.main(version_base=None, config_path=str(recipes()), config_name=_RECIPE)(run)()
 
 
+def with_one_length(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
+    """The configuration without a recipe's own length, where another is typed by its other name."""
+    keys = {text.partition("=")[0].lstrip("+") for text in typed}
+    if "train.iterations" in keys and "iterations" not in keys:
+        cfg.iterations = None
+    if "iterations" in keys and "train.iterations" not in keys:
+        cfg.train.iterations = None
+    return cfg
+
+
 def _run(cfg: DictConfig) -> None:
     from contextlib import ExitStack
     from pathlib import Path
@@ -43,12 +53,13 @@ def _run(cfg: DictConfig) -> None:
 
     with endings_in_a_line(in_offline_keys), ExitStack() as at_end:
         with bad_input_in_a_line(said=str):
-            offline = load_config(cfg, OfflineConfig)
+            offline = load_config(with_one_length(cfg, HydraConfig.get().overrides.task),
+                                  OfflineConfig)
             config = translate(offline)
             print("\n".join(notes(offline)), flush=True)
         with bad_input_in_a_line(in_offline_keys):
             trainer = build(config, Path(HydraConfig.get().runtime.output_dir), at_end)
         if config.has_workers:
-            fit_with_workers(trainer, in_offline_keys)
+            fit_with_workers(trainer, in_offline_keys, ahead=False)
         else:
             trainer.fit()

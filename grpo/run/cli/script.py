@@ -69,6 +69,7 @@ def look_ahead(folder: Path, config_name: str, *, model: str = "model.name",
     # Recipes of somebody's own are found by Hydra alone.
     if not (args.config_path or args.config_dir or args.experimental_rerun):
         check_names(folder, args.config_name or config_name, args.overrides, within=within)
+        _check_kind(args.config_name or config_name, config_name)
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
         def show(config: DictConfig) -> None:
             raise AssertionError("Hydra runs nothing where it is asked to show something")
@@ -126,6 +127,19 @@ def check_names(folder: Path, config_name: str, overrides: list[str], *,
         sys.exit(f"error: {error}")
     if errors:
         sys.exit(f"error: {errors_text(errors)}")
+
+
+#: The command that takes recipes of a name with this word, and others of its kind alone.
+_OF_A_KIND = {"offline": "grpo offline, or grpo-offline.py", "async": "grpo train-async, or "
+              "grpo-async.py", "": "grpo train, or grpo.py"}
+
+
+def _check_kind(recipe: str, own: str) -> None:
+    """Refuse a recipe of another command; ``grpo-async.py`` takes those of ``grpo.py``, too."""
+    wanted, kind = (next(word for word in _OF_A_KIND if word in name) for name in (recipe, own))
+    if wanted != kind and (wanted, kind) != ("", "async"):
+        sys.exit(f"error: --config-name {recipe} is a recipe of another command; start "
+                 f"{_OF_A_KIND[wanted]}, with it")
 
 
 def _check_model(overrides: list[str], key: str) -> None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from grpo.config.asynchronous import AsyncConfig
 from grpo.config.presets import describe_preset
 from grpo.config.recipes import recipes
 from grpo.config.schema import Config, load_config
@@ -48,7 +49,7 @@ def fit(trainer: Trainer, config: Config) -> None:
     """Generate, score, compare, update, publish, prove, report, and again; where workers on Ray
     generate, say at the end what was waited for."""
     if config.has_workers:
-        fit_with_workers(trainer)
+        fit_with_workers(trainer, ahead=isinstance(config, AsyncConfig))
     else:
         trainer.fit()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from grpo.config.recipes import recipes
 from grpo.run.ahead import start_ahead
 from grpo.run.cli.script import job_name, look_ahead, what_runs
+from grpo.system.collection import without_collection
 from grpo.training.stopping import interrupts_end_at_once
 
 if TYPE_CHECKING:
@@ -20,9 +21,10 @@ def main(argv: Sequence[str], *, prog: str) -> None:
     """One process holds everything, unless roles have devices of their own."""
     _look_ahead(argv, prog, "grpo")
     start_ahead(what_runs(recipes(), "grpo"))
-    from grpo.config.schema import Config
-    from grpo.run.assemble import assemble
-    from grpo.run.cli.steps import train
+    with without_collection():
+        from grpo.config.schema import Config
+        from grpo.run.assemble import assemble
+        from grpo.run.cli.steps import train
 
     _with_hydra(lambda cfg: train(cfg, Config, assemble), "grpo")
 
@@ -30,11 +32,12 @@ def main(argv: Sequence[str], *, prog: str) -> None:
 def main_async(argv: Sequence[str], *, prog: str) -> None:
     """Workers on Ray generate all the time, the trainer trains all the time."""
     _look_ahead(argv, prog, "grpo_async")
-    print("loading PyTorch, TorchRL and Transformers", flush=True)
     start_ahead(what_runs(recipes(), "grpo_async"))
-    from grpo.config.asynchronous import AsyncConfig
-    from grpo.run.assemble import assemble_async
-    from grpo.run.cli.steps import train
+    print("loading PyTorch, TorchRL and Transformers", flush=True)
+    with without_collection():
+        from grpo.config.asynchronous import AsyncConfig
+        from grpo.run.assemble import assemble_async
+        from grpo.run.cli.steps import train
 
     _with_hydra(lambda cfg: train(cfg, AsyncConfig, assemble_async), "grpo_async")
 

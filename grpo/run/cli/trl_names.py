@@ -7,19 +7,23 @@ on the command line wins over it, by its name of today or by TRL's.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import OverrideType
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 import grpo
 from grpo.config.aliases import ALIASES
 from grpo.config.keys import ConfigError
 from grpo.config.presets import leaves
 from grpo.config.trl_names import FIELDS, translate, typed
+from grpo.config.trl_names.batch import LENGTHS
+from grpo.run.cli.trl_flags import is_sweep, read_words, take_words
 
 _FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 _OVERRIDE = re.compile(r"(\+{0,2})(train\.)?(\w+)=", re.ASCII)
@@ -38,7 +42,7 @@ def read_recipe(name: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: if there is none.
-        ConfigError: if it is no table of names.
+        ConfigError: if it is no YAML, or no table of names.
     """
     folder = recipe_folder()
     path = next((one for one in (Path(name).expanduser(), folder / name, folder / f"{name}.yaml")
@@ -47,29 +51,33 @@ def read_recipe(name: str) -> dict[str, Any]:
         known = ", ".join(sorted(one.name for one in folder.glob("*.yaml")))
         raise FileNotFoundError(f"--config {name}: there is no such file; give a path, or one of "
                                 f"this library's: {known}")
-    values = OmegaConf.to_container(OmegaConf.load(path))
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {name}: it cannot be read as YAML ({error}); correct it"
+                          ) from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {name}: expected a table of names and values")
     return values
 
 
 def overrides_of(
-    given: Mapping[str, Any], own: Mapping[str, Any], *, whole: bool
+    given: Mapping[str, Any], own: Mapping[str, Any], *, whole: bool, swept: Collection[str]
 ) -> tuple[dict[str, str], list[str]]:
     """Overrides for Hydra by their keys, and what is said of them.
 
     Args:
         given: values by TRL's names.
         own: values by the keys of today that are given as well, which win.
-        whole: see :func:`grpo.config.trl_names.translate`.
+        whole, swept: see :func:`grpo.config.trl_names.translate`.
     """
-    done = translate(given, own, whole=whole)
+    done = translate(given, own, whole=whole, swept=swept)
     named = {key for key, value in done.keys.items() if key in own and own[key] != value}
     if named and not whole:
         key = sorted(named)[0]
         raise ConfigError(f"{key}={typed(own[key])} and {key}={typed(done.keys[key])}, by "
                           f"{' and '.join(given)}, are the same setting; give one")
-    kept = {key: value for key, value in done.keys.items() if key not in own}
+    kept = {key: value for key, value in done.keys.items() if key not in {*own, *swept}}
     if won := sorted(named - done.defaults):
         done.said.append("what is typed behind it wins: "
                          + " ".join(f"{key}={typed(own[key])}" for key in won))
@@ -96,84 +104,104 @@ def with_trl_names(arguments: list[str]) -> list[str]:
     if recipe is None and not given:
         return rest + sweeps
     parser = OverridesParser.create()
-    own = {one.key_or_group: one.value() for text in rest if (one := _own(text, parser))}
+    here = [parser.parse_override(text) for text in [*rest, *sweeps]
+            if "=" in text and not text.startswith("-")]
+    swept = {one.key_or_group for one in here if one.is_sweep_override()}
+    own = {one.key_or_group: one.value() for one in here
+           if one.key_or_group not in swept and one.type != OverrideType.DEL}
     named, behind = {}, {}
     for name, value in ({} if recipe is None else read_recipe(recipe)).items():
         if name in FIELDS:
             named[name] = value
         else:
             behind |= dict(leaves({name: value}))
-    values = {name: _value(name, text, parser) for name, text in given.items()}
-    typed_keys = own.keys() | {key for name in values for key in FIELDS[name].to}
+    values = {name: one.value for name, one in given.items()}
+    typed_keys = own.keys() | swept | {key for name in values for key in FIELDS[name].to}
+    if _says_how_long(values, own, swept):
+        typed_keys |= {*LENGTHS}
     behind = {key: value for key, value in behind.items() if key not in typed_keys}
-    overrides, said = overrides_of(named | values, behind | own, whole=recipe is not None)
+    overrides, said = overrides_of(named | values, behind | own, whole=recipe is not None,
+                                   swept=swept)
     if set(arguments) & {*_MULTIRUN} and "hydra.run.dir" in overrides:
         overrides["hydra.run.dir"] = overrides["hydra.run.dir"].replace(".run.", ".sweep.", 1)
     for line in said:
         print(line)
     of_file = {key: f"{key}={typed(value)}" for key, value in behind.items()}
-    swept = {text.partition("=")[0] for text in [*rest, *sweeps]}
-    return [*rest, *(text for key, text in (of_file | overrides).items() if key not in swept),
-            *sweeps]
+    return [*rest, *(of_file | overrides).values(), *sweeps]
 
 
-def _sorted(arguments: list[str]) -> tuple[list[str], dict[str, str], str | None, list[str]]:
-    """What is Hydra's, texts by TRL's names, the recipe file, and sweeps of renamed keys."""
+def _says_how_long(values: Mapping[str, Any], own: Mapping[str, Any], swept: set[str]) -> bool:
+    """Whether the command line does, so that no other key of the file may."""
+    said = swept | {key for key, value in own.items() if value is not None}
+    for name, value in values.items():
+        if value not in (None, -1):  # which leaves it open
+            said |= {*FIELDS[name].to}
+    return not said.isdisjoint(LENGTHS)
+
+
+class _Given(NamedTuple):
+    """The value of a name, and what was typed for it."""
+
+    typed: str
+    value: Any
+
+
+class _Sorted(NamedTuple):
+    """A command line: what is Hydra's, values by TRL's names, the recipe file, and sweeps of
+    renamed keys."""
+
+    rest: list[str]
+    given: dict[str, _Given]
+    recipe: str | None
+    sweeps: list[str]
+
+
+def _sorted(arguments: list[str]) -> _Sorted:
     rest, given, recipe, sweeps = [], {}, None, []
-    waiting = list(arguments)
+    waiting, several_runs = list(arguments), bool({*arguments} & {*_MULTIRUN})
     while waiting:
         argument = waiting.pop(0)
         flag, override = _FLAG.fullmatch(argument), _OVERRIDE.match(argument)
         name = flag[1].replace("-", "_") if flag else override[3] if override else ""
         if flag and name == "config":
-            if flag[2] is None and (not waiting or waiting[0].startswith("-")):
-                raise ConfigError("--config: which file? write --config FILE")
-            file = waiting.pop(0) if flag[2] is None else flag[2]
-            if recipe not in (None, file):
-                raise ConfigError(f"--config is given twice, as {recipe} and {file}; give one")
-            recipe = file
+            recipe = _recipe(flag[2], waiting, recipe)
         elif flag and name in FIELDS:
-            _give(given, name, _flag_value(waiting) if flag[2] is None else flag[2])
+            words = take_words(name, waiting) if flag[2] is None else [flag[2]]
+            if several_runs and is_sweep(name, words):
+                sweeps.append(_sweep(name, words[0], f"--{name} {words[0]}"))
+            else:
+                _give(given, name, " ".join(words) or "true", read_words(name, words))
         elif override and name in (ALIASES if override[2] else FIELDS):
             text = argument[override.end():]
-            if _is_sweep(name, text):
-                if FIELDS[name].rule != "same":
-                    raise ConfigError(f"{argument}: its values say several keys; sweep over those, "
-                                      f"{', '.join(FIELDS[name].to) or 'of today'}")
-                sweeps.append(f"{FIELDS[name].to[0]}={text}")
+            one = OverridesParser.create().parse_override(f"{name}={text}")
+            if one.is_sweep_override():
+                sweeps.append(_sweep(name, text, argument))
             else:
-                _give(given, name, text)
+                _give(given, name, text, one.value())
         else:
             rest.append(argument)
-    return rest, given, recipe, sweeps
+    return _Sorted(rest, given, recipe, sweeps)
 
 
-def _give(given: dict[str, str], name: str, text: str) -> None:
-    if given.setdefault(name, text) != text:
-        raise ConfigError(f"{name} is given twice, as {given[name]} and {text}; give one")
+def _recipe(file: str | None, waiting: list[str], before: str | None) -> str:
+    """The file of ``--config``, which may be the next word."""
+    if file is None and (not waiting or waiting[0].startswith("-")):
+        raise ConfigError("--config: which file? write --config FILE")
+    file = waiting.pop(0) if file is None else file
+    if before not in (None, file):
+        raise ConfigError(f"--config is given twice, as {before} and {file}; give one")
+    return file
 
 
-def _flag_value(waiting: list[str]) -> str:
-    """The value of ``--name`` from the words behind it: none is true, several are a list."""
-    words = []
-    while waiting and not waiting[0].startswith("-") and not re.match(r"[+~\w.@/]+=", waiting[0]):
-        words.append(waiting.pop(0))
-    if waiting and not words and re.fullmatch(r"-[\d.][\w.+-]*", waiting[0]):  # a negative number
-        words.append(waiting.pop(0))
-    return "true" if not words else words[0] if len(words) == 1 else f"[{','.join(words)}]"
+def _give(given: dict[str, _Given], name: str, text: str, value: Any) -> None:
+    before = given.setdefault(name, _Given(text, value))
+    if before.typed != text:
+        raise ConfigError(f"{name} is given twice, as {before.typed} and {text}; give one")
 
 
-def _own(text: str, parser: OverridesParser) -> Override | None:
-    """An override of a key of today that sets it to one value."""
-    if text.startswith("-") or "=" not in text:
-        return None
-    one = parser.parse_override(text)
-    return None if one.is_sweep_override() or one.type == OverrideType.DEL else one
-
-
-def _is_sweep(name: str, text: str) -> bool:
-    return OverridesParser.create().parse_override(f"{name}={text}").is_sweep_override()
-
-
-def _value(name: str, text: str, parser: OverridesParser) -> Any:
-    return parser.parse_override(f"{name}={text}").value()
+def _sweep(name: str, text: str, argument: str) -> str:
+    """A sweep of a name as one of the key that it is another name of."""
+    if FIELDS[name].rule != "same":
+        raise ConfigError(f"{argument}: its values say several keys; sweep over those, "
+                          f"{', '.join(FIELDS[name].to) or 'of today'}")
+    return f"{FIELDS[name].to[0]}={text}"

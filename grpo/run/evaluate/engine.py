@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from grpo.config.schema import Config, ConfigError
-from grpo.config.unread import ON_A_CPU, TRANSFORMERS, refuse_unread
+from grpo.config.unread import ON_A_CPU, VLLM_ALONE, refuse_unread
 from grpo.policies.base import Policy, Sampling
 from grpo.policies.openai_server import OpenAIPolicy
 from grpo.policies.transformers import TransformersPolicy
 from grpo.policies.vllm import VLLMPolicy
 from grpo.run import build
-from grpo.run.build_engine import Setup, load_trained, start_engine_of
+from grpo.run.build_engine import Setup, check_transformers, load_trained, start_engine_of
 from grpo.run.evaluate.options import EvaluateOptions
 from grpo.run.evaluate.source import Source
 from grpo.weights.adapters import require_peft
@@ -47,13 +47,15 @@ def open_policy(
 
 
 def check(config: Config, options: EvaluateOptions, device: torch.device) -> None:
-    """Refuse what the engine would not read.
+    """Refuse what the engine would not read, once it is chosen.
 
     Raises:
         ConfigError: naming key, value and fix.
     """
     if options.url is None and build.resolve_backend(config) == "transformers":
-        refuse_unread(config, TRANSFORMERS)
+        check_transformers(config, build.resolve_dtype(config, device))
+    elif options.url is None:
+        refuse_unread(config, VLLM_ALONE)
     if device.type == "cpu":
         refuse_unread(config, ON_A_CPU)
 
@@ -64,14 +66,15 @@ def quick(
     """Engine and batch of what was left open: a small model on a CPU, such as the embedded one,
     is done with all its problems before vLLM has started.
 
-    Examples of what decides otherwise are a key that only vLLM reads, and ``backend=vllm``.
+    Examples of what decides otherwise are a key that only vLLM reads or heeds, such as
+    ``train_model.fp32_head``, and ``backend=vllm``.
     """
     weights = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     small = options.url is None and device.type == "cpu" and 0 < weights < _SMALL
     if small and config.inference_model.backend == "auto":
         changed = config.changed(inference_model={"backend": "transformers"})
         with suppress(ConfigError):
-            refuse_unread(changed, TRANSFORMERS)
+            check_transformers(changed, build.resolve_dtype(changed, device))
             config = changed
     at_once = _MANY_ROWS if small and build.resolve_backend(config) == "transformers" else _ROWS
     return config, options.model_copy(update={"batch_size": options.batch_size or at_once})

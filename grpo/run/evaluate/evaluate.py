@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.env import EnvConfig
+from grpo.config.keys import ATROPOS
 from grpo.config.schema import Config, ConfigError
 from grpo.envs.tasks import Task
 from grpo.policies.model_source import first_line
@@ -53,9 +54,6 @@ def evaluate(
     Raises:
         ConfigError: for a configuration that cannot work, naming key and fix.
     """
-    if config.env.is_atropos:
-        raise ConfigError("env=atropos: environments of Atropos evaluate themselves, see "
-                          "steps_per_eval; choose another env")
     build.quiet_libraries()
     source = find_source(config.model.name)
     began, seconds = time.perf_counter(), {}
@@ -97,11 +95,11 @@ def prepare(
     """The rendered problems, the run's own first, what an engine is started from, and the options
     with what was left open."""
     device = build.resolve_device(config)
-    check(config, options, device)
     task = build.build_task(config)
     build.reward_function(config, task)  # refused now, if it cannot be imported
     path = build.model_folder(with_model(config, source.model), task)
     config, options = quick(config, options, device, path)
+    check(config, options, device)
     tokenizer = build.load_tokenizer(str(source.adapter or path))
     limit = config.inference_model.max_model_len or build.context_of(config, path)
     if limit is None:
@@ -124,6 +122,8 @@ def _trained_on(name: str, config: Config, task: Task) -> Questions:
     if (saved := saved_env(name)) is None:
         return frozenset()
     try:
+        if saved["dataset"] == ATROPOS:
+            raise ConfigError("environments of Atropos chose them")
         if (env := EnvConfig.model_validate(saved)) != config.env:
             task = build.build_task(config.model_copy(update={"env": env}))
     except (ValueError, OSError, ImportError) as error:

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from grpo.config.env import EnvConfig
-from grpo.config.keys import ConfigError
+from grpo.config.keys import ATROPOS, ConfigError
 from grpo.report.loggers import METRICS_FILE, read_jsonl
 
 
@@ -55,16 +55,30 @@ def find_source(name: str, *, key: str = "model.name") -> Source:
 
 def saved_env(name: str) -> dict[str, Any] | None:
     """Section ``env`` of the run that a folder is or belongs to, from its newest checkpoint; None
-    where there is none."""
+    where there is none.
+
+    Of ``atropos-grpo``, which does not read the section unless it measures that task, it says what
+    the problems were: those of Atropos environments.
+    """
     folder = Path(name).expanduser().resolve()
     for part in (folder, *folder.parents[:2]) if folder.is_dir() else ():
         for info in sorted(part.glob("checkpoints/step_*/info.json"), reverse=True):
             try:
-                env = json.loads(info.read_text())["config"]["env"]
-            except (OSError, ValueError, KeyError, TypeError):
+                config = json.loads(info.read_text())["config"]
+                env = config["env"]
+                if "atropos" in config and not config["atropos"].get("evaluate"):
+                    return {"dataset": ATROPOS}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue
             return {key: value for key, value in env.items() if key in EnvConfig.model_fields}
     return None
+
+
+def refuse_atropos(dataset: str, given: str) -> None:
+    """Refuse environments that are asked for by ``given``, but bring no held-out problems."""
+    if dataset == ATROPOS:
+        raise ConfigError(f"{given}: environments of Atropos evaluate themselves, see "
+                          "steps_per_eval; choose another env, such as env=gsm8k")
 
 
 def with_saved_env(values: DictConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> DictConfig:

@@ -77,7 +77,8 @@ def _plan(options: PlanOptions, recipe: str, keys: list[str], *, rows: int) -> s
     given = frozenset(key.partition("=")[0].lstrip("+") for key in keys)
     with tempfile.TemporaryDirectory() as folder:
         planner = make_planner(config, given, options, Path(folder))
-        return page(planner, planner.plans(), [recipe, *keys], rows=rows)
+        plans, refused = planner.plans()
+        return page(planner, plans, [recipe, *keys], rows=rows, refused=refused)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from grpo import data
+from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config
 from grpo.policies.transformers import TransformersPolicy
 from grpo.run.assemble import assemble
+from grpo.run.device_memory import adapters_of
 from grpo.run.plan.costs import Costs, Layout, decode_seconds, train_seconds
 from grpo.run.plan.layouts import Planner, synchronous
 from grpo.run.plan.options import PlanOptions
@@ -32,7 +34,7 @@ from grpo.training.trainer import Trainer
 SECONDS, _FOR_STEPS = 20.0, 0.75
 #: Tokens of a completion at most, so that a step is short; of those of a few rows.
 _LONGEST, _OF_FEW = 256, 64
-_ALONE = Layout(train=1, engines=0)
+_OVERLONG = "soft_overlong_punishment"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Measured:
     few: float  # of a decode step with one row
     prompt_tokens: float  # mean
     whole_batch: bool  # whether finished rows stay in hand until the last is finished
+    rollouts: int = 1  # of the batch, one after another
 
 
 def calibrated(planner: Planner, *, seconds: float = SECONDS) -> Planner:
@@ -55,27 +58,47 @@ def calibrated(planner: Planner, *, seconds: float = SECONDS) -> Planner:
         ConfigError: for a model that is not here.
         DoesNotFitError: for one that does not fit one device.
     """
-    config = _short(planner.config)
+    alone = replace(planner, config=_on_one_device(planner.config))
+    config = _short(alone)
     work = replace(planner.work, max_tokens=config.max_tokens, prompt_tokens=1,
                    mean_tokens=min(planner.work.mean_tokens, config.max_tokens))
     measured = _measure(config, seconds)
     work = replace(work, prompt_tokens=round(measured.prompt_tokens),
                    mean_tokens=measured.mean_tokens)
-    costs = _fitted(planner.costs, planner, work, measured)
+    costs = _fitted(planner.costs, alone, work, measured)
     return replace(planner, costs=costs, options=_with_lengths(planner, measured))
 
 
-def _short(config: Config) -> Config:
-    """On one device, with completions that do not take long, and nothing else to do."""
-    values = config.model_dump()
-    for role in ("train_model", "inference_model", "ref_model"):
-        values[role] |= {"num_devices": None, "devices": None}
-    values["inference_model"] |= {"tensor_parallel_size": 1,
-                                  "max_tokens": min(config.max_tokens, _LONGEST)}
-    values["train"] |= {"eval_frequency": 0, "checkpoint_frequency": 0, "overlong_buffer": None,
-                        "keep_checkpoints": None}
-    values["logging"] |= {"backends": [], "num_samples": 0}
+def _on_one_device(config: AsyncConfig) -> AsyncConfig:
+    """The same run without devices of any role's own."""
+    none = {"num_devices": None, "devices": None}
+    return config.changed(train_model=none, ref_model=none | {"sharded": None},
+                          inference_model=none | {"tensor_parallel_size": 1})
+
+
+def _short(planner: Planner) -> Config:
+    """With completions that do not take long, and nothing else to do; but computed as the run of
+    the ``planner`` would be, though compiling may not pay for rows so short."""
+    values, training = planner.config.model_dump(), planner.training_of(_alone(planner))
+    values["train_model"]["compile"] = training.compiled
+    longest = min(planner.config.max_tokens, _LONGEST)
+    values["inference_model"]["max_tokens"] = longest
+    values["train"] |= {"packing": training.packed, "eval_frequency": "never",
+                        "checkpoint_frequency": 0, "keep_checkpoints": None,
+                        "overlong_buffer": None, "overlong_factor": None,
+                        "max_sampling_rounds": None}  # each of which generates a batch
+    values |= {"eval": {}, "logging": {}}
+    if _OVERLONG in planner.config.env.weighted_rewards(""):  # within limits that these rows reach
+        values["env"]["reward_options"] = (values["env"]["reward_options"] or {}) | {
+            _OVERLONG: {"max_completion_len": longest, "soft_punish_cache": longest}}
     return synchronous(values)
+
+
+def _alone(planner: Planner) -> Layout:
+    """The layout that is measured: with adapters, if the run has them."""
+    config = planner.config
+    return Layout(train=1, engines=0, lora=adapters_of(
+        config, enabled=config.train_model.lora.enabled))
 
 
 def _measure(config: Config, seconds: float) -> Measured:
@@ -114,40 +137,44 @@ def _measured(trainer: Trainer, rows: list[dict[str, float]], *, whole_batch: bo
     return Measured(
         {key.removeprefix("time/"): median(key) for key in rows[0] if key.startswith("time/")},
         median("tokens/response_mean"), trainer.collector.seconds["generate"], lengths, min(few),
-        prompts, whole_batch)
+        prompts, whole_batch, trainer.collector.rollouts_per_batch)
 
 
 def _fitted(costs: Costs, planner: Planner, work: Work, measured: Measured) -> Costs:
     """Costs whose phases take what was measured."""
     shape, seconds, rows = planner.shape, measured.seconds, work.groups * work.rows
-    training = replace(planner.training_of(_ALONE), scores=False)
+    alone = _alone(planner)
+    training = replace(planner.training_of(alone), scores=False, own_scores=0)
     tokens = rows * measured.mean_tokens
-    predicted = train_seconds(replace(costs, optimizer=0.0), shape, work, _ALONE,
-                              training, tokens)
+    predicted = train_seconds(replace(costs, optimizer=0.0), shape, work, alone, training, tokens)
     faster = predicted / seconds["train"]
     phases = ("advantage", "canary", "generate", "optimizer", "reward", "sync", "train",
               "reference", "teacher", "proximal")
     rest = seconds["step"] - sum(seconds.get(phase, 0.0) for phase in phases)
     driver = max(0.0, rest) / rows
-    floor = measured.few
+    floor, trained, with_adapter = measured.few, shape.parameters, 1.0
+    if alone.lora:
+        trained, with_adapter = sum(shape.adapter_sizes(alone.lora)), costs.lora_decode
     return replace(
         costs, source=f"this machine, measured for a step of {rows} rows, and between devices of "
                       "an H200",
-        decode_floor=floor,
+        decode_floor=floor / with_adapter,
         decode_scale=_scale(measured, floor, lambda count: decode_seconds(
-            replace(costs, decode_floor=0.0, decode_scale=1.0), shape, work, _ALONE, count)),
+            replace(costs, decode_floor=0.0, decode_scale=1.0), shape, work, alone, count)),
         train_rate=costs.train_rate * faster, eager_rate=costs.eager_rate * faster,
-        optimizer=seconds["optimizer"] / shape.parameters, canary=seconds["canary"],
+        optimizer=seconds["optimizer"] / (
+            training.optimizer_steps * training.epochs * trained), canary=seconds["canary"],
         driver_row=driver, driver_row_apart=driver * costs.driver_row_apart / costs.driver_row)
 
 
 def _scale(measured: Measured, floor: float, gpu: Callable[[int], float]) -> float:
     """How many times what ``gpu`` says of so many rows their decode steps take, so that all of them
     together take what was measured."""
-    lengths = measured.lengths
-    steps = np.arange(int(lengths.max()))
-    alive = [len(lengths)] * len(steps) if measured.whole_batch else [
-        int((lengths > step).sum()) for step in steps]
+    alive = []
+    for lengths in np.split(measured.lengths, measured.rollouts):
+        steps = range(int(lengths.max()))
+        alive += [len(lengths)] * len(steps) if measured.whole_batch else [
+            int((lengths > step).sum()) for step in steps]
     alone = np.array([gpu(count) for count in alive])
     low, high = 0.0, measured.generate / alone.sum()
     for _ in range(60):

@@ -104,6 +104,11 @@ class Layout:
     staleness: int = 0  # above 0: grpo-async.py
 
     @property
+    def has_workers(self) -> bool:
+        """Whether the trainer waits for others at all."""
+        return self.engines > 0 or self.reference > 0
+
+    @property
     def devices(self) -> int:
         return self.train + self.engines * self.tensor_parallel + self.reference
 
@@ -122,6 +127,8 @@ class Training:
     optimizer_steps: int = 1  # a batch
     epochs: int = 1
     scores: bool = False  # whether anything is compared with a reference
+    own_scores: int = 0  # further forward passes over a batch before its first optimizer step
+    checkpointing: bool = False  # whether each layer is computed again in the backward pass
 
 
 def phases_of(
@@ -165,25 +172,25 @@ def decode_seconds(costs: Costs, shape: ModelShape, work: Work, layout: Layout, 
 
 def train_seconds(costs: Costs, shape: ModelShape, work: Work, layout: Layout, training: Training,
                   tokens: float) -> float:
-    """Of all optimizer steps on a batch whose completions have so many ``tokens``, the scores of a
-    reference without devices of its own included."""
+    """Of all optimizer steps on a batch whose completions have so many ``tokens``, and of what it
+    is scored with before: by the policy, a teacher, or a reference without devices of its own."""
     prompts = work.groups * (1 if training.packed else work.rows) * work.prompt_tokens
     computed = tokens + prompts
-    gathers = 2 + (training.scores and not layout.reference)
-    seconds = _compute_seconds(costs, shape, work, computed, training)
-    seconds *= costs.lora_train if layout.lora else 1.0
-    if training.scores and not layout.reference:
-        seconds *= 1 + costs.score_share
+    once = _compute_seconds(costs, shape, work, computed, training)
+    scores = training.own_scores + (training.scores and not layout.reference)
+    updates = training.epochs * (costs.lora_train if layout.lora else 1.0)
+    if training.checkpointing:
+        updates *= 1 + costs.score_share
     ranks, trained = layout.train, shape.parameters
-    seconds *= training.epochs / ranks
+    seconds = once * (updates + scores * costs.score_share) / ranks
     if layout.lora:
         trained = sum(shape.adapter_sizes(layout.lora))
     if ranks > 1:
-        passes = max(training.optimizer_steps, -(-computed // (ranks * training.micro_batch)))
-        passes *= training.epochs
+        pieces = -(-computed // (ranks * training.micro_batch))
+        passes = 2 * training.epochs * max(training.optimizer_steps, pieces) + scores * pieces
         share = (ranks - 1) / ranks
-        seconds += passes * gathers * (shape.layers * costs.gather
-                                       + shape.parameters * _WEIGHT * share / costs.link_rate)
+        seconds += passes * (shape.layers * costs.gather
+                             + shape.parameters * _WEIGHT * share / costs.link_rate)
         seconds += (training.optimizer_steps * training.epochs * trained * _GRADIENT * share
                     / costs.link_rate)
     return seconds + (training.optimizer_steps * training.epochs * trained * costs.optimizer

@@ -12,10 +12,11 @@ import torch
 
 from grpo.config.asynchronous import AsyncConfig, with_workers
 from grpo.config.schema import Config, ConfigError, load_config
-from grpo.policies.model_shape import LoRA, ModelShape
+from grpo.config.unread import value_at
+from grpo.policies.model_shape import ModelShape
 from grpo.run import fast_defaults
 from grpo.run.build import resolve_backend
-from grpo.run.device_memory import role_ledgers, run_ledger
+from grpo.run.device_memory import adapters_of, role_ledgers, run_ledger
 from grpo.run.ledger import Ledger
 from grpo.run.placement import plan_devices
 from grpo.run.plan.costs import Costs, Layout, Training, phases_of
@@ -24,6 +25,7 @@ from grpo.run.plan.simulate import Outcome, Phases, Simulation, Work
 
 #: A layout whose step is so many times the shortest is as good, if it has fewer GPUs.
 _ALIKE = 1.03
+_ROLES = ("train_model", "inference_model", "ref_model")
 #: Devices that train, in the layouts that are tried.
 _TRAIN = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -85,46 +87,98 @@ class Planner:
                     mean_tokens=mean, sigma=0.0 if fixed else options.sigma,
                     seed=config.train.seed)
 
-    def plans(self) -> list[Planned]:
-        """Those that fit by their time a step, then those that do not."""
-        found = [self.plan(layout) for layout in self.layouts()]
+    def plans(self) -> tuple[list[Planned], list[ConfigError]]:
+        """Those that fit by their time a step, then those that do not; and why other layouts, which
+        the user has not asked for, are no runs of this configuration.
+
+        Raises:
+            ConfigError: if there is no run at all.
+        """
+        self._check_numbers()
+        found, refused = [], []
+        for layout in self.layouts():
+            try:
+                found.append(self.plan(layout))
+            except ConfigError as error:
+                refused.append(error)
+        if not found:
+            raise refused[0] if refused else ConfigError(self._no_layout())
         return sorted(found, key=lambda plan: (
             round(plan.outcome.step, 2) if plan.outcome else float("inf"),
-            plan.layout.devices, plan.layout.tensor_parallel))
+            plan.layout.devices, plan.layout.tensor_parallel)), refused
+
+    def _no_layout(self) -> str:
+        keys = [f"{role}.{key}" for role in _ROLES
+                for key in ("num_devices", "devices", "tensor_parallel_size")]
+        said = ", ".join(f"{key}={value_at(self.config, key)}" for key in keys if key in self.given)
+        return (f"num_gpus={self.options.num_gpus}: no layout has what is given: {said}; raise "
+                "num_gpus, or remove one of these")
+
+    def _check_numbers(self) -> None:
+        """Refuse ``devices=[...]`` that no layout can keep."""
+        taken: set[int] = set()
+        for role, numbers in self._numbered():
+            given = f"{role}.devices={numbers}"
+            if self.kind == "cpu":
+                raise ConfigError(f"{given} numbers GPUs, but with device=cpu devices are "
+                                  "processes; use num_devices")
+            if missing := [number for number in numbers if number >= self._gpus]:
+                raise ConfigError(f"{given}: there is no GPU {missing[0]}; those of one host are 0 "
+                                  f"to {self._gpus - 1}; lower the number, or raise num_gpus="
+                                  f"{self.options.num_gpus}")
+            if shared := taken.intersection(numbers):
+                raise ConfigError(f"{given}: another role is on GPU {min(shared)} too, and how "
+                                  "long a step takes then is not known; give each role GPUs of "
+                                  "its own")
+            taken |= set(numbers)
+
+    def _numbered(self) -> list[tuple[str, list[int]]]:
+        """The roles whose GPUs the user has numbered; of a reference only if there is one."""
+        roles = _ROLES if self.config.needs_reference else _ROLES[:2]
+        sections = [(role, getattr(self.config, role).devices) for role in roles]
+        return [(role, numbers) for role, numbers in sections if numbers is not None]
+
+    @property
+    def _gpus(self) -> int:
+        """Numbers are of the GPUs of one host."""
+        options = self.options
+        return min(options.num_gpus, options.gpus_per_host) if self._numbered() else (
+            options.num_gpus)
 
     def layouts(self) -> Iterator[Layout]:
         """Those of ``grpo.py`` without devices for engines; else all GPUs are taken, as far as the
         devices that train are on one host."""
-        config, total, host = self.config, self.options.num_gpus, self.options.gpus_per_host
+        config, most = self.config, min(self._gpus, self.options.gpus_per_host)
         loras = [config.train_model.lora.enabled]
         if "train_model.lora.enabled" not in self.given:
             loras = [False, True]
         for lora in loras:
             for train in self._choices("train_model", config.train_model.ranks,
-                                       [n for n in _TRAIN if n <= min(total, host)]):
+                                       [n for n in _TRAIN if n <= most]):
                 references = [0]
                 if config.needs_reference and (not lora or config.ref_model.name):
-                    references = self._choices("ref_model", config.ref_model.num_devices or 0,
-                                               [0, 1, 2, 4])
+                    references = self._choices("ref_model", config.ref_model.count, [0, 1, 2, 4])
                 for reference in references:
                     yield from self._with_engines(train, reference, lora)
 
     def _with_engines(self, train: int, reference: int, lora: bool) -> Iterator[Layout]:
         config, options = self.config, self.options
-        adapters = _lora(config, lora)
-        left = options.num_gpus - train - reference
-        own = "inference_model.num_devices" in self.given
-        shares = train == 1 or self._backend == "vllm"
-        if shares and not own and not reference and train <= options.num_gpus:
+        adapters = adapters_of(config, enabled=lora)
+        left = self._gpus - train - reference
+        own, count = self._engines_given, config.inference_model.count
+        # Alone on one device grpo.py takes the first; an engine on several has them for itself.
+        shares = (config.train_model.devices in (None, [0]) if train == 1 else
+                  self._backend == "vllm") and config.inference_model.tensor_parallel_size == 1
+        if shares and not own and not reference and train <= self._gpus:
             yield Layout(train=train, engines=0, lora=adapters)
         for size in self._choices("inference_model.tensor_parallel_size",
                                   config.inference_model.tensor_parallel_size,
                                   self._tensor_parallel()):
-            devices = config.inference_model.num_devices if own else left
-            if not 0 < devices <= left or devices // size < 1:
+            devices = count if own else left
+            if not 0 < devices <= left or devices // size < 1 or own and devices % size:
                 continue
             for staleness in sorted({0, config.train.staleness}):
-                if staleness or options.num_gpus <= options.gpus_per_host:
+                if staleness or self._gpus <= options.gpus_per_host:
                     yield Layout(train=train, engines=devices // size, tensor_parallel=size,
                                  reference=reference, lora=adapters, staleness=staleness)
 
@@ -134,9 +188,16 @@ class Planner:
         return [2**k for k in range(most.bit_length()) if self.kind == "cuda" or not k]
 
     def _choices(self, key: str, value: int, others: list[int]) -> list[int]:
-        """The value of a key that was given, else all others."""
-        key = key if "." in key else f"{key}.num_devices"
-        return [value] if key in self.given else others
+        """The value of a key, or of a role's devices, that was given, else all others."""
+        return [value] if key in self.given or self._has_devices(key) else others
+
+    def _has_devices(self, role: str) -> bool:
+        """Whether the user has said which devices a role has, or how many."""
+        return f"{role}.num_devices" in self.given or role in dict(self._numbered())
+
+    @property
+    def _engines_given(self) -> bool:
+        return self._has_devices("inference_model") and self.config.inference_model.count > 0
 
     def plan(self, layout: Layout) -> Planned:
         """Memory and time of a layout."""
@@ -148,7 +209,8 @@ class Planner:
         limit = self._rows_at_a_time(config, layout, ledgers)
         outcome = (self._simulate(layout, phases, limit=limit) if self.fits(ledgers, layout)
                    else None)
-        started = config.turns_per_batch * (1 + layout.staleness) // max(1, layout.engines)
+        started = (config.turns_per_batch * (1 + layout.staleness) // layout.engines
+                   if layout.engines else config.env.num_envs * config.env.repeats)
         return Planned(layout, tuple(keys), ledgers, training, phases, min(limit, started), outcome)
 
     def recommended(self, plans: list[Planned], *, lora: bool) -> Planned | None:
@@ -171,7 +233,7 @@ class Planner:
     def _without_idle(self, plan: Planned, limit: float) -> Planned:
         """With as few engines as keep a step within so many seconds."""
         too_few, enough = 0, plan
-        if "inference_model.num_devices" in self.given:
+        if self._engines_given:
             return plan
         while enough.layout.engines - too_few > 1:
             middle = (too_few + enough.layout.engines) // 2
@@ -201,6 +263,8 @@ class Planner:
         if layout.reference:
             chosen["ref_model"] = {"num_devices": layout.reference}
         values = self.config.model_dump()
+        if not layout.reference:  # also that of adapters, which is the trainer's own model
+            values["ref_model"] |= {"num_devices": None, "devices": None, "sharded": None}
         for section, keys in chosen.items():
             values[section] |= keys
         values["train_model"]["lora"]["enabled"] = layout.lora is not None
@@ -208,6 +272,8 @@ class Planner:
             values["ray"]["address"] = "auto"
         if layout.staleness == 0:
             del values["train"]["staleness"]
+            if not layout.has_workers:
+                del values["train"]["rollout_timeout"]
             config = with_workers(synchronous(values))
             chosen["train"] = {}
         else:
@@ -218,7 +284,14 @@ class Planner:
             lines.append("train_model.lora.enabled=true")
         if layout.devices > self.options.gpus_per_host:
             lines.append("ray.address=auto")
-        return config, [line for line in lines if line.partition("=")[0] not in self.given]
+        return config, [line for line in lines if not self._stays(line.partition("=")[0])]
+
+    def _stays(self, key: str) -> bool:
+        """Whether the user's own value of a key is that of the layout."""
+        role, _, name = key.partition(".")
+        if name == "num_devices" and role in dict(self._numbered()):
+            return True
+        return key in self.given and value_at(self.config, key) is not None
 
     def training_of(self, layout: Layout) -> Training:
         """How the trainer of a layout computes."""
@@ -239,7 +312,9 @@ class Planner:
         return chosen, Training(
             compiled=bool(chosen.train_model.compile), packed=bool(chosen.train.packing),
             micro_batch=budget, epochs=chosen.train.epochs, scores=chosen.needs_reference,
-            optimizer_steps=chosen.turns_per_batch // chosen.rows_per_optimizer_step)
+            optimizer_steps=chosen.turns_per_batch // chosen.rows_per_optimizer_step,
+            own_scores=_own_scores(chosen),
+            checkpointing=chosen.train_model.gradient_checkpointing)
 
     def _ledgers(self, config: Config, layout: Layout) -> dict[str, Ledger]:
         of_run = partial(
@@ -264,7 +339,8 @@ class Planner:
         return Simulation(
             self.work, phases, engines=max(1, layout.engines), staleness=layout.staleness,
             in_flight=in_flight, references=layout.reference, limit=limit,
-            oversample=self.config.train.oversample if layout.staleness else 0.0).go()
+            oversample=self.config.train.oversample if layout.staleness else 0.0,
+            rollout=None if layout.engines else self.config.env.num_envs).go()
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -286,10 +362,11 @@ class Planner:
             self.options.prompt_tokens + self.config.max_tokens)
 
 
-def _lora(config: Config, enabled: bool) -> LoRA | None:
-    lora = config.train_model.lora
-    return LoRA(rank=lora.r, targets=lora.target_modules and tuple(lora.target_modules),
-                layers=lora.layer_indices and tuple(lora.layer_indices)) if enabled else None
+def _own_scores(config: Config) -> int:
+    """Forward passes of the trainer over a batch, beside the reference's."""
+    train = config.train
+    by_policy = train.proximal == "scored" or train.entropy_top_fraction is not None
+    return by_policy + (config.distill.teacher is not None)
 
 
 def synchronous(values: dict[str, Any]) -> Config:

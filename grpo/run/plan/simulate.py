@@ -148,6 +148,8 @@ class Simulation:
         references: devices that score groups as they come.
         limit: rows that an engine generates at a time.
         oversample: of the schedule.
+        rollout: groups that are generated together, and then the next; None: each group that is
+            finished makes room for another.
         steps, skipped: batches that are trained, and those that do not count.
 
     Attributes:
@@ -158,13 +160,14 @@ class Simulation:
 
     def __init__(
         self, work: Work, phases: Phases, *, engines: int, staleness: int, in_flight: bool = True,
-        references: int = 0, limit: int = 1024, oversample: float = 0.0, steps: int = 12,
-        skipped: int = 4,
+        references: int = 0, limit: int = 1024, oversample: float = 0.0, rollout: int | None = None,
+        steps: int = 12, skipped: int = 4,
     ) -> None:
         self.work, self.phases, self.in_flight = work, phases, in_flight
         self.schedule = RolloutSchedule(work.groups, staleness=staleness, oversample=oversample)
         self.engines = [Engine(phases.decode, limit) for _ in range(engines)]
-        self.each = max(1, min(limit, work.groups * work.rows) // work.rows)
+        self.each = rollout or max(1, min(limit, work.groups * work.rows) // work.rows)
+        self.rollout = rollout
         self.references, self.steps, self.skipped = references, steps, skipped
         self.trained: list[tuple[Group, int]] = []
         self.started: set[int] = set()
@@ -201,6 +204,8 @@ class Simulation:
     # -- engines -------------------------------------------------------------------------------
 
     def _hand_out(self) -> None:
+        if self.rollout is not None and self.schedule.running:
+            return
         given = self.schedule.deal(range(len(self.engines)), each=self.each, now=self.now)
         for number, leases in given.items():
             for lease in leases:
