@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import httpx
 
@@ -67,8 +67,8 @@ class OpenAIPolicy(Policy):
         >>> policy.generate_from_ids([[5, 6, 7]])["tokens", "response"]      # doctest: +SKIP
     """
 
-    #: How whoever uses it gives it more time.
-    more_time: ClassVar[str] = "give timeout=SECONDS"
+    #: How whoever uses it gives it more time; a run has a key for that.
+    more_time: str = "give timeout=SECONDS"
 
     def __init__(
         self, url: str, sampling: Sampling, *, tokenizer: Any, model: str | None = None,

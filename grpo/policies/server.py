@@ -37,6 +37,9 @@ class ServerPolicy(Policy):
         >>> policy.generate_from_ids([[5, 6, 7]])["tokens", "response"]        # doctest: +SKIP
     """
 
+    #: How whoever uses it gives it more time; a run has a key for that.
+    more_time: str = "give timeout=SECONDS"
+
     def __init__(
         self, client: EngineClient, sampling: Sampling, *, ignore_eos: bool = False,
         seeded: bool = True, timeout: float = 1200.0, stop: Callable[[], None] | None = None,
@@ -72,8 +75,7 @@ class ServerPolicy(Policy):
                 stop_token_ids=None if self.ignore_eos else list(self.eos_token_ids),
                 seed=self.sampling.row_seed(self.calls) if self.seeded else None)
         except EngineTimeoutError as error:
-            raise EngineTimeoutError(f"{error}; if batches take longer, raise "
-                                     "train.rollout_timeout") from None
+            raise EngineTimeoutError(f"{error}; if batches take longer, {self.more_time}") from None
         _refuse_aborted(answers)
         return Completions(
             tokens=[answer.tokens[0] for answer in answers],

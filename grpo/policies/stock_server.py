@@ -166,8 +166,6 @@ class StockPolicy(OpenAIPolicy):
         >>> policy.generate_from_ids([[5, 6, 7]])["log_probs", "full"]       # doctest: +SKIP
     """
 
-    more_time = "raise train.rollout_timeout"
-
     def __init__(self, server: StockServer, sampling: Sampling, *, seeded: bool = True,
                  ignore_eos: bool = False, stop: Callable[[], None] | None = None,
                  **options: Any) -> None:

@@ -43,7 +43,7 @@ def assemble_atropos(
     config: AtroposConfig, run_dir: Path, checkpoint: Checkpoint | None, at_end: ExitStack, *,
     checks: list[Callable[[], None]] | None = None,
     on_serving: Callable[[], None] = lambda: None, asked: Config | None = None,
-    explain: Callable[[], str] = str, finished: Callable[[], bool] = lambda: False,
+    explain: Callable[[], str] = str, ended: Callable[[], bool] = lambda: False,
 ) -> AtroposTrainer:
     """A trainer whose rollouts are what environments send; see :func:`grpo.run.assemble.assemble`.
 
@@ -52,7 +52,7 @@ def assemble_atropos(
             depends on is gone, such as an environment. May grow.
         on_serving: called once, as soon as the environments' questions can be answered.
         explain: says why no groups come, as far as it can be known; asked when that is an error.
-        finished: whether all environments have ended, so that no group comes any more.
+        ended: whether all environments have ended, so that no group comes any more.
         asked: the configuration by which a later run recognises its own, if it is another.
 
     Raises:
@@ -122,7 +122,7 @@ def assemble_atropos(
     on_serving()
     collector = build_atropos.build_collector(
         start, actor, run_dir, at_end, checks, driver=None if ahead else driver, explain=explain,
-        finished=finished, records=bridge and bridge.records, version=lambda: weights.version,
+        ended=ended, records=bridge and bridge.records, version=lambda: weights.version,
         reference=pool)
 
     reference = None if pool else build_objective.build_reference(

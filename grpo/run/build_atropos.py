@@ -159,7 +159,7 @@ def build_collector(
     start: Start, actor: AnyActor, run_dir: Path, at_end: ExitStack,
     checks: Sequence[Callable[[], None]], *, driver: BridgeDriver | None,
     records: Records | None, version: Callable[[], int], explain: Callable[[], str],
-    finished: Callable[[], bool], reference: WorkerPool | None = None,
+    ended: Callable[[], bool], reference: WorkerPool | None = None,
 ) -> CheckedCollector:
     """Batches of the groups that environments send to the API.
 
@@ -198,7 +198,7 @@ def build_collector(
         GroupAssembler(source, converter, rows=config.turns_per_batch,
                        version=version, records=records),
         driver=driver, policy=actor.policy, timeout=atropos.timeout, explain=explain,
-        ended=finished,
+        ended=ended,
         recompute=RecomputeLogProbs(actor.scorer, max_tokens=scoring_budget(config)),
         dump_to=run_dir / "temp.json" if atropos.dump_batch else None)
 

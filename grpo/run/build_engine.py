@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 _CALL_TIMEOUT = 120.0
+_MORE_TIME = "raise train.rollout_timeout"  # advice of policies that wait for a server
 
 
 @dataclass(frozen=True)
@@ -231,19 +232,23 @@ def open_server(
 
 def server_policy(setup: Setup, client: EngineClient, server: RunServer | None) -> ServerPolicy:
     """What generates by a server; the run's own ends with it."""
-    return ServerPolicy(client, setup.sampling, stop=server and server.stop,
-                        timeout=setup.config.train.rollout_timeout,
-                        seeded=setup.seeds_rows, **setup.policy_options())
+    policy = ServerPolicy(client, setup.sampling, stop=server and server.stop,
+                          timeout=setup.config.train.rollout_timeout,
+                          seeded=setup.seeds_rows, **setup.policy_options())
+    policy.more_time = _MORE_TIME
+    return policy
 
 
 def stock_policy(setup: Setup, server: StockServer, weights: WeightSync) -> StockPolicy:
     """What generates by a server that is none of this library."""
-    return StockPolicy(
+    policy = StockPolicy(
         server, setup.sampling, tokenizer=setup.tokenizer, seeded=setup.seeds_rows,
         connections=setup.config.inference_model.connections or 64,
         timeout=setup.config.train.rollout_timeout,
         max_model_len=setup.max_model_len, version=lambda: weights.version,
         stop=weights.close if isinstance(weights, StockLoRA) else None, **setup.policy_options())
+    policy.more_time = _MORE_TIME
+    return policy
 
 
 def _connected(

@@ -11,6 +11,7 @@ from grpo.run.placement import DevicePlan
 from grpo.run.ray_token import token_of_ray
 from grpo.system.child_process import package_environment
 from grpo.system.cores import share_cores
+from grpo.system.descendants import children, gone_after
 from grpo.training.stopping import handlers_kept
 
 # Of the Ray that a run starts. Its head process would keep the timeline of each of the last 100,000
@@ -42,6 +43,7 @@ def start_ray(**options: Any) -> Callable[[], None]:
     # Workers find this very package, not what lies in the folder of a script.
     variables = {"PYTHONPATH": package_environment()["PYTHONPATH"], **share_cores()}
     forget_token = token_of_ray(own=options.get("address") == "local")
+    others = children()
     try:
         with ExitStack() as after_a_failure, handlers_kept():
             after_a_failure.callback(forget_token)
@@ -60,8 +62,11 @@ def start_ray(**options: Any) -> Callable[[], None]:
             f"ray.address={address}: {reason}; check the address and that `ray status` answers "
             "there") from error
 
+    started = children() - others  # none where it has connected to another's
+
     def end() -> None:
-        ray.shutdown()
+        with gone_after(started):  # as workers are not when it returns: they still hold memory
+            ray.shutdown()
         forget_token()
 
     return end

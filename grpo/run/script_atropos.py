@@ -52,7 +52,7 @@ def assemble_on_atropos(
     return assemble_atropos(
         composed, run_dir, checkpoint, at_end, checks=checks, on_serving=start_environment,
         asked=config, explain=lambda: troubles_of(processes),
-        finished=lambda: all_finished(processes))
+        ended=lambda: all_finished(processes))
 
 
 def _script_of(config: Config) -> Path:

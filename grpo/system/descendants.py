@@ -1,12 +1,12 @@
-"""End all that this process has started, when there is no time to ask any of it."""
+"""End what this process has started, and what that has, without asking any of it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from grpo.system.processes import all_running, command_line, running
 
@@ -17,10 +17,43 @@ _TRACKER = "multiprocessing.resource_tracker"
 def end_descendants(*, timeout: float = 5.0) -> None:
     """Kill what this process has started, and what that has; returns when it is gone, or after
     ``timeout`` seconds. Without effect where there is no ``/proc``."""
-    found: dict[int, bool] = {}
+    _end({}, above={os.getpid()}, timeout=timeout)
+
+
+def children() -> set[int]:
+    """Numbers of the processes that this one has started and that run."""
+    me = os.getpid()
+    return {pid for pid, process in all_running().items() if process.parent == me}
+
+
+@contextmanager
+def gone_after(roots: Iterable[int], *, timeout: float = 10.0) -> Iterator[None]:
+    """Some children of this process, and all below them, are gone when the block has ended.
+
+    The block asks them to end. They have ``timeout`` seconds for it; what runs then is killed.
+    """
+    roots = set(roots)
+    found = {pid: process for pid, process in all_running().items()
+             if pid in roots | _below(roots).keys()}
+    yield
+    deadline = time.monotonic() + timeout
+
+    def left() -> set[int]:  # its start tells a process from a later one with its number
+        return {pid for pid, process in found.items()
+                if (now := running(pid)) is not None and now.started == process.started}
+
+    while (late := left()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if late:
+        _end({pid: _tracks(pid) for pid in late}, above=late, timeout=5.0)
+
+
+def _end(found: dict[int, bool], *, above: set[int], timeout: float) -> None:
+    """Kill processes and all below ``above``."""
     # Stopped first: what one of them starts meanwhile is nobody's descendant once that one is gone.
-    while new := {pid: tracks for pid, tracks in _descendants().items() if pid not in found}:
-        found |= new
+    _signal((pid for pid, tracks in found.items() if not tracks), signal.SIGSTOP)
+    while new := {pid: tracks for pid, tracks in _below(above).items() if pid not in found}:
+        found = found | new
         _signal((pid for pid, tracks in new.items() if not tracks), signal.SIGSTOP)
     _signal((pid for pid, tracks in found.items() if not tracks), signal.SIGKILL)
     deadline = time.monotonic() + timeout
@@ -29,12 +62,16 @@ def end_descendants(*, timeout: float = 5.0) -> None:
     _signal((pid for pid, tracks in found.items() if tracks and running(pid)), signal.SIGKILL)
 
 
-def _descendants() -> dict[int, bool]:
-    """Running processes below this one, each with whether it is Python's resource tracker."""
-    processes, found, newest = all_running(), {}, {os.getpid()}
+def _below(above: set[int]) -> dict[int, bool]:
+    """Running processes below some, each with whether it is Python's resource tracker."""
+    processes, found, newest = all_running(), {}, above
     while newest := {pid for pid, process in processes.items() if process.parent in newest}:
-        found |= {pid: _TRACKER in command_line(pid) for pid in newest}
+        found |= {pid: _tracks(pid) for pid in newest}
     return found
+
+
+def _tracks(pid: int) -> bool:
+    return _TRACKER in command_line(pid)
 
 
 def _signal(pids: Iterable[int], number: int) -> None:

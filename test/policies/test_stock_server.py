@@ -47,10 +47,10 @@ def test_log_probs_are_those_of_the_sampled_ids(there, tokenizer):
     policy.close()
 
 
-def test_a_batch_that_takes_too_long_names_the_key_that_gives_it_more_time(there, tokenizer):
+def test_a_batch_that_takes_too_long_says_how_it_gets_more_time(there, tokenizer):
     policy = policy_of(there, tokenizer)
     policy.timeout = 0.0
-    with pytest.raises(OpenAIServerError, match="until the deadline.* raise train.rollout_timeout"):
+    with pytest.raises(OpenAIServerError, match="until the deadline.* give timeout=SECONDS"):
         policy.generate_from_ids([[5, 6]])
 
 

@@ -250,7 +250,7 @@ def test_a_server_may_take_as_long_for_a_batch_as_the_run_says(setup_of, stock, 
     setup, weights = setup_of(config), SimpleNamespace(version=0)
     policy = (build_engine.stock_policy(setup, there, weights) if stock
               else build_engine.server_policy(setup, there, None))
-    assert policy.timeout == 9.0
+    assert policy.timeout == 9.0 and policy.more_time == "raise train.rollout_timeout"
 
 
 # -- a server of the run ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from contextlib import ExitStack
 
@@ -12,6 +13,8 @@ from grpo.config.asynchronous import AsyncConfig
 from grpo.config.schema import Config, ConfigError, load_config
 from grpo.report.starting import Starting
 from grpo.run.placement import Places, plan_devices, positions, unused_reference, visible
+
+from ..support import wait_until, with_variable
 
 KL = {"train": {"kl_to_ref_coeff": 0.1}}
 
@@ -256,3 +259,24 @@ def test_the_ray_of_a_run_keeps_no_record_of_calls():
         ray.kill(actor)
         time.sleep(2)  # they would be sent each second
         assert ray.timeline() == []
+
+
+def test_nothing_of_the_ray_of_a_run_is_there_once_it_has_ended(tmp_path, monkeypatch):
+    """On a busy machine workers go some time after Ray's ``shutdown``, and hold a GPU's memory
+    until then. Here two stand-ins for it start one and leave it."""
+    ray = pytest.importorskip("ray")
+    from grpo.run.local_ray import start_ray
+
+    variables = os.environ | {"GRPO_TEST_RAY": str(tmp_path)}
+    before = subprocess.Popen(["sleep", "300"])
+    started = []
+    monkeypatch.setattr(ray, "init", lambda **options: started.append(
+        subprocess.Popen(["sh", "-c", "sleep 2; exit 0"], env=variables)))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    end = start_ray(address="local")
+    wait_until(lambda: len(with_variable("GRPO_TEST_RAY", tmp_path)) == 2)
+    end()
+    assert with_variable("GRPO_TEST_RAY", tmp_path) == []
+    assert started[0].wait() == 0 and before.poll() is None  # it had the time it took
+    before.kill()
+    before.wait()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from grpo.system.descendants import end_descendants
+from grpo.system.descendants import children, end_descendants, gone_after
 
 from ..support import REPO, wait_until, with_variable
 
@@ -55,3 +56,34 @@ def test_shared_memory_of_what_is_killed_is_removed(tmp_path):
     end_descendants()
     assert not Path("/dev/shm", name).exists()
     child.communicate()
+
+
+def test_some_children_have_time_to_end_and_are_killed_with_all_below_after_it(tmp_path):
+    """Of three, one ends when it is asked, one ignores that, and one is not meant."""
+    variables = os.environ | {MARK: str(tmp_path)}
+    before = children()
+    asked = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], env=variables)
+    deaf = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 300 & (sleep 300); sleep 300"],
+                            env=variables)
+    assert children() - before == {asked.pid, deaf.pid}
+    beside = subprocess.Popen(["sleep", "300"])
+    wait_until(lambda: len(with_variable(MARK, tmp_path)) == 5, every=0.05)
+    begun = time.monotonic()
+    with gone_after({asked.pid, deaf.pid}, timeout=0.5):
+        asked.terminate()
+        deaf.terminate()
+    assert 0.5 <= time.monotonic() - begun < 5
+    assert with_variable(MARK, tmp_path) == []
+    assert beside.poll() is None
+    beside.kill()
+    for process in (asked, deaf, beside):
+        process.wait()
+
+
+def test_nothing_is_waited_for_when_all_end_as_they_are_asked():
+    child = subprocess.Popen(["sleep", "300"])
+    begun = time.monotonic()
+    with gone_after({child.pid}):
+        child.terminate()
+    assert time.monotonic() - begun < 5
+    assert child.wait() == -15

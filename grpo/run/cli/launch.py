@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None, *, prog: str = "atropos-grpo-run") -> No
         trainer = assemble_atropos(config, run_dir, checkpoint, at_end, checks=checks,
                                    on_serving=start_environments,
                                    explain=lambda: troubles_of(processes),
-                                   finished=lambda: all_finished(processes))
+                                   ended=lambda: all_finished(processes))
         trainer.fit()
 
 
