@@ -23,6 +23,7 @@ def files(tmp_path, monkeypatch):
         "test_good.py": "def test_a(): pass\ndef test_b(): pytest.skip('no')\n",
         "test_bad.py": "def test_a(): assert 1 == 2\n",
         "test_endless.py": "def test_a():\n    import time\n    time.sleep(60)\n",
+        "test_slower.py": "def test_a():\n    import time\n    time.sleep(3)\n",
         "test_broken.py": "import no_such_module\n",
     }
     for name, source in sources.items():
@@ -33,8 +34,8 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(folder: Path, *units: Unit, budget: float = 60.0) -> Session:
-    session = Session(units, budget=budget, lanes=2, folder=folder / "logs")
+def run(folder: Path, *units: Unit, budget: float = 60.0, **options) -> Session:
+    session = Session(units, budget=budget, lanes=2, folder=folder / "logs", **options)
     session.run()
     return session
 
@@ -58,6 +59,16 @@ def test_the_budget_is_kept_and_what_did_not_run_is_known(files):
     assert time.monotonic() - started < 15
     assert (session.waiting, session.unfinished) == ([long], [endless])
     assert list(session.seconds) == ["test_good.py"] and session.failed == []
+
+
+def test_what_always_runs_has_the_time_that_it_takes_and_may_not_be_skipped(files, capsys):
+    slower, good, bad = (Unit(f"test_{name}.py", 99.0) for name in ("slower", "good", "bad"))
+    session = run(files, slower, good, bad, budget=1.0, always=[slower.name, good.name])
+    assert session.seconds.keys() == {slower.name, good.name} and session.waiting == [bad]
+    assert session.failed == [good.name]
+    printed = capsys.readouterr().out
+    assert "test_good.py:4: no" in printed
+    assert "it was skipped, and is to run at every commit" in printed
 
 
 def test_every_unit_comes_first_at_some_commit_and_always_at_the_same():
