@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import email
 import importlib.metadata as metadata
+import importlib.util
 import os
 import re
 import runpy
@@ -338,3 +339,15 @@ def test_a_failed_set_up_leaves_no_stamp(tmp_path):
     result = make("setup", f"PYTHON={sys.executable}", cwd=tmp_path)
     assert result.returncode and "no disk space" in result.stderr
     assert not list(tmp_path.glob(".venv/ready-*"))
+
+
+@pytest.mark.skipif(sys.prefix != str(ROOT / ".venv"), reason="this is not set-up's environment")
+@pytest.mark.parametrize("module", ["torch._dynamo.convert_frame", "tensordict._td", "ray.actor",
+                                    "transformers.modeling_utils", "vllm.v1.engine.core"])
+def test_what_runs_import_is_compiled_once_whatever_the_environment_says(module):
+    """Each process of a run would do so again, where an image sets PYTHONDONTWRITEBYTECODE."""
+    package, _, _ = module.partition(".")
+    folder = Path(importlib.util.find_spec(package).submodule_search_locations[0])
+    source = folder.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    assert source.exists()
+    assert Path(importlib.util.cache_from_source(str(source))).exists()
