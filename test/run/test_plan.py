@@ -164,6 +164,13 @@ def test_memory_is_that_of_the_runs_ledger(tmp_path):
     assert f"{ledgers['train'].total / GIB:.1f} + " in table([plan])
 
 
+def test_what_takes_its_time_is_said_beside_the_page(capsys):
+    main([MODEL, "num_gpus=2", *SMALL])
+    said = capsys.readouterr()
+    assert re.fullmatch(r"loading PyTorch and Transformers\nsimulating \d+ layouts\n", said.err)
+    assert "simulating" not in said.out
+
+
 def test_what_does_not_fit_is_left_out_and_counted(capsys):
     text = printed(capsys, "model.name=Qwen/Qwen2.5-7B", "num_gpus=4", "env.num_envs=8",
                    "env.repeats=4", "inference_model.max_tokens=64", "gpu_memory_gib=20",

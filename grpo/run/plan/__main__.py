@@ -55,6 +55,11 @@ def _check_bare(text: str) -> None:
         raise ConfigError(unknown_key(key, value, [*PlanOptions.model_fields, *_BARE]))
 
 
+def _say(text: str) -> None:
+    """What takes its time, on standard error: the page alone goes into a file."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def _plan(options: PlanOptions, recipe: str, keys: list[str], *, rows: int) -> str:
     from grpo.run.cli.script import check_names
 
@@ -63,6 +68,7 @@ def _plan(options: PlanOptions, recipe: str, keys: list[str], *, rows: int) -> s
     if "async" not in recipe:
         raise ConfigError(f"--config-name {recipe}: give a recipe of grpo-async.py, which has the "
                           "keys of both scripts, such as grpo_async_gsm8k")
+    _say("loading PyTorch and Transformers")
     import hydra
 
     import grpo.run.cli  # noqa: F401  shares the cores, before PyTorch is imported
@@ -77,6 +83,7 @@ def _plan(options: PlanOptions, recipe: str, keys: list[str], *, rows: int) -> s
     given = frozenset(key.partition("=")[0].lstrip("+") for key in keys)
     with tempfile.TemporaryDirectory() as folder:
         planner = make_planner(config, given, options, Path(folder))
+        _say(f"simulating {len(list(planner.layouts()))} layouts")
         plans, refused = planner.plans()
         return page(planner, plans, [recipe, *keys], rows=rows, refused=refused)
 
