@@ -16,8 +16,7 @@ from omegaconf import OmegaConf
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.presets import describe_preset, leaves
 from grpo.config.recipes import recipes, unknown_group
-from grpo.config.schema import Config, ConfigError
-from grpo.config.sent import load_sent
+from grpo.config.schema import Config, ConfigError, load_config
 from grpo.config.trl_names import FIELDS, translate
 from grpo.policies.model_source import look_for
 from grpo.report.history import History
@@ -230,10 +229,11 @@ def compose(keys: Mapping[str, Any], recipe: str = "grpo") -> Config:
         raise ConfigError(errors[0])
     with hydra.initialize_config_dir(str(recipes()), version_base=None):
         values = hydra.compose(recipe, [f"{key}={value}" for key, value in groups.items()])
+    schema = AsyncConfig if "ray" in values else Config  # the recipe says, no key beside it
     OmegaConf.set_struct(values, False)
     for key, value in keys.items():
         if key not in groups:
             OmegaConf.update(values, key, value, merge=value == {})  # which empties no section
     if (preset := groups.get("preset", "none")) != "none":
         print("preset", describe_preset(preset, values, config_folder=recipes()))
-    return load_sent(OmegaConf.to_container(values, resolve=True))
+    return load_config(OmegaConf.to_container(values, resolve=True), schema)
