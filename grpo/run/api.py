@@ -18,6 +18,7 @@ from grpo.config.presets import describe_preset, leaves
 from grpo.config.recipes import recipes, unknown_group
 from grpo.config.schema import Config, ConfigError, load_config
 from grpo.config.trl_names import FIELDS, translate
+from grpo.config.trl_names.loss import refuse_both
 from grpo.policies.model_source import look_for
 from grpo.report.history import History
 from grpo.report.loggers import METRICS_FILE
@@ -199,6 +200,7 @@ def own_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Values by the dotted keys of today; says what becomes of TRL's names."""
     named = {key: value for key, value in config.items() if key in FIELDS}
     own = dict(leaves({key: value for key, value in config.items() if key not in named}))
+    refuse_both(f"preset={own.get('preset', 'none')}", named.get("loss_type"))
     done = translate(named, own)
     for line in done.said:
         print(line)

@@ -65,6 +65,18 @@ def loss(values: Values) -> dict[str, Any]:
     return keys
 
 
+def refuse_both(preset: str, loss_type: Any) -> None:
+    """Refuse a preset beside ``loss_type``, where neither stands behind the other.
+
+    Args:
+        preset: as it was given, ``preset=NAME``; none is no preset.
+        loss_type: None if it is not given.
+    """
+    if loss_type is not None and preset not in ("", "preset=none"):
+        raise ConfigError(f"{preset} and loss_type={loss_type} both say what the objective is; "
+                          "give one")
+
+
 def _is_swept(values: Values) -> bool:
     """Whether runs of a sweep have several objectives, of which each has its own range."""
     swept = [key for key in ("preset", "train.objective") if key in values.swept]

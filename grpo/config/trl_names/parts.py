@@ -15,12 +15,15 @@ _TASKS = {"openai/gsm8k": "gsm8k"}
 #: What they read of it.
 _OF_THE_TASK = {"dataset_config": "main", "dataset_train_split": "train",
                 "dataset_test_split": "test"}
+#: Keys of today that leave nothing of a data set that a name says.
+_OTHERS = {"env", "env.dataset", "env.dataset_mixture"}
 
 
 def data(values: Values) -> dict[str, Any]:
     """The data set, or a mixture."""
     if values.own.get("env", "dataset") != "dataset" or values.own.keys() & {
-            "env.dataset", "env.path", "env.dataset_mixture"}:
+            "env.dataset", "env.path", "env.dataset_mixture"} or not _OTHERS.isdisjoint(
+                values.swept):
         if values.named("dataset_name", "datasets", "dataset_mixture"):
             values.notes.append("  another data set is chosen behind it")
         return {}
