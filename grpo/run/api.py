@@ -17,7 +17,7 @@ from grpo.config.asynchronous import AsyncConfig
 from grpo.config.presets import describe_preset, leaves
 from grpo.config.recipes import recipes, unknown_group
 from grpo.config.schema import Config, ConfigError, load_config
-from grpo.config.trl_names import FIELDS, translate
+from grpo.config.trl_names import FIELDS, translate, typed
 from grpo.config.trl_names.loss import refuse_both
 from grpo.policies.model_source import look_for
 from grpo.report.history import History
@@ -204,10 +204,14 @@ def own_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     done = translate(named, own)
     for line in done.said:
         print(line)
-    if both := [key for key in done.keys if own.get(key, done.keys[key]) != done.keys[key]]:
+    other = [key for key in done.keys if own.get(key, done.keys[key]) != done.keys[key]]
+    if both := [key for key in other if key not in done.implied]:
         raise ConfigError(f"{both[0]}={own[both[0]]} and a name of TRL for the same are given; "
                           "give one")
-    return own | done.keys
+    if other:  # than what a name only implies
+        text = " ".join(f"{key}={typed(own[key])}" for key in other)
+        print(f"the key that is given wins: {text}")
+    return own | done.keys | own
 
 
 def compose(keys: Mapping[str, Any], recipe: str = "grpo") -> Config:

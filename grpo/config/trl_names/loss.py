@@ -43,7 +43,7 @@ def loss(values: Values) -> dict[str, Any]:
                                 f"train.objective={chosen}" if chosen else f"loss_type={kind}")
     if values.any("loss_type", "importance_sampling_level"):
         keys["train.objective"] = objective
-    wins = values.whole and "train.clip_epsilon" in values.own
+    wins = "train.clip_epsilon" in values.own and (values.whole or not values.named(*_RANGE))
     if not wins and (values.named(*_RANGE) or values.whole and objective in _CLIPPED
                      or not chosen and values.any("loss_type", "importance_sampling_level")):
         keys |= _clip(values, objective)

@@ -53,8 +53,10 @@ def data(values: Values) -> dict[str, Any]:
         raise ConfigError("test_split_size: it is of datasets, which are mixed; of one data set "
                           "write env.task.num_test, and put it into dataset_mixture")
     if keys:
-        keys["env.prompt_column"] = column or "prompt"
-        first = values.given.get("system_prompt", "")
+        keys["env.prompt_column"] = values.today(
+            "env.prompt_column", "dataset_prompt_column", column or "prompt")
+        first = values.today("env.system_prompt", "system_prompt",
+                             values.given.get("system_prompt", ""))
         keys["env.task.chat"] = chat = column is not None or bool(first)
         if chat:
             keys["env.system_prompt"] = first

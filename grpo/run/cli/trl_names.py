@@ -33,19 +33,21 @@ def overrides_of(
 
     Args:
         given: values by TRL's names.
-        own: values by the keys of today that are given as well, which win.
+        own: values by the keys of today that are given as well, which win over a file, and over
+            what a name only implies.
         whole, swept: see :func:`grpo.config.trl_names.translate`.
     """
     done = translate(given, own, whole=whole, swept=swept)
     named = {key for key, value in done.keys.items() if key in own and own[key] != value}
-    if named and not whole:
-        key = sorted(named)[0]
+    if not whole and (twice := sorted(named - done.implied)):
+        key = twice[0]
         raise ConfigError(f"{key}={typed(own[key])} and {key}={typed(done.keys[key])}, by "
                           f"{' and '.join(given)}, are the same setting; give one")
     kept = {key: value for key, value in done.keys.items() if key not in {*own, *swept}}
     if won := sorted(named - done.defaults):
-        done.said.append("what is typed behind it wins: "
-                         + " ".join(f"{key}={typed(own[key])}" for key in won))
+        text = " ".join(f"{key}={typed(own[key])}" for key in won)
+        done.said.append(f"what is typed behind it wins: {text}" if whole else
+                         f"the key that is given wins: {text}")
     if left := [f"{key}={typed(value)}" for key, value in kept.items() if key in done.defaults]:
         done.said.append(f"TRL's defaults for what is left open: {' '.join(left)}")
     return {key: f"{key}={typed(value)}" for key, value in kept.items()}, done.said
