@@ -88,8 +88,8 @@ def give_way(file: dict[str, Any], given: Collection[str], here: Iterable[Overri
 
 def preset_of(here: Iterable[Override]) -> Override | None:
     """The preset that is typed, or several of a sweep; none is no preset."""
-    return next((one for one in here if one.key_or_group == "preset" and one.value() != "none"),
-                None)
+    return next((one for one in here if one.key_or_group == "preset" and not one.is_delete()
+                 and one.value() not in (None, "none")), None)
 
 
 def _take_out(file: dict[str, Any], by: str, of: str, gone: Callable[[str], bool]) -> list[str]:
