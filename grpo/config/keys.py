@@ -43,7 +43,8 @@ def unknown_key(
     known = list(known)
     section, _, name = path.rpartition(".")
     if path == "ray" or (section == "train" and name in ASYNC_KEYS):
-        return f"{path}: unknown key (given {value!r}); start grpo-async.py, which has it"
+        return (f"{path}: unknown key (given {value!r}); start grpo-async.py, which has it (from "
+                "Python: recipe='grpo_async')")
     same_name = [other for other in elsewhere if other.rpartition(".")[2] == name]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7) or same_name
     hint = f"did you mean {close[0]!r}?" if close else (

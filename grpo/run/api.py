@@ -16,9 +16,9 @@ from omegaconf import OmegaConf
 from grpo.config.asynchronous import AsyncConfig
 from grpo.config.presets import describe_preset, leaves
 from grpo.config.recipes import recipes, unknown_group
-from grpo.config.schema import Config, ConfigError
-from grpo.config.sent import load_sent
-from grpo.config.trl_names import FIELDS, translate
+from grpo.config.schema import Config, ConfigError, load_config
+from grpo.config.trl_names import FIELDS, translate, typed
+from grpo.config.trl_names.loss import refuse_both
 from grpo.policies.model_source import look_for
 from grpo.report.history import History
 from grpo.report.loggers import METRICS_FILE
@@ -200,13 +200,18 @@ def own_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Values by the dotted keys of today; says what becomes of TRL's names."""
     named = {key: value for key, value in config.items() if key in FIELDS}
     own = dict(leaves({key: value for key, value in config.items() if key not in named}))
+    refuse_both(f"preset={own.get('preset', 'none')}", named.get("loss_type"))
     done = translate(named, own)
     for line in done.said:
         print(line)
-    if both := [key for key in done.keys if own.get(key, done.keys[key]) != done.keys[key]]:
+    other = [key for key in done.keys if own.get(key, done.keys[key]) != done.keys[key]]
+    if both := [key for key in other if key not in done.implied]:
         raise ConfigError(f"{both[0]}={own[both[0]]} and a name of TRL for the same are given; "
                           "give one")
-    return own | done.keys
+    if other:  # than what a name only implies
+        text = " ".join(f"{key}={typed(own[key])}" for key in other)
+        print(f"the key that is given wins: {text}")
+    return own | done.keys | own
 
 
 def compose(keys: Mapping[str, Any], recipe: str = "grpo") -> Config:
@@ -230,10 +235,11 @@ def compose(keys: Mapping[str, Any], recipe: str = "grpo") -> Config:
         raise ConfigError(errors[0])
     with hydra.initialize_config_dir(str(recipes()), version_base=None):
         values = hydra.compose(recipe, [f"{key}={value}" for key, value in groups.items()])
+    schema = AsyncConfig if "ray" in values else Config  # the recipe says, no key beside it
     OmegaConf.set_struct(values, False)
     for key, value in keys.items():
         if key not in groups:
             OmegaConf.update(values, key, value, merge=value == {})  # which empties no section
     if (preset := groups.get("preset", "none")) != "none":
         print("preset", describe_preset(preset, values, config_folder=recipes()))
-    return load_sent(OmegaConf.to_container(values, resolve=True))
+    return load_config(OmegaConf.to_container(values, resolve=True), schema)

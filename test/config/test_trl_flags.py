@@ -36,6 +36,15 @@ from .configs import composed_like
     (["--run_name", "no: 'quotes'"], "train.exp_name", "no: 'quotes'"),
     (["--beta", "1e-3"], "train.kl_to_ref_coeff", 1e-3), (["--seed", "3"], "train.seed", 3),
     (["--max_steps", "-1"], "train.max_steps", None),
+    (["--run_name", "train.seed=3"], "train.exp_name", "train.seed=3"),
+    (["--run_name", "lr=1e-6", "train.seed=3"], "train.seed", 3),
+    (["--bf16", "train.seed=3"], "train.seed", 3),
+    (["--reward_funcs", "accuracy", "format", "length", "--reward_weights", "1.0", "-0.5", "-.1"],
+     "env.reward_weights", [1.0, -0.5, -0.1]),
+    (["--reward_funcs", "accuracy", "format", "--reward_weights", "-1.0", "0.5"],
+     "env.reward_weights", [-1.0, 0.5]),
+    (["--reward_funcs", "accuracy", "format", "--reward_weights", "-1.0,-1e-2"],
+     "env.reward_weights", [-1.0, -0.01]),
     *((["--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs", text],
        "optimizer.final_lr_fraction", 0.1) for text in (
         '{"min_lr_rate": 0.1}', "{min_lr_rate: 0.1}", "{min_lr_rate:0.1}",
@@ -46,6 +55,24 @@ def test_a_flag_means_what_it_means_to_trl(words, key, value):
     for part in key.split("."):
         found = getattr(found, part)
     assert found == value
+
+
+@pytest.mark.parametrize("words, found", [
+    (["--model_name_or_path", "multirun/lr=0.1/final_model"],
+     ['model.name="multirun/lr=0.1/final_model"']),
+    (["--output_dir", "runs/lr=1e-6", "--bf16"],
+     ['train_model.torch_dtype=auto', 'hydra.run.dir="runs/lr=1e-6"']),
+    (["--use_peft", "train.seed=3"], ["train.seed=3", "train_model.lora.enabled=true"]),
+    (["--resume_from_checkpoint", "train.seed=3"], ["train.seed=3", "resume=auto"]),
+    (["--beta", "-m"], None), (["--reward_weights", "1.0", "-cd", "mine"], ["-cd", "mine",
+                                                                          "env.reward_weights=[1.0]"]),
+])
+def test_a_word_with_an_equals_sign_is_the_value_of_a_name_that_needs_one(words, found):
+    if found is None:
+        with pytest.raises(ConfigError, match="beta=true: expected a number"):
+            with_trl_names(words)
+    else:
+        assert with_trl_names(words) == found
 
 
 def test_commas_are_a_sweep_with_multirun_alone():

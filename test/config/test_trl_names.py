@@ -21,7 +21,8 @@ from grpo.config.trl_names import FIELDS, translate, typed
 from grpo.config.trl_names.fields import GRPO_CONFIG, SCRIPTS
 from grpo.config.trl_names.groups import GROUPS
 from grpo.config.trl_names.training import TRAINING
-from grpo.run.cli.trl_names import read_recipe, recipe_folder, with_trl_names
+from grpo.run.cli.recipe_files import read_recipe, recipe_folder
+from grpo.run.cli.trl_names import with_trl_names
 
 from .configs import composed
 

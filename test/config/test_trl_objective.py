@@ -37,8 +37,6 @@ def words(tmp_path):
     ("preset=sapo sapo_temperature_neg=1.2", {"objective": "sapo", "objective_options": SAPO}),
     ("train.objective=sapo sapo_temperature_neg=1.2", {"objective_options": SAPO}),
     ("preset=sapo epsilon=0.1", {"objective": "sapo", "clip_epsilon": None}),
-    ("preset=cispo loss_type=dapo epsilon_high=0.28", {"objective": "ppo_clip", "clip_epsilon":
-                                                       (0.2, 0.28)}),
     ("preset=dapo delta=3", {"objective_options": {"delta": 3.0}, "clip_epsilon": (0.2, 0.28)}),
     ("preset=dapo importance_sampling_level=sequence", {"objective": "gspo"}),
     ("preset=gspo importance_sampling_level=token epsilon=0.2", {"objective": "ppo_clip"}),
@@ -58,6 +56,9 @@ def test_names_mean_what_they_mean_for_the_objective(line, keys, words):
     ("-m preset=cispo,dapo epsilon_high=5.0", "epsilon_high=5.0: .*depends on preset, which has "
      "several values in this sweep; write train.clip_epsilon"),
     ("-m train.objective=sapo,cispo sapo_temperature_neg=1.2", "write train.objective_options"),
+    ("preset=cispo loss_type=dapo", "preset=cispo and loss_type=dapo both say .*give one"),
+    ("--config gsm8k_grpo.yaml preset=gspo --loss_type dapo", "preset=gspo and loss_type=dapo"),
+    ("-m preset=grpo,gspo loss_type=dapo", "preset=grpo,gspo and loss_type=dapo both say"),
 ])
 def test_what_the_objective_does_not_have_is_refused(line, message):
     with pytest.raises(ConfigError, match=message):
@@ -67,6 +68,8 @@ def test_what_the_objective_does_not_have_is_refused(line, message):
 def test_from_python_they_mean_the_same():
     config = compose(own_keys({"preset": "cispo", "epsilon_high": 5.0}))
     assert (config.train.objective, config.train.clip_epsilon) == ("cispo", CISPO)
+    with pytest.raises(ConfigError, match="preset=cispo and loss_type=dapo both say"):
+        own_keys({"preset": "cispo", "loss_type": "dapo"})
 
 
 @pytest.mark.parametrize("swept", ["preset=dapo,sapo", "train.objective=ppo_clip,sapo"])
@@ -77,3 +80,56 @@ def test_a_sweep_of_the_objective_has_the_range_of_each(swept, words):
     assert ("train.aggregation" in keys) == swept.startswith("train.objective")
     assert [text for text in found if text.startswith("train.objective=")] == (
         [swept] if swept.startswith("train.objective") else [])
+
+
+#: A recipe file whose objective has every kind of name.
+WITH_OBJECTIVE = """env: gsm8k
+max_steps: 3
+preset: maxent_listwise
+loss_type: dapo
+scale_rewards: none
+init_kl_coeff: 0.02
+kl_target: 0.05
+entropy_coef: 0.01
+maxent_tau: 0.1
+train: {clip_epsilon: [0.1, 0.1], seed: 5}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(WITH_OBJECTIVE)
+    return ["--config", str(path)]
+
+
+def test_a_preset_that_is_typed_takes_the_place_of_the_objective_of_the_file(recipe, capsys):
+    train = composed_like([*recipe, "preset=gspo"]).train
+    assert (train.objective, train.aggregation, train.clip_epsilon) == (
+        "gspo", "sequence", (3e-4, 4e-4))
+    assert (train.kl_to_ref_coeff, train.entropy_coeff, train.seed, train.max_steps) == (
+        None, None, 5, 3)
+    said = capsys.readouterr().out
+    assert ("preset=gspo takes the place of what the file says of the objective: preset="
+            "maxent_listwise loss_type=dapo scale_rewards=none init_kl_coeff=0.02 kl_target=0.05 "
+            "entropy_coef=0.01 maxent_tau=0.1 train.clip_epsilon=[0.1,0.1]\n") in said
+    # What is typed beside it counts.
+    assert composed_like([*recipe, "preset=gspo", "--epsilon", "0.1"]).train.clip_epsilon == (
+        0.1, 0.1)
+
+
+def test_a_preset_that_is_swept_takes_its_place_as_well(recipe, capsys):
+    found = with_trl_names(["-m", *recipe, "preset=grpo,gspo"])
+    keys = {text.partition("=")[0] for text in found}
+    assert not keys & {"train.objective", "train.aggregation", "train.clip_epsilon", "maxent.tau",
+                       "train.advantage_estimator", "train.kl_to_ref_coeff"}
+    assert [text for text in found if text.startswith("preset=")] == ["preset=grpo,gspo"]
+    assert "preset=grpo,gspo takes the place" in capsys.readouterr().out
+
+
+def test_none_takes_the_place_of_the_preset_of_the_file_alone(tmp_path, capsys):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("preset: gspo\nloss_type: dapo\n")
+    found = with_trl_names(["--config", str(path), "preset=none"])
+    assert "preset=none" in found and "train.aggregation=token" in found
+    assert "takes the place" not in capsys.readouterr().out

@@ -61,6 +61,14 @@ def test_a_recipe_may_be_asynchronous():
     assert isinstance(compose({"train.staleness": 0}, "grpo_async"), AsyncConfig)
 
 
+@pytest.mark.parametrize("keys", [{"ray.max_restarts": 5}, {"ray": {"max_restarts": 5}},
+                                  {"train.staleness": 1}])
+def test_no_key_makes_a_recipe_asynchronous_that_is_not(keys):
+    assert type(compose(keys, "grpo_async_gsm8k")) is AsyncConfig
+    with pytest.raises(ConfigError, match=r"unknown key .*from Python: recipe='grpo_async'"):
+        compose(keys, "grpo_gsm8k")
+
+
 @pytest.mark.parametrize("config, message", [
     ({"train.sead": 1}, "train.sead: unknown key.*'seed'"),
     ({"learning_rate": 1e-4, "optimizer.lr": 1e-5}, "give one"),

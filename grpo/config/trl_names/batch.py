@@ -50,11 +50,12 @@ def sizes(values: Values) -> Sizes:
         raise ConfigError(f"steps_per_generation={many} and generation_batch_size={rows} are the "
                           "same setting; give one")
     generated = rows or (step * many if many else per_step)
-    group = values["num_generations"]
+    group = _group(values)
     if generated % group:
+        name = "num_generations" if group == values["num_generations"] else "env.repeats"
         raise ConfigError(f"{generated} completions are generated at a time (per_device_train_"
                           f"batch_size x {devices} devices x steps), which is no multiple of "
-                          f"num_generations={group}; change one of them")
+                          f"{name}={group}; change one of them")
     if generated * values["num_iterations"] % per_step or generated < per_step:
         raise ConfigError(f"{generated} completions are generated at a time, and an optimizer step "
                           f"has {per_step} of them; let the one be a multiple of the other "
@@ -66,7 +67,7 @@ def steps_per_batch(values: Values) -> int | None:
     """Optimizer steps of an iteration, for which keys of today count before names; None where those
     have several values, or leave the size of a batch open."""
     found = sizes(values) if values.any(*_SIZES) else None
-    group = values["num_generations"] if found or values.named("num_generations") else None
+    group = _group(values) if found or values.named("num_generations") else None
     step = found.per_step if found and found.per_step < found.generated else None
     if {_PASSES, _STEP} & {*values.swept}:
         return None
@@ -80,6 +81,13 @@ def steps_per_batch(values: Values) -> int | None:
     group = _today(values, "env.repeats", group)
     turns = _today(values, _TURNS[0], prompts * group if prompts and group else None)
     return turns and max(1, turns * passes // step)
+
+
+def _group(values: Values) -> int:
+    """Completions of a prompt; a key of today says it where no name does."""
+    named = values.named("num_generations")
+    return values["num_generations"] if named else _today(
+        values, "env.repeats", values["num_generations"])
 
 
 def _today(values: Values, key: str, other: int | None) -> int | None:
@@ -97,7 +105,7 @@ def batch(values: Values) -> dict[str, Any]:
         if values.named("num_iterations"):
             keys["train.epochs"] = values["num_iterations"]
         return keys
-    found, group = sizes(values), values["num_generations"]
+    found, group = sizes(values), _group(values)
     if values.named(*_SIZES):
         values.notes.append(
             f"  {found.generated} completions are generated at a time, {group} of each of "

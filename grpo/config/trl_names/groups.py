@@ -40,17 +40,19 @@ def kl(values: Values) -> dict[str, Any]:
         return {"train.kl_estimator": "unbiased_k3" if corrected else "k3"}
     if not beta:
         return {"train.kl_to_ref_coeff": None, "train.kl_estimator": None}
-    if corrected and values["importance_sampling_level"] == "sequence":
+    estimator = "unbiased_k3" if corrected else "k3"
+    estimator = values.today("train.kl_estimator", "use_bias_correction_kl", estimator)
+    if estimator == "unbiased_k3" and values["importance_sampling_level"] == "sequence":
         raise ConfigError(f"beta={beta} importance_sampling_level=sequence: TRL weighs the KL by "
                           "the ratio of the sequence, which is not here; write "
                           "use_bias_correction_kl=false")
-    return {"train.kl_to_ref_coeff": float(beta),
-            "train.kl_estimator": "unbiased_k3" if corrected else "k3"}
+    return {"train.kl_to_ref_coeff": float(beta), "train.kl_estimator": estimator}
 
 
 def mismatch(values: Values) -> dict[str, Any]:
     """Between what vLLM sampled from and what is trained."""
-    proximal = "current" if steps_per_batch(values) == 1 else "scored"
+    proximal = values.own.get(
+        "train.proximal", "current" if steps_per_batch(values) == 1 else "scored")
     vllm = values["use_vllm"] if values.whole else values.given.get("use_vllm", True)
     if not (vllm and values["vllm_importance_sampling_correction"]):
         return {"train.proximal": proximal, "train.mismatch": None}
@@ -73,10 +75,12 @@ def entropy(values: Values) -> dict[str, Any]:
     if values.named("top_entropy_quantile"):
         keys["train.entropy_top_fraction"] = None if share >= 1 else float(share)
     if values["use_adaptive_entropy"]:
-        keys["train.entropy_coeff"] = float(coefficient)
-        keys |= {f"entropy_controller.{key}": float(values[name]) for key, name in (
-            ("target", "entropy_target"), ("step", "entropy_coef_delta"),
-            ("minimum", "entropy_coef_min"), ("maximum", "entropy_coef_max"))}
+        keys |= {key: values.today(key, name, float(values[name])) for key, name in (
+            ("train.entropy_coeff", "entropy_coef"),
+            ("entropy_controller.target", "entropy_target"),
+            ("entropy_controller.step", "entropy_coef_delta"),
+            ("entropy_controller.minimum", "entropy_coef_min"),
+            ("entropy_controller.maximum", "entropy_coef_max"))}
     elif values.named("entropy_coef"):
         keys["train.entropy_coeff"] = float(coefficient) if coefficient else None
     return keys

@@ -43,7 +43,7 @@ def loss(values: Values) -> dict[str, Any]:
                                 f"train.objective={chosen}" if chosen else f"loss_type={kind}")
     if values.any("loss_type", "importance_sampling_level"):
         keys["train.objective"] = objective
-    wins = values.whole and "train.clip_epsilon" in values.own
+    wins = "train.clip_epsilon" in values.own and (values.whole or not values.named(*_RANGE))
     if not wins and (values.named(*_RANGE) or values.whole and objective in _CLIPPED
                      or not chosen and values.any("loss_type", "importance_sampling_level")):
         keys |= _clip(values, objective)
@@ -63,6 +63,18 @@ def loss(values: Values) -> dict[str, Any]:
         values.notes.append("loss_type=bnpo is a mean of each micro-batch, here of the optimizer "
                             "batch, as dapo; the same where there is one micro-batch")
     return keys
+
+
+def refuse_both(preset: str, loss_type: Any) -> None:
+    """Refuse a preset beside ``loss_type``, where neither stands behind the other.
+
+    Args:
+        preset: as it was given, ``preset=NAME``; none is no preset.
+        loss_type: None if it is not given.
+    """
+    if loss_type is not None and preset not in ("", "preset=none"):
+        raise ConfigError(f"{preset} and loss_type={loss_type} both say what the objective is; "
+                          "give one")
 
 
 def _is_swept(values: Values) -> bool:

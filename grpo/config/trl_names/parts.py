@@ -15,12 +15,15 @@ _TASKS = {"openai/gsm8k": "gsm8k"}
 #: What they read of it.
 _OF_THE_TASK = {"dataset_config": "main", "dataset_train_split": "train",
                 "dataset_test_split": "test"}
+#: Keys of today that leave nothing of a data set that a name says.
+_OTHERS = {"env", "env.dataset", "env.dataset_mixture"}
 
 
 def data(values: Values) -> dict[str, Any]:
     """The data set, or a mixture."""
     if values.own.get("env", "dataset") != "dataset" or values.own.keys() & {
-            "env.dataset", "env.path", "env.dataset_mixture"}:
+            "env.dataset", "env.path", "env.dataset_mixture"} or not _OTHERS.isdisjoint(
+                values.swept):
         if values.named("dataset_name", "datasets", "dataset_mixture"):
             values.notes.append("  another data set is chosen behind it")
         return {}
@@ -50,8 +53,10 @@ def data(values: Values) -> dict[str, Any]:
         raise ConfigError("test_split_size: it is of datasets, which are mixed; of one data set "
                           "write env.task.num_test, and put it into dataset_mixture")
     if keys:
-        keys["env.prompt_column"] = column or "prompt"
-        first = values.given.get("system_prompt", "")
+        keys["env.prompt_column"] = values.today(
+            "env.prompt_column", "dataset_prompt_column", column or "prompt")
+        first = values.today("env.system_prompt", "system_prompt",
+                             values.given.get("system_prompt", ""))
         keys["env.task.chat"] = chat = column is not None or bool(first)
         if chat:
             keys["env.system_prompt"] = first

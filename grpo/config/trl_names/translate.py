@@ -34,12 +34,15 @@ class Translated:
         keys: values by their dotted keys; ``env`` is the group of that name.
         said: a line a name.
         defaults: keys that no name has set, but TRL's defaults.
+        implied: keys that only go with what a name says, which is no name of them itself; they give
+            way to keys of today.
         by: the names behind each key.
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     defaults: set[str] = field(default_factory=set)
+    implied: set[str] = field(default_factory=set)
     by: dict[str, str] = field(default_factory=dict)
 
 
@@ -108,6 +111,7 @@ trained; leave it out
                  if one.taken and one.to[0] not in out.keys}
         out.keys |= taken
         out.defaults |= taken.keys()
+    out.implied = out.keys.keys() - {key for name in given for key in FIELDS[name].to}
     return out
 
 

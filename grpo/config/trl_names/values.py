@@ -30,6 +30,10 @@ class Values:
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name, self.defaults[name])
 
+    def today(self, key: str, name: str, implied: Any) -> Any:
+        """Of a key that a name says: where that name is not given, what the key of today says."""
+        return implied if self.named(name) else self.own.get(key, implied)
+
     def any(self, *names: str) -> bool:
         """Whether one of them is given, or the defaults count."""
         return self.whole or self.named(*names)

@@ -15,22 +15,45 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from grpo.config.trl_names import FIELDS
+
 #: Names that take several values, also with commas between them.
 LISTS = {"reward_funcs", "reward_weights", "report_to", "lora_target_modules", "benchmarks"}
 #: Names whose value is a text, whatever it looks like.
 TEXTS = {"system_prompt", "chat_template"}
+#: Names that are true where nothing stands behind them, beside those with such a default.
+_BARE = {"bf16", "tf32", "disable_tqdm", "include_num_input_tokens_seen", "hub_private_repo",
+         "greater_is_better", "ddp_find_unused_parameters", "ddp_broadcast_buffers",
+         "ddp_static_graph", "scale_rewards", "maxent_length_normalize_ref",
+         "resume_from_checkpoint"}
+_OVERRIDE = re.compile(r"[+~\w.@/]+=")
+_NEGATIVE = re.compile(r"-[\d.][\w.,+-]*")  # no option of Hydra's begins like it
 
 
 def take_words(name: str, waiting: list[str]) -> list[str]:
-    """The words behind ``--name`` that are its value, taken off those that wait."""
+    """The words behind ``--name`` that are its value, taken off those that wait.
+
+    Examples:
+        >>> take_words("output_dir", ["runs/lr=1e-6", "train.seed=3"])
+        ['runs/lr=1e-6']
+        >>> take_words("bf16", ["train.seed=3"])
+        []
+        >>> take_words("reward_weights", ["1.0", "-0.5", "-m"])
+        ['1.0', '-0.5']
+    """
     if name in TEXTS:
         return [waiting.pop(0)] if waiting else []
-    words = []
-    while waiting and not waiting[0].startswith("-") and not re.match(r"[+~\w.@/]+=", waiting[0]):
-        words.append(waiting.pop(0))
-    if waiting and not words and re.fullmatch(r"-[\d.][\w.+-]*", waiting[0]):  # a negative number
+    words: list[str] = []
+    while waiting and (_NEGATIVE.fullmatch(waiting[0]) or not waiting[0].startswith("-")):
+        needed = not words and not _may_be_bare(name)
+        if not needed and _OVERRIDE.match(waiting[0]):
+            break
         words.append(waiting.pop(0))
     return words
+
+
+def _may_be_bare(name: str) -> bool:
+    return name in _BARE or isinstance(FIELDS[name].default, bool)
 
 
 def read_words(name: str, words: list[str]) -> Any:

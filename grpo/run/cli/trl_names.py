@@ -8,57 +8,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-import grpo
 from grpo.config.aliases import ALIASES
 from grpo.config.keys import ConfigError
-from grpo.config.presets import leaves
 from grpo.config.trl_names import FIELDS, translate, typed
 from grpo.config.trl_names.batch import LENGTHS
+from grpo.config.trl_names.loss import refuse_both
+from grpo.run.cli.recipe_files import flat, give_way, preset_of, read_recipe
 from grpo.run.cli.trl_flags import is_sweep, read_words, take_words
 
 _FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 _OVERRIDE = re.compile(r"(\+{0,2})(train\.)?(\w+)=", re.ASCII)
 _MULTIRUN = ("-m", "--multirun")
-
-
-def recipe_folder() -> Path:
-    """Where the recipe files are, of a clone or of the installed package."""
-    package = Path(grpo.__file__).resolve().parent
-    installed = package / "run" / "recipe_files"
-    return installed if installed.is_dir() else package.parent / "recipes"
-
-
-def read_recipe(name: str) -> dict[str, Any]:
-    """A recipe file, by its path or as the name of one of this library's.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ConfigError: if it is no YAML, or no table of names.
-    """
-    folder = recipe_folder()
-    path = next((one for one in (Path(name).expanduser(), folder / name, folder / f"{name}.yaml")
-                 if one.is_file()), None)
-    if path is None:
-        known = ", ".join(sorted(one.name for one in folder.glob("*.yaml")))
-        raise FileNotFoundError(f"--config {name}: there is no such file; give a path, or one of "
-                                f"this library's: {known}")
-    try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {name}: it cannot be read as YAML ({error}); correct it"
-                          ) from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"--config {name}: expected a table of names and values")
-    return values
 
 
 def overrides_of(
@@ -68,19 +33,21 @@ def overrides_of(
 
     Args:
         given: values by TRL's names.
-        own: values by the keys of today that are given as well, which win.
+        own: values by the keys of today that are given as well, which win over a file, and over
+            what a name only implies.
         whole, swept: see :func:`grpo.config.trl_names.translate`.
     """
     done = translate(given, own, whole=whole, swept=swept)
     named = {key for key, value in done.keys.items() if key in own and own[key] != value}
-    if named and not whole:
-        key = sorted(named)[0]
+    if not whole and (twice := sorted(named - done.implied)):
+        key = twice[0]
         raise ConfigError(f"{key}={typed(own[key])} and {key}={typed(done.keys[key])}, by "
                           f"{' and '.join(given)}, are the same setting; give one")
     kept = {key: value for key, value in done.keys.items() if key not in {*own, *swept}}
     if won := sorted(named - done.defaults):
-        done.said.append("what is typed behind it wins: "
-                         + " ".join(f"{key}={typed(own[key])}" for key in won))
+        text = " ".join(f"{key}={typed(own[key])}" for key in won)
+        done.said.append(f"what is typed behind it wins: {text}" if whole else
+                         f"the key that is given wins: {text}")
     if left := [f"{key}={typed(value)}" for key, value in kept.items() if key in done.defaults]:
         done.said.append(f"TRL's defaults for what is left open: {' '.join(left)}")
     return {key: f"{key}={typed(value)}" for key, value in kept.items()}, done.said
@@ -109,13 +76,13 @@ def with_trl_names(arguments: list[str]) -> list[str]:
     swept = {one.key_or_group for one in here if one.is_sweep_override()}
     own = {one.key_or_group: one.value() for one in here
            if one.key_or_group not in swept and one.type != OverrideType.DEL}
-    named, behind = {}, {}
-    for name, value in ({} if recipe is None else read_recipe(recipe)).items():
-        if name in FIELDS:
-            named[name] = value
-        else:
-            behind |= dict(leaves({name: value}))
     values = {name: one.value for name, one in given.items()}
+    refuse_both(preset.input_line if (preset := preset_of(here)) else "", values.get("loss_type"))
+    file = {} if recipe is None else flat(read_recipe(recipe))
+    for line in give_way(file, [name for name in values if values[name] is not None], here):
+        print(line)
+    named = {name: value for name, value in file.items() if name in FIELDS}
+    behind = {key: value for key, value in file.items() if key not in FIELDS}
     typed_keys = own.keys() | swept | {key for name in values for key in FIELDS[name].to}
     if _says_how_long(values, own, swept):
         typed_keys |= {*LENGTHS}
