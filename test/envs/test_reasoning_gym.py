@@ -22,7 +22,8 @@ from grpo.envs.tasks import Problem, ReasoningGymTask, make_task
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Sampling
 from grpo.policies.transformers import TransformersPolicy
-from grpo.run.build import build_task, rendered, reward_function
+from grpo.run.build import build_task, rendered
+from grpo.run.build_rewards import reward_function
 from grpo.run.identity import identity_changes
 from grpo.system.threads import in_background
 

@@ -7,7 +7,7 @@ from grpo.envs.tasks.answer_text import answer_tag, normalize_number
 from grpo.envs.tasks.base import Problem
 
 
-@register_reward("gsm8k", quick=True)
+@register_reward("gsm8k", quick=True, compares=True)
 def gsm8k(completion: str, problem: Problem) -> RewardResult:
     """Reward of GSM8K: 1.0 for the right number, 0.1 for another answer, 0.0 for none.
 
@@ -28,7 +28,7 @@ def gsm8k(completion: str, problem: Problem) -> RewardResult:
     return RewardResult(1.0 if correct else 0.1, correct)
 
 
-@register_reward("exact_match", quick=True)
+@register_reward("exact_match", quick=True, compares=True)
 def exact_match(completion: str, problem: Problem) -> RewardResult:
     """1.0 if the completion, stripped of surrounding space, is the answer, else 0.0.
 
@@ -40,7 +40,7 @@ def exact_match(completion: str, problem: Problem) -> RewardResult:
     return RewardResult(float(correct), correct)
 
 
-@register_reward("answer_tag", quick=True)
+@register_reward("answer_tag", quick=True, compares=True)
 def answer_in_tag(completion: str, problem: Problem) -> RewardResult:
     """1.0 if the first ``<answer>`` block, stripped of surrounding space, is the answer, else 0.0.
 

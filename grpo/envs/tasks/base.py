@@ -89,6 +89,16 @@ class Task:
         """What ``env.system_prompt`` stands for, which a task may know by a name."""
         return asked
 
+    def check_answers(self, reward: str) -> None:
+        """Refuse problems without answers, where a reward of this name compares with them.
+
+        Raises:
+            ValueError: if no problem has an answer.
+        """
+        if not any(problem.answer for problem in (*self.train, *self.test)):
+            raise ValueError(f"env.reward={reward} compares completions with answers, and no "
+                             f"problem of {self.source} has one; choose another env.reward")
+
     def split(self, name: Literal["train", "test"]) -> tuple[Problem, ...]:
         """The problems of one split, never empty.
 
