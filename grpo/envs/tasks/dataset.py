@@ -8,15 +8,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from grpo.envs.tasks.base import Problem, Task, check_count, register_task
+from grpo.envs.tasks.base import NUM_TEST, Problem, Task, check_count, register_task
 from grpo.envs.tasks.sources import SUFFIXES, PlacedRow, file_rows, hub_rows
 
 SYSTEM_PROMPT = (
     "Think about the problem between <think> and </think>, then write the answer alone between "
     "<answer> and </answer>."
 )
-#: Held-out problems where nothing says how many.
-NUM_TEST = 100
 _ENTRY = ("id", "config", "split", "columns", "weight", "prompt_column", "answer_column")
 _MIXTURE = ("datasets", "seed", "test_split_size")
 
