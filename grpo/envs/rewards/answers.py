@@ -5,6 +5,7 @@ from __future__ import annotations
 from grpo.envs.rewards.registry import RewardResult, register_reward
 from grpo.envs.tasks.answer_text import answer_tag, normalize_number
 from grpo.envs.tasks.base import Problem
+from grpo.envs.tasks.gsm8k import ANSWER_MARK
 
 
 @register_reward("gsm8k", quick=True, compares=True)
@@ -12,7 +13,8 @@ def gsm8k(completion: str, problem: Problem) -> RewardResult:
     """Reward of GSM8K: 1.0 for the right number, 0.1 for another answer, 0.0 for none.
 
     The answer is the content of the first ``<answer>`` block; it and ``problem.answer`` are
-    compared after :func:`normalize_number`. Success is the right number alone.
+    compared after :func:`normalize_number`. Of a whole solution, as the data of GSM8K have it in
+    that column, what follows the last ``####`` is compared. Success is the right number alone.
 
     Examples:
         >>> problem = Problem(prompt="...", answer="1,080", id="p0")
@@ -24,7 +26,7 @@ def gsm8k(completion: str, problem: Problem) -> RewardResult:
     answer = normalize_number(answer_tag(completion) or "")
     if not answer:
         return RewardResult(0.0, False)
-    correct = answer == normalize_number(problem.answer)
+    correct = answer == normalize_number(problem.answer.rpartition(ANSWER_MARK)[2])
     return RewardResult(1.0 if correct else 0.1, correct)
 
 
