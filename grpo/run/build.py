@@ -16,7 +16,7 @@ from grpo.envs.dialog import Dialog, environment, named_step
 from grpo.envs.embedded import EmbeddedSpec, embedded_model
 from grpo.envs.prompts import Prompt, framed, give_template, render_all
 from grpo.envs.rewards import RewardScorer
-from grpo.envs.tasks import Task, make_task, options_of
+from grpo.envs.tasks import Task, make_task, options_of, task_names
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
 from grpo.policies.client import EngineClient
@@ -125,18 +125,29 @@ def build_task(config: Config) -> Task:
     """The task of ``env.dataset`` with the options of ``env.task``.
 
     Raises:
-        ConfigError: if an option is given twice.
+        ConfigError: if an option is given twice, or the task does not have it.
+        ValueError: for an option that the task refuses.
     """
+    name = config.env.dataset
     options = {key: value for key in _TASK_KEYS
                if (value := getattr(config.env, key)) is not None}
+    for key in [key for key in options if key not in options_of(name)]:
+        others = [other for other in task_names() if key in options_of(other)]
+        raise ConfigError(f"env.{key}={options[key]!r}: the task {name!r} has no option {key!r}; "
+                          f"remove it, or choose one that has: env={' or env='.join(others)}")
     for key in options.keys() & config.env.task.keys():
         raise ConfigError(f"env.{key}={options[key]!r} and env.task.{key}="
                           f"{config.env.task[key]!r} are the same option; leave one out")
     options |= config.env.task
-    if (first := config.env.system_prompt) is not None and (
-            "system_prompt" in options_of(config.env.dataset)):
+    first = config.env.system_prompt
+    if first is not None and "system_prompt" in options_of(name):
         options["system_prompt"] = first or None
-    return make_task(config.env.dataset, **options)
+    try:
+        return make_task(name, **options)
+    except ValueError as error:  # which names the option's own key
+        if first is None or (own := "env.task.system_prompt=") not in str(error):
+            raise
+        raise ConfigError(str(error).replace(own, "env.system_prompt=")) from error
 
 
 def model_folder(config: Config, task: Task) -> str:

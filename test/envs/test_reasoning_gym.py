@@ -152,6 +152,19 @@ def test_what_the_model_reads_is_the_prompt_and_not_its_name(given, text, tokeni
 # -- errors ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("typed", "message"), [
+    (["env=reasoning_gym", "env.name=gcd", "env.system_prompt='Answer briefly.'"],
+     "^env.system_prompt='Answer briefly.' is neither one of reasoning-gym's"),
+    (["env=reasoning_gym", "env.name=gcd", "env.task.system_prompt='Answer briefly.'"],
+     "^env.task.system_prompt='Answer briefly.' is neither one of reasoning-gym's"),
+    (["env.name=countdown"], "^env.name='countdown': the task 'arithmetic' has no option 'name'; "
+     "remove it, or choose one that has: env=reasoning_gym"),
+    (["env.id=GSM8KEnv"], "^env.id='GSM8KEnv': .* has: env=chat_env or env=verifiers")])
+def test_an_error_names_the_key_that_was_typed(typed, message):
+    with pytest.raises(ValueError, match=message):
+        build_task(composed_like(typed))
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ({"name": None}, r"env.name names no data set.*env.name=countdown"),
     ({"name": "count_down"}, r"env.name: .*no data set 'count_down'; did you mean countdown"),
