@@ -8,8 +8,11 @@ import pytest
 
 from grpo.config.schema import ConfigError, load_config
 from grpo.envs.tasks.base import Problem, Task
+from grpo.run.api import train
 from grpo.run.build import build_task
 from grpo.run.build_rewards import reward_function
+from grpo.run.given import as_rewards, reward_name
+from grpo.run.trl import GRPOConfig, GRPOTrainer
 
 from ..config.configs import small
 
@@ -87,3 +90,18 @@ def test_other_tasks_without_answers_are_refused_as_well():
     config = load_config(small(env={"reward": "exact_match"}))
     with pytest.raises(ConfigError, match="env.reward=exact_match .* no problem of nature has one"):
         reward_function(config, task)
+
+
+def scaled(completions, *, scale, **kwargs):
+    return [scale for _ in completions]
+
+
+def test_an_option_of_a_function_of_trls_kind_needs_no_column_where_it_is_given():
+    name, rows = reward_name(scaled), sums(answer="1")
+    given = {"env.reward_options": {name: {"scale": 2.0}}}
+    with pytest.raises(ConfigError, match="^model.name=/no/such"):  # nothing is wrong before that
+        train({**given, "model.name": "/no/such"}, reward=scaled, dataset=rows)
+    GRPOTrainer("embedded", scaled, GRPOConfig("out", overrides=given), rows)
+    for options in (None, 3, {name: 3}, {name: {"seed": 1}}, {"gsm8k": {"scale": 2.0}}):
+        with pytest.raises(ConfigError, match="for scale.*; add that, set it in env.reward_op"):
+            as_rewards(scaled, "fn", rows, options)
