@@ -116,7 +116,7 @@ def train(
         raise ConfigError("eval_dataset without dataset: held-out rows belong to rows that are "
                           "trained on; give dataset, too")
     held_out = None if eval_dataset is None else as_rows(eval_dataset, "eval_dataset", column)
-    rewards = as_rewards(reward, "reward", rows)
+    rewards = as_rewards(reward, "reward", rows, keys.get("env.reward_options"))
     return run(keys, rewards, rows, held_out, run_dir, recipe)
 
 

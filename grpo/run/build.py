@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,12 +15,8 @@ from grpo.config.unread import ON_A_CPU, REWARDS_HERE, refuse_unread
 from grpo.envs.dialog import Dialog, environment, named_step
 from grpo.envs.embedded import EmbeddedSpec, embedded_model
 from grpo.envs.prompts import Prompt, framed, give_template, render_all
-from grpo.envs.rewards import RewardFn, RewardScorer, get_reward
-from grpo.envs.rewards.length import judged_by
-from grpo.envs.rewards.registry import options_of as reward_options
-from grpo.envs.rewards.registry import with_options
-from grpo.envs.rewards.trl import as_trl_reward, is_trl_reward
-from grpo.envs.tasks import Task, make_task, options_of
+from grpo.envs.rewards import RewardScorer
+from grpo.envs.tasks import Task, make_task, options_of, task_names
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Policy
 from grpo.policies.client import EngineClient
@@ -29,6 +24,7 @@ from grpo.policies.inprocess import vllm_available
 from grpo.policies.model_source import find_model, first_line
 from grpo.run.build_engine import Actor, check_transformers, describe_engine
 from grpo.run.build_objective import describe_loss
+from grpo.run.build_rewards import reward_function
 from grpo.training.checkpoint import Checkpoint
 from grpo.weights.adapters import require_peft
 from grpo.weights.quantised import quantised_layers, require_torchao
@@ -129,18 +125,29 @@ def build_task(config: Config) -> Task:
     """The task of ``env.dataset`` with the options of ``env.task``.
 
     Raises:
-        ConfigError: if an option is given twice.
+        ConfigError: if an option is given twice, or the task does not have it.
+        ValueError: for an option that the task refuses.
     """
+    name = config.env.dataset
     options = {key: value for key in _TASK_KEYS
                if (value := getattr(config.env, key)) is not None}
+    for key in [key for key in options if key not in options_of(name)]:
+        others = [other for other in task_names() if key in options_of(other)]
+        raise ConfigError(f"env.{key}={options[key]!r}: the task {name!r} has no option {key!r}; "
+                          f"remove it, or choose one that has: env={' or env='.join(others)}")
     for key in options.keys() & config.env.task.keys():
         raise ConfigError(f"env.{key}={options[key]!r} and env.task.{key}="
                           f"{config.env.task[key]!r} are the same option; leave one out")
     options |= config.env.task
-    if (first := config.env.system_prompt) is not None and (
-            "system_prompt" in options_of(config.env.dataset)):
+    first = config.env.system_prompt
+    if first is not None and "system_prompt" in options_of(name):
         options["system_prompt"] = first or None
-    return make_task(config.env.dataset, **options)
+    try:
+        return make_task(name, **options)
+    except ValueError as error:  # which names the option's own key
+        if first is None or (own := "env.task.system_prompt=") not in str(error):
+            raise
+        raise ConfigError(str(error).replace(own, "env.system_prompt=")) from error
 
 
 def model_folder(config: Config, task: Task) -> str:
@@ -276,70 +283,6 @@ def build_dialog(
 def _widths(prompts: Prompts, policy: Policy) -> dict[str, Any]:
     return {"max_prompt_tokens": prompts.width, "max_response_tokens": policy.sampling.max_tokens,
             "eos_token_ids": policy.eos_token_ids}
-
-
-def reward_function(
-    config: Config, task: Task | type[Task], *, try_first: bool = True
-) -> RewardScorer:
-    """Texts and problems to rewards: ``env.reward``, or the task's own."""
-    weighted, given = config.env.weighted_rewards(task.default_reward), config.env.reward_options
-    for name in (given or {}).keys() - weighted:
-        raise ConfigError(f"env.reward_options has options of {name!r}, which is no reward of this "
-                          f"run; remove them, or use one of: {', '.join(weighted)}")
-    env = config.env
-    chosen = {name: named_reward(name, (given or {}).get(name, {})) for name in weighted}
-    _check_overlong(config, chosen)
-    if "code" in chosen and (most := reward_options(chosen["code"])["total_seconds"]
-                             ) >= env.reward_timeout:
-        raise ConfigError(f"env.reward=code: its option total_seconds={most:g} must be below "
-                          f"env.reward_timeout={env.reward_timeout:g}; lower that or raise this")
-    processes = env.reward_processes if env.reward_processes is not None else (
-        env.reward_workers if env.reward_workers > 1 else 0)
-    try:
-        return RewardScorer(
-            [(judged_by(fn, weighted, task.default_reward), weighted[name])
-             for name, fn in chosen.items()],
-            names=list(weighted), timeout=env.reward_timeout, workers=env.reward_workers,
-            try_first=try_first, processes=processes,
-            memory=None if env.reward_memory is None else int(env.reward_memory * 2**30))
-    except ValueError as error:  # of a verdict that there is not
-        raise ConfigError(f"env.reward_options: {error}") from error
-
-
-def named_reward(name: str, options: Mapping[str, Any]) -> RewardFn:
-    """The reward of ``env.reward``, with its ``env.reward_options``.
-
-    Raises:
-        ConfigError: if it cannot be imported, whatever its module raises, or does not have such
-            options.
-    """
-    try:
-        fn = get_reward(name)
-    except ValueError as error:
-        raise ConfigError(f"env.reward: {error}") from error
-    except Exception as error:  # somebody's own module may raise anything
-        raise ConfigError(f"env.reward={name}: its module cannot be imported: "
-                          f"{type(error).__name__}: {error}") from error
-    try:
-        return as_trl_reward(fn, name, options) if is_trl_reward(fn) else with_options(fn, options)
-    except ValueError as error:
-        raise ConfigError(f"env.reward_options: {error}") from error
-
-
-def _check_overlong(config: Config, functions: Mapping[str, RewardFn]) -> None:
-    """Refuse a punishment of long completions that is given twice or never."""
-    if (name := "soft_overlong_punishment") not in functions:
-        return
-    if config.train.overlong_buffer:
-        raise ConfigError(f"env.reward={name} and train.overlong_buffer="
-                          f"{config.train.overlong_buffer} both punish long completions; give one")
-    options = reward_options(functions[name])
-    free = options["max_completion_len"] - options["soft_punish_cache"]
-    if free >= config.max_tokens:
-        raise ConfigError(f"env.reward={name} leaves {free} tokens unpunished, which no completion "
-                          f"exceeds with inference_model.max_tokens={config.max_tokens}; set "
-                          f"env.reward_options={{{name}: {{max_completion_len: "
-                          f"{config.max_tokens}, soft_punish_cache: ...}}}}")
 
 
 def describe(

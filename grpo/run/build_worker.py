@@ -23,10 +23,11 @@ from grpo.policies.samplers import TransformersSampler, VLLMSampler
 from grpo.policies.scoring import ReferenceScorer
 from grpo.policies.transformers import TransformersPolicy
 from grpo.policies.vllm import VLLMPolicy
-from grpo.run.build import build_dialog, load_tokenizer, quiet_libraries, reward_function
+from grpo.run.build import build_dialog, load_tokenizer, quiet_libraries
 from grpo.run.build_engine import Setup, start_engine_of
 from grpo.run.build_model import load_model
 from grpo.run.build_objective import scoring_budget
+from grpo.run.build_rewards import reward_function
 from grpo.run.placement import KEEPS_DEVICES
 from grpo.training.parallel import ShardedReference
 from grpo.training.ranks import Ranks

@@ -155,13 +155,17 @@ def write_rows(rows: Rows, held_out: Rows | None, folder: Path) -> None:
 # -- reward functions ------------------------------------------------------------------------------
 
 
-def as_rewards(given: Any, what: str, rows: Rows | None = None) -> list[Reward]:
+def as_rewards(
+    given: Any, what: str, rows: Rows | None = None,
+    options: Any = None,
+) -> list[Reward]:
     """A reward or several as a list; empty for None.
 
     Args:
         given: functions, or names of rewards.
         what: they are called where they were given.
         rows: whose columns they get; None: not known yet.
+        options: the value of ``env.reward_options``, not checked yet; they stand for columns.
 
     Raises:
         ConfigError: for what is no reward, or cannot be called as one.
@@ -173,11 +177,11 @@ def as_rewards(given: Any, what: str, rows: Rows | None = None) -> list[Reward]:
         raise ConfigError(f"{what}=[]: {_FUNCTION}, or several")
     found = list(given) if several else [given]
     for number, one in enumerate(found):
-        _check_reward(one, f"{what}[{number}]" if several else what, rows)
+        _check_reward(one, f"{what}[{number}]" if several else what, rows, options)
     return found
 
 
-def _check_reward(one: Any, what: str, rows: Rows | None) -> None:
+def _check_reward(one: Any, what: str, rows: Rows | None, options: Any) -> None:
     if isinstance(one, str):
         return _check_name(one, what)
     if not callable(one) or inspect.isclass(one):
@@ -191,7 +195,8 @@ def _check_reward(one: Any, what: str, rows: Rows | None) -> None:
         return None
     named = f"{what}: {getattr(one, '__name__', type(one).__name__)}{signature}"
     if is_trl_reward(one):
-        return _check_columns(signature, named, rows)
+        own = options.get(reward_name(one)) if isinstance(options, Mapping) else None
+        return _check_columns(signature, named, rows, own if isinstance(own, Mapping) else {})
     parameters = [p for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
     names = [p.name for p in parameters]
     if {"completions", "prompts"} & {*names} and not getattr(one, "takes_lists", False) and not (
@@ -218,17 +223,21 @@ def _check_name(name: str, what: str) -> None:
         + "; a function of yours is given as it is, or as 'package.module:function'")
 
 
-def _check_columns(signature: inspect.Signature, named: str, rows: Rows | None) -> None:
-    """Of a function that is called with columns: whether they are there."""
+def _check_columns(
+    signature: inspect.Signature, named: str, rows: Rows | None, options: Mapping[str, Any]
+) -> None:
+    """Of a function that is called with columns: whether they are there, or options for them."""
     if rows is None:
         return
     columns = _HANDED_OVER.union(*rows)
     for one in signature.parameters.values():
-        if one.default is one.empty and one.kind in (
-                one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in columns:
+        optional = one.kind is one.KEYWORD_ONLY
+        if one.default is one.empty and (optional or one.kind is one.POSITIONAL_OR_KEYWORD) and (
+                one.name not in columns and not (optional and one.name in options)):
             raise ConfigError(f"{named} asks for {one.name}, which is no column of the rows "
                               f"({', '.join(dict.fromkeys(key for row in rows for key in row))}); "
-                              "add that, or give the parameter a default")
+                              f"add that, {'set it in env.reward_options, ' * optional}or give the "
+                              "parameter a default")
 
 
 #: Names under which this process alone knows functions.

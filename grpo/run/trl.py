@@ -144,7 +144,8 @@ class GRPOTrainer:
         self._rows = as_rows(train_dataset, "train_dataset", column)
         self._held_out = None if eval_dataset is None else as_rows(
             eval_dataset, "eval_dataset", column)
-        self._rewards = as_rewards(reward_funcs, "reward_funcs", self._rows)
+        self._rewards = as_rewards(reward_funcs, "reward_funcs", self._rows,
+                                   keys.get("env.reward_options"))
         if not self._rewards and "env.reward" not in keys:
             raise ConfigError("reward_funcs=None: give a function, or the name of a reward")
         weights = self.args.reward_weights

@@ -64,6 +64,8 @@ class TestGsm8k:
         ("<think>3*6</think><answer>18</answer>", "18", 1.0, True),
         ("<answer>$18.00</answer>", "18", 1.0, True),
         ("<answer>1080</answer>", "1,080", 1.0, True),
+        ("<answer>1080</answer>", "2 * 540 #### no\n#### 1,080\n", 1.0, True),
+        ("<answer>540</answer>", "540\n#### 1080", 0.1, False),
         ("<answer>19</answer>", "18", 0.1, False),
         ("<answer>180</answer>", "18", 0.1, False),
         ("<answer>19</answer><answer>18</answer>", "18", 0.1, False),

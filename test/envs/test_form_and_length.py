@@ -17,7 +17,7 @@ from grpo.envs.rewards import Completion, RewardResult, RewardScorer, get_reward
 from grpo.envs.rewards.length import judged_by
 from grpo.envs.rewards.registry import _REWARDS, options_of, register_reward, with_options
 from grpo.envs.tasks import Problem, task_class
-from grpo.run.build import reward_function
+from grpo.run.build_rewards import reward_function
 
 HALF = Problem(prompt="...", answer="0.5", id="half")
 

@@ -22,7 +22,8 @@ from grpo.envs.tasks import Problem, ReasoningGymTask, make_task
 from grpo.envs.verifiable import VerifiableEnv
 from grpo.policies.base import Sampling
 from grpo.policies.transformers import TransformersPolicy
-from grpo.run.build import build_task, rendered, reward_function
+from grpo.run.build import build_task, rendered
+from grpo.run.build_rewards import reward_function
 from grpo.run.identity import identity_changes
 from grpo.system.threads import in_background
 
@@ -149,6 +150,19 @@ def test_what_the_model_reads_is_the_prompt_and_not_its_name(given, text, tokeni
 
 
 # -- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("typed", "message"), [
+    (["env=reasoning_gym", "env.name=gcd", "env.system_prompt='Answer briefly.'"],
+     "^env.system_prompt='Answer briefly.' is neither one of reasoning-gym's"),
+    (["env=reasoning_gym", "env.name=gcd", "env.task.system_prompt='Answer briefly.'"],
+     "^env.task.system_prompt='Answer briefly.' is neither one of reasoning-gym's"),
+    (["env.name=countdown"], "^env.name='countdown': the task 'arithmetic' has no option 'name'; "
+     "remove it, or choose one that has: env=reasoning_gym"),
+    (["env.id=GSM8KEnv"], "^env.id='GSM8KEnv': .* has: env=chat_env or env=verifiers")])
+def test_an_error_names_the_key_that_was_typed(typed, message):
+    with pytest.raises(ValueError, match=message):
+        build_task(composed_like(typed))
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -16,7 +16,7 @@ from grpo.envs.rewards.registry import name_of
 from grpo.envs.rewards.trl import arguments, as_trl_reward, is_trl_reward
 from grpo.envs.tasks import make_task
 from grpo.envs.tasks.base import Problem
-from grpo.run.build import named_reward, reward_function
+from grpo.run.build_rewards import named_reward, reward_function
 
 ROW = {"prompt": "not handed over", "solution": "4", "level": 2}
 TEXT = Problem(prompt="2+2=", answer="4", id="text", row=ROW)

@@ -8,41 +8,32 @@ import re
 import signal
 import sys
 import time
+from functools import partial
 
 import pytest
-import torch
 
 from grpo import data
-from grpo.envs.dialog import Dialog, environment
-from grpo.envs.prompts import render, render_all
-from grpo.envs.rewards import RewardScorer, get_reward
+from grpo.envs.dialog import environment
+from grpo.envs.prompts import render
+from grpo.envs.rewards import get_reward
 from grpo.envs.tasks import make_task
-from grpo.envs.verifiable import VerifiableEnv
-from grpo.objectives import GroupAdvantage, GRPOLoss, total_loss
-from grpo.policies.base import Completions, Policy, Sampling
-from grpo.policies.converse import respond
 from grpo.run.build import build_task
 from grpo.run.identity import identity_changes
 
 from ..config.configs import composed_like
+from . import by_hand
 from .worlds import guess, lookup, sums
 
 vf = pytest.importorskip("verifiers", reason="needs the extra verifiers")
 if not hasattr(vf, "load_environment"):
     pytest.skip("needs verifiers below 0.2", allow_module_level=True)
 
-PAD, EOS = 0, 1
-#: Shows tools, and marks where a turn begins and ends.
-TEMPLATE = (
-    "{% for t in tools or [] %}[{{ t.function.name }}({{ t.function.parameters.properties.keys() | "
-    "join }})]{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}")
 CALL = '<tool_call>{"name": "population", "arguments": {"city": "%s"}}</tool_call>'
 
 
 @pytest.fixture
 def chat(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    monkeypatch.setattr(tokenizer, "chat_template", by_hand.TEMPLATE)
     return tokenizer
 
 
@@ -50,36 +41,7 @@ def make(world, **options):
     return make_task("verifiers", id=world.__name__, **options)
 
 
-class Script(Policy):
-    """Says what it is told to, turn by turn; a row is told by what it was asked."""
-
-    def __init__(self, tokenizer, turns: dict[str, list[str]], width: int, max_tokens: int):
-        super().__init__(Sampling(max_tokens=max_tokens), pad_token_id=PAD, eos_token_ids=(EOS,),
-                         max_model_len=width + max_tokens, version=lambda: 0)
-        self.tokenizer = tokenizer
-        self.lines = {key: iter(lines) for key, lines in turns.items()}
-
-    def _generate(self, prompts, on_row=None):
-        texts = [self.tokenizer.decode(prompt) for prompt in prompts]
-        keys = [next(key for key in self.lines if f"<user>{key}" in text) for text in texts]
-        rows = [[*self.tokenizer(next(self.lines[key]), add_special_tokens=False)["input_ids"], EOS]
-                [:self.sampling.max_tokens] for key in keys]
-        return Completions(rows, [[-0.5] * len(row) for row in rows],
-                           [EOS not in row for row in rows])
-
-
-def rollout(tokenizer, problems, turns, *, max_steps=5, max_tokens=400, timeout=30.0, repeats=2):
-    """A batch of conversations in which the model says so, and its environment."""
-    prompts = render_all(problems, tokenizer, max_prompt_tokens=400, what="train")
-    score = RewardScorer([(get_reward("verifier"), 1.0)], timeout=timeout)
-    dialog = Dialog(environment, tokenizer, score, max_steps=max_steps, max_tokens=max_tokens,
-                    eos_token_ids=(EOS,), workers=4)
-    width = max(len(prompt.tokens) for prompt in prompts)
-    env = VerifiableEnv(prompts, score, tokenizer, num_prompts=len(prompts), group_size=repeats,
-                        max_prompt_tokens=width, max_response_tokens=max_tokens,
-                        eos_token_ids=(EOS,), shuffle=repeats > 1, dialog=dialog)
-    policy = Script(tokenizer, turns, width, max_tokens)
-    return env.step(respond(policy, env, env.reset())), env
+rollout = partial(by_hand.rollout, step=environment, reward="verifier")
 
 
 def own_reward(world, row: dict, completion: list, **state) -> float:
@@ -205,10 +167,9 @@ def test_without_a_step_a_conversation_is_its_first_turn():
 # -- tools: a rollout written out by hand ----------------------------------------------------------
 
 
-#: Two conversations, turn by turn: what is said, and whether the model has sampled it. That ends
-#: with the model's end token, which the template does not add once more.
 SHOWN = "[population(city)]<user>A?<eos><assistant>"
 CALLS = [f"Hm.{CALL % city}" for city in "AZ"]
+#: Two conversations.
 SPOKEN = [
     [(SHOWN, False), (f"{CALLS[0]}<eos>", True), ("<tool>12<eos><assistant>", False),
      ("12<eos>", True)],
@@ -222,17 +183,8 @@ def with_tool(chat):
     return rollout(chat, make(lookup).train[:1], {"A?": [*CALLS, "12", "?"]})[0]
 
 
-def tokens_of(tokenizer, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 def test_masks_with_a_tool_are_those_of_the_rollout_by_hand(chat, with_tool):
-    for i, turns in enumerate(SPOKEN):
-        tokens = [(token, sampled) for text, sampled in turns for token in tokens_of(chat, text)]
-        count = len(tokens)
-        assert with_tool[data.TOKENS][i, :count].tolist() == [token for token, _ in tokens]
-        assert with_tool[data.ASSISTANT_MASK][i, :count].tolist() == [kept for _, kept in tokens]
-        assert not with_tool[data.ASSISTANT_MASK][i, count:].any()
+    by_hand.check_masks(with_tool, chat, SPOKEN)
     # A call of a tool that fails is answered with its error, and counts as a call.
     row = dict(vf.load_environment(lookup.__name__).get_dataset()[0])
     assert with_tool["next", "reward"][:, 0].tolist() == pytest.approx([
@@ -240,55 +192,9 @@ def test_masks_with_a_tool_are_those_of_the_rollout_by_hand(chat, with_tool):
         for end in ("12", "?")]) == [1.25, 0.25]
 
 
-def turn_log_probs(model, tokenizer, turns: list[tuple[str, bool]]) -> torch.Tensor:
-    """Of what was sampled, turn by turn, each after all that was said before it."""
-    said_before, out = [], []
-    for text, sampled in turns:
-        tokens = tokens_of(tokenizer, text)
-        if sampled:
-            logits = model(input_ids=torch.tensor([said_before + tokens])).logits[0]
-            log_probs = logits[len(said_before) - 1 : -1].log_softmax(-1)
-            out.append(log_probs.gather(-1, torch.tensor(tokens)[:, None])[:, 0])
-        said_before = said_before + tokens
-    return torch.cat(out)
-
-
 def test_the_losss_gradient_with_a_tool_is_that_of_the_turns_walked_by_hand(
         chat, with_tool, byte_model):
-    model = byte_model.double().requires_grad_(True)
-    advantage, clip = [1.25 - 0.75, 0.25 - 0.75], 0.2
-
-    def gradient(value: torch.Tensor) -> torch.Tensor:
-        return torch.cat([g.flatten() for g in torch.autograd.grad(value, [*model.parameters()])])
-
-    scores = [turn_log_probs(model, chat, turns) for turns in SPOKEN]
-    # A policy that has moved on since: some ratios are clipped, some not.
-    counts = [*map(len, scores)]
-    moved = torch.linspace(-0.4, 0.4, sum(counts))[
-        torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))]
-    sampled = (torch.cat(scores).detach() + moved).float()
-    terms = []
-    for row, old, weight in zip(scores, sampled.split(counts), advantage, strict=True):
-        ratio = (row - old.double()).exp()
-        terms.append(torch.minimum(ratio * weight, ratio.clamp(1 - clip, 1 + clip) * weight))
-    by_hand = gradient(-torch.cat(terms).mean())
-
-    def ours(batch) -> torch.Tensor:
-        GroupAdvantage(estimator="group_mean")(batch)
-        loss = GRPOLoss(model, clip_epsilon=clip, pad_token_id=PAD)
-        return gradient(total_loss(loss(batch)))
-
-    log_probs = torch.zeros_like(with_tool[data.LOG_PROBS])
-    log_probs[with_tool[data.ASSISTANT_MASK]] = sampled
-    with_tool[data.LOG_PROBS] = log_probs
-    found = ours(with_tool.clone())
-    assert by_hand.norm() > 1e-3
-    assert (found - by_hand).norm() < 1e-6 * by_hand.norm()
-    # The tool's answers are in it, if their tokens count as sampled.
-    answers = with_tool.clone()
-    begun = answers[data.ASSISTANT_MASK].cumsum(-1) > 0
-    answers[data.ASSISTANT_MASK] = begun & answers[data.ATTENTION_MASK]
-    assert (ours(answers) - by_hand).norm() > 1e-2 * by_hand.norm()
+    by_hand.check_gradient(with_tool, byte_model, chat, SPOKEN, [1.25 - 0.75, 0.25 - 0.75])
 
 
 # -- failures -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from grpo.config.keys import ConfigError
 from grpo.config.schema import Config, load_config
 from grpo.envs.tasks.arithmetic import ArithmeticTask
 from grpo.policies.model_shape import LoRA
-from grpo.run.build import reward_function
+from grpo.run.build_rewards import reward_function
 from grpo.run.cli.names import recipes
 from grpo.run.plan import calibrate
 from grpo.run.plan.calibrate import Measured

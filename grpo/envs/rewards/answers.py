@@ -5,14 +5,16 @@ from __future__ import annotations
 from grpo.envs.rewards.registry import RewardResult, register_reward
 from grpo.envs.tasks.answer_text import answer_tag, normalize_number
 from grpo.envs.tasks.base import Problem
+from grpo.envs.tasks.gsm8k import ANSWER_MARK
 
 
-@register_reward("gsm8k", quick=True)
+@register_reward("gsm8k", quick=True, compares=True)
 def gsm8k(completion: str, problem: Problem) -> RewardResult:
     """Reward of GSM8K: 1.0 for the right number, 0.1 for another answer, 0.0 for none.
 
     The answer is the content of the first ``<answer>`` block; it and ``problem.answer`` are
-    compared after :func:`normalize_number`. Success is the right number alone.
+    compared after :func:`normalize_number`. Of a whole solution, as the data of GSM8K have it in
+    that column, what follows the last ``####`` is compared. Success is the right number alone.
 
     Examples:
         >>> problem = Problem(prompt="...", answer="1,080", id="p0")
@@ -24,11 +26,11 @@ def gsm8k(completion: str, problem: Problem) -> RewardResult:
     answer = normalize_number(answer_tag(completion) or "")
     if not answer:
         return RewardResult(0.0, False)
-    correct = answer == normalize_number(problem.answer)
+    correct = answer == normalize_number(problem.answer.rpartition(ANSWER_MARK)[2])
     return RewardResult(1.0 if correct else 0.1, correct)
 
 
-@register_reward("exact_match", quick=True)
+@register_reward("exact_match", quick=True, compares=True)
 def exact_match(completion: str, problem: Problem) -> RewardResult:
     """1.0 if the completion, stripped of surrounding space, is the answer, else 0.0.
 
@@ -40,7 +42,7 @@ def exact_match(completion: str, problem: Problem) -> RewardResult:
     return RewardResult(float(correct), correct)
 
 
-@register_reward("answer_tag", quick=True)
+@register_reward("answer_tag", quick=True, compares=True)
 def answer_in_tag(completion: str, problem: Problem) -> RewardResult:
     """1.0 if the first ``<answer>`` block, stripped of surrounding space, is the answer, else 0.0.
 

@@ -40,7 +40,7 @@ def warm_up() -> None:
 
 
 @register_reward("accuracy", apart=True, check=require_math_verify, computing=_SECONDS,
-                 imports=(f"{__name__}:warm_up",), late=RewardResult(0.0, False))
+                 imports=(f"{__name__}:warm_up",), late=RewardResult(0.0, False), compares=True)
 def accuracy(completion: str, problem: Problem) -> RewardResult | None:
     r"""1.0 if the answer in the completion is mathematically the problem's, else 0.0.
 

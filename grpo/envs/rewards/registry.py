@@ -57,7 +57,7 @@ def batch_reward(fn: AnyRewardFn) -> AnyRewardFn:
 def register_reward(
     name: str, *, quick: bool = False, apart: bool | None = None, judged: bool = False,
     check: Callable[..., None] | None = None, imports: Sequence[str] = (),
-    computing: float | None = None, late: Reward = None,
+    computing: float | None = None, late: Reward = None, compares: bool = False,
     share: Callable[..., tuple[str, int]] | None = None,
 ) -> Callable[[AnyRewardFn], AnyRewardFn]:
     """Decorator that makes a reward function available by name.
@@ -76,6 +76,8 @@ def register_reward(
             :class:`~grpo.system.apart.CallsApart` takes them.
         computing: seconds of processor time that a call in another process may take.
         late: what such a call is worth that takes longer; None: it has no reward.
+        compares: it compares the completion with ``problem.answer``, and is refused for problems
+            that have none.
         share: called with all options; says whose calls these are, such as a server's, and how many
             of them are made at a time. The others wait, without a deadline; None: as many as the
             run makes.
@@ -100,6 +102,7 @@ def register_reward(
         _REWARDS[name] = fn
         fn.quick, fn.apart, fn.judged, fn.check = quick, apart, judged, check
         fn.imports, fn.computing, fn.late, fn.share = imports, computing, late, share
+        fn.compares = compares
         return fn
 
     return register

@@ -179,6 +179,12 @@ class RewardScorer:
         return self._apart is not None
 
     @property
+    def compares(self) -> tuple[str, ...]:
+        """The functions that compare a completion with the problem's answer."""
+        return tuple(name_of(fn.call).strip("'") for fn in (
+            *self._functions, *self._verdicts.values()) if fn.mark("compares"))
+
+    @property
     def in_order(self) -> bool:
         """Whether a function is known to need the main thread, or the order of the completions."""
         return any(fn.in_order for fn in (*self._functions, *self._verdicts.values()))

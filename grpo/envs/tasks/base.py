@@ -9,6 +9,9 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from grpo.system.annotations import check_types
 
+#: Held-out problems, at most, where nothing says how many.
+NUM_TEST = 100
+
 
 class Partner(Protocol):
     """The other side of one conversation, which keeps what it needs between the turns."""
@@ -88,6 +91,16 @@ class Task:
     def system_message(self, asked: str) -> str:
         """What ``env.system_prompt`` stands for, which a task may know by a name."""
         return asked
+
+    def check_answers(self, reward: str) -> None:
+        """Refuse problems without answers, where a reward of this name compares with them.
+
+        Raises:
+            ValueError: if no problem has an answer.
+        """
+        if not any(problem.answer for problem in (*self.train, *self.test)):
+            raise ValueError(f"env.reward={reward} compares completions with answers, and no "
+                             f"problem of {self.source} has one; choose another env.reward")
 
     def split(self, name: Literal["train", "test"]) -> tuple[Problem, ...]:
         """The problems of one split, never empty.
@@ -201,3 +214,13 @@ def check_count(field_name: str, value: object, *, minimum: int = 0) -> None:
     """Raise ``ValueError`` unless ``value`` is an integer of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{field_name}={value!r} must be an integer of at least {minimum}")
+
+
+def a_tenth(problems: int) -> int:
+    """How many of so many problems are held out where nothing says it, at least one.
+
+    Examples:
+        >>> [a_tenth(count) for count in (4, 250, 5000)]
+        [1, 25, 100]
+    """
+    return min(NUM_TEST, max(1, problems // 10))

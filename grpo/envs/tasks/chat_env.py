@@ -18,7 +18,14 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from grpo.envs.tasks.base import Problem, Task, check_count, register_task
+from grpo.envs.tasks.base import (
+    NUM_TEST,
+    Problem,
+    Task,
+    a_tenth,
+    check_count,
+    register_task,
+)
 from grpo.envs.tasks.sources import read_jsonl
 from grpo.system.threads import in_background
 
@@ -40,7 +47,8 @@ class ChatEnvTask(Task):
             of the hub's data set; None: that one.
         num_train: training problems, the first ones; None: all.
         num_test: held-out problems: the first of ``test.jsonl``, or where there is none, the first
-            of the data set, which are not trained on.
+            of the data set, which are not trained on. None: 100 of ``test.jsonl``, or of the data
+            set a tenth; no more than 100, and no more than there are.
 
     Raises:
         ValueError: if there is no such environment, it cannot be made, or it is not one that this
@@ -52,7 +60,7 @@ class ChatEnvTask(Task):
 
     def __init__(
         self, *, id: str | None = None, args: Mapping[str, Any] | None = None,
-        data_path: str | None = None, num_train: int | None = None, num_test: int = 100,
+        data_path: str | None = None, num_train: int | None = None, num_test: int | None = None,
     ) -> None:
         for key, value in (("num_train", num_train), ("num_test", num_test)):
             if value is not None:
@@ -63,10 +71,11 @@ class ChatEnvTask(Task):
 
         folder = None if data_path is None else str(Path(data_path).expanduser().absolute())
         made_of = partial(_made_of, id, args, folder)
-        rows = _problems(made_of("train"), "train", endless=num_train is not None)
-        apart = folder is not None and Path(folder, "test.jsonl").is_file()
-        held_out = _problems(made_of("test"), "test") if apart else rows
-        test = list(islice(held_out, num_test))
+        rows, length = _problems(made_of("train"), "train", endless=num_train is not None)
+        held_out, share = rows, NUM_TEST if length is None else a_tenth(length)
+        if folder is not None and Path(folder, "test.jsonl").is_file():
+            held_out, share = _problems(made_of("test"), "test")[0], NUM_TEST
+        test = list(islice(held_out, share if num_test is None else num_test))
         train = list(islice(rows, num_train))
         for key, wanted, found in (("num_train", num_train, train), ("num_test", num_test, test)):
             if wanted is not None and len(found) < wanted:
@@ -141,20 +150,25 @@ def _made_of(id: str, args: Mapping[str, Any] | None, folder: str | None, split:
     return json.dumps([id, dict(args or {}), folder, split])
 
 
-def _problems(made_of: str, split: str, *, endless: bool = False) -> Iterator[Problem]:
-    """In the environment's order; each once."""
+def _problems(
+    made_of: str, split: str, *, endless: bool = False
+) -> tuple[Iterator[Problem], int | None]:
+    """In the environment's order, each once; and how many, None if they never end."""
     environment = _make(made_of)  # one of its own, which stands at its first row
     length = _length(environment)
     if length is None and not endless:
         raise ValueError(f"env.id={json.loads(made_of)[0]} makes problems without end; say how "
                          "many in env.task.num_train")
-    for number in count() if length is None else range(length):
+
+    def problem(number: int) -> Problem:
         start = environment.reset()
         begin = partial(_begin, made_of, start)
-        yield Problem(
+        return Problem(
             prompt=tuple(_messages(start["history"].prompt)), id=f"{split}/{number}",
             answer=_answer(start), partner=begin,
             verifier=partial(_score_of_one_turn, begin))
+
+    return map(problem, count() if length is None else range(length)), length
 
 
 def _length(environment: Any) -> int | None:

@@ -8,15 +8,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from grpo.envs.tasks.base import Problem, Task, check_count, register_task
+from grpo.envs.tasks.base import NUM_TEST, Problem, Task, check_count, register_task
 from grpo.envs.tasks.sources import SUFFIXES, PlacedRow, file_rows, hub_rows
 
 SYSTEM_PROMPT = (
     "Think about the problem between <think> and </think>, then write the answer alone between "
     "<answer> and </answer>."
 )
-#: Held-out problems where nothing says how many.
-NUM_TEST = 100
 _ENTRY = ("id", "config", "split", "columns", "weight", "prompt_column", "answer_column")
 _MIXTURE = ("datasets", "seed", "test_split_size")
 
@@ -89,12 +87,17 @@ class DatasetTask(Task):
             raise ValueError(f"env.path={_shown(path)}, env.dataset_mixture={dataset_mixture}: "
                              "give one of them, a data set or several")
 
+        self._unanswered: list[Problem] = []  # whose answer is in no column that was named
+
         def problems(source: Mapping[str, Any]) -> list[Problem]:
             entry = {"prompt_column": prompt_column, "answer_column": answer_column} | {
                 key: value for key, value in source.items() if value is not None}
             name = "/".join(str(entry[key]) for key in ("id", "split") if key in entry)
-            return [_problem(row, where, entry, system_prompt, f"{name}/{number}", chat=chat)
-                    for number, (where, row) in enumerate(rows_of(entry))]
+            found = [_problem(row, where, entry, system_prompt, f"{name}/{number}", chat=chat)
+                     for number, (where, row) in enumerate(rows_of(entry))]
+            if entry["answer_column"] is None:
+                self._unanswered += [problem for problem in found if not problem.answer]
+            return found
 
         if dataset_mixture is not None:
             given = {"config": config, "num_test": num_test, "test_split": test_split}
@@ -130,6 +133,19 @@ class DatasetTask(Task):
                 f"the {len(train) + len(test)} rows of {source} that may be used; lower "
                 "env.task.num_test (of a mixture test_split_size) or env.task.num_train")
         super().__init__(train=train, test=test, source=source)
+
+    def check_answers(self, reward: str) -> None:
+        """Refuse problems without answers, where a reward of this name compares with them.
+
+        Raises:
+            ValueError: if one has none because no column for it was named, or none has one.
+        """
+        for problem in self._unanswered[:1]:
+            raise ValueError(
+                f"env.answer_column=null: problem {problem.id!r} has no answer, which env.reward="
+                f"{reward} compares completions with; set it to the column that has the answer, of "
+                f"{', '.join(map(str, problem.row))}, or choose another env.reward")
+        super().check_answers(reward)
 
 
 def rows_of(entry: Mapping[str, Any]) -> Iterator[PlacedRow]:

@@ -14,7 +14,14 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-from grpo.envs.tasks.base import Problem, Task, check_count, register_task
+from grpo.envs.tasks.base import (
+    NUM_TEST,
+    Problem,
+    Task,
+    a_tenth,
+    check_count,
+    register_task,
+)
 from grpo.envs.tasks.verifiers_talk import Talk, raising
 
 _LOADING = threading.Lock()
@@ -30,7 +37,8 @@ class VerifiersTask(Task):
         args: of ``load_environment``.
         num_train: training problems, the first ones; None: all.
         num_test: held-out problems: the first of the environment's evaluation set, or where it has
-            none, the first of its only one, which are not trained on. None: all, or a tenth.
+            none, the first of its only one, which are not trained on. None: 100 of the evaluation
+            set, or of the only one a tenth; no more than 100, and no more than there are.
 
     Raises:
         ImportError: if verifiers is not installed, or in a version without ``load_environment``.
@@ -55,10 +63,11 @@ class VerifiersTask(Task):
         rows = list(environment.get_dataset())
         environment.build_eval_dataset()
         if environment.eval_dataset is None:
-            count = len(rows) // 10 if num_test is None else num_test
+            count = a_tenth(len(rows)) if num_test is None else num_test
             test, rows = rows[:count], rows[count:]
         else:
-            test = list(islice(environment.get_eval_dataset(), num_test))
+            count = NUM_TEST if num_test is None else num_test
+            test = list(islice(environment.get_eval_dataset(), count))
         train = rows[:num_train]
         for key, wanted, found in (("num_train", num_train, train), ("num_test", num_test, test)):
             if wanted is not None and len(found) < wanted:
