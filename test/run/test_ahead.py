@@ -74,6 +74,8 @@ def test_engines_on_gpus_have_those_of_the_plan(monkeypatch, kind, expected):
     ("grpo_async", ("inference_model.num_devices=-1",)),
     ("grpo_async", ("inference_model.num_devices=many",)),
     ("grpo_async", ("inference_model.tensor_parallel_size=2",)),
+    ("grpo", ("inference_model.tensor_parallel_size=two",)),
+    ("grpo", ("train_model.devices=1", "inference_model.devices=1")),
     ("grpo_async", ("inference_model.devices=[a]",)),
     ("grpo_async", ("inference_model.devices=${nowhere}",))])
 def test_nothing_is_started_without_need_or_where_a_value_is_none(name, given):
