@@ -34,6 +34,9 @@ _INSTEAD = {
 WITH_ATROPOS = (
     *(Unread(lambda c: c.env.is_atropos, f"with env=atropos; use {instead} and", keys)
       for keys, instead in _INSTEAD.items()),
+    Unread(lambda c: c.env.is_atropos and c.inference_model.server != "own",
+           "with env=atropos, whose engine is a server of this library; start one (python -m "
+           "grpo.server.serve), and", "inference_model.server inference_model.connections"),
     Unread(lambda c: c.env.is_atropos and c.env.task.get("flags") and c.env.environment is None,
            "without env.environment, because the environment runs already; give it these flags "
            "where it is started, and", "env.task"))
