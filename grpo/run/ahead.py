@@ -153,6 +153,7 @@ def _wanted(config: DictConfig) -> SimpleNamespace | None:
     keys = SimpleNamespace(device=config.device, **{
         name: SimpleNamespace(**OmegaConf.to_container(config[name], resolve=True))
         for name in ("env", "train", "maxent", "train_model", "ref_model", "inference_model")})
+    keys.train_model.lora = SimpleNamespace(**keys.train_model.lora)
     ray = config.get("ray")  # a section of grpo-async.py
     keys.ray = SimpleNamespace(address=ray.address if ray else None)
     if keys.ray.address is not None or keys.env.dataset == ATROPOS:

@@ -42,6 +42,7 @@ def nothing_started(monkeypatch):
     ("grpo_async", ("inference_model.num_devices=3", "inference_model.backend=transformers")),
     ("grpo_async", REFERENCE),
     ("grpo_async", ("ref_model.num_devices=2",)),
+    ("grpo_async", (*REFERENCE, "train_model.lora.enabled=true")),
     ("grpo_async", ("inference_model.enforce_eager=false", "train_model.num_devices=2")),
     ("grpo_async", ("train_model.devices=[0]", "inference_model.devices=[0]")),
     ("grpo", ("inference_model.num_devices=2",)),
