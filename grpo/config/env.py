@@ -34,6 +34,9 @@ _INSTEAD = {
 WITH_ATROPOS = (
     *(Unread(lambda c: c.env.is_atropos, f"with env=atropos; use {instead} and", keys)
       for keys, instead in _INSTEAD.items()),
+    Unread(lambda c: c.env.is_atropos and c.inference_model.server != "own",
+           "with env=atropos, whose engine is a server of this library; start one (python -m "
+           "grpo.server.serve), and", "inference_model.server inference_model.connections"),
     Unread(lambda c: c.env.is_atropos and c.env.task.get("flags") and c.env.environment is None,
            "without env.environment, because the environment runs already; give it these flags "
            "where it is started, and", "env.task"))
@@ -104,8 +107,9 @@ class EnvConfig(Section):
     """What answers the model after its turn: ``retry``, ``environment`` (that of the problems), or
     the import path of a function of a :class:`~grpo.envs.dialog.DialogState`; null: nobody, a
     completion is one turn."""
-    max_steps: Annotated[int, only_with("env.step")] = Field(2, ge=2)
-    """Turns of the model in a completion, at most. With the messages between them they share
+    max_steps: Annotated[int, only_with("env.step")] = Field(2, ge=1)
+    """Turns of the model in a completion, at most; 1 where ``environment`` answers, which is told
+    of the last one, too. With the messages between them they share
     ``inference_model.max_tokens``."""
     num_envs: int = Field(32, ge=1)
     """Different prompts a batch."""
@@ -124,6 +128,13 @@ class EnvConfig(Section):
             raise ValueError(f"env.task has {', '.join(sorted(others))}, but with env=atropos it "
                              "has flags alone, those of the environment's serve command, such as "
                              "env.task.flags={env: {max_num_workers: 8}}")
+        return self
+
+    @model_validator(mode="after")
+    def _the_step_is_asked(self) -> EnvConfig:
+        if self.max_steps == 1 and self.step not in (None, "environment"):
+            raise ValueError("env.max_steps=1 is the one turn of the model, behind which env.step="
+                             f"{self.step} is never asked; set 2 or more, or env.step to null")
         return self
 
     @model_validator(mode="after")

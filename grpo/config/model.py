@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from grpo.config.devices import reference_apart
 from grpo.config.section import Section, server_address
 from grpo.config.unread import Unread, only_with
 from grpo.objectives.scorer import HeadKind
@@ -41,9 +42,9 @@ _AT_URL = Unread(lambda c: c.inference_model.url is None, "because inference_mod
 _STOCK = Unread(lambda c: not c.inference_model.is_stock, "by a server of this library, which has "
                 "all of a batch in one call; for others say inference_model.server=vllm or sglang, "
                 "or")
-# Without a reference the devices stay idle, which a line says: grpo.run.placement.unused_reference.
-_SEPARATE = Unread(lambda c: (c.needs_reference and c.train_model.lora.enabled
-                              and c.ref_model.name is None),
+# Devices of no reference, or for that of adapters, stay idle, which a line says:
+# grpo.run.placement.unused_reference.
+_WITHIN = Unread(lambda c: c.needs_reference and not reference_apart(c),
                    "because with train_model.lora.enabled=true the reference is the trainer's own "
                    "model without its adapters; name another model as ref_model.name, or")
 _REFERENCE = Unread(lambda c: not c.needs_reference, "because train.kl_to_ref_coeff and "
@@ -310,10 +311,9 @@ class RefModelConfig(RoleDevices):
 
     name: Annotated[str | None, _REFERENCE] = None
     """null: the model the run starts from; with adapters that is the model without them."""
-    num_devices: Annotated[int | None, _SEPARATE] = Field(None, ge=1)
+    num_devices: int | None = Field(None, ge=1)
     """Devices of its own, on a CPU processes, which share the scoring; null: it is on the
     trainer's."""
-    devices: Annotated[list[Device] | None, _SEPARATE] = Field(None, min_length=1)
-    sharded: Annotated[bool | None, _SHARDED] = None
+    sharded: Annotated[bool | None, _WITHIN, _SHARDED] = None
     """Whether these devices have a part each of one copy, and score each group together (FSDP2), or
     a whole copy each; null: parts where a whole copy does not fit a device."""

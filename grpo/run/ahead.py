@@ -153,19 +153,19 @@ def _wanted(config: DictConfig) -> SimpleNamespace | None:
     keys = SimpleNamespace(device=config.device, **{
         name: SimpleNamespace(**OmegaConf.to_container(config[name], resolve=True))
         for name in ("env", "train", "maxent", "train_model", "ref_model", "inference_model")})
+    keys.train_model.lora = SimpleNamespace(**keys.train_model.lora)
     ray = config.get("ray")  # a section of grpo-async.py
     keys.ray = SimpleNamespace(address=ray.address if ray else None)
     if keys.ray.address is not None or keys.env.dataset == ATROPOS:
         return None
-    if not ray and not has_workers(keys):
-        return None
     roles = (keys.train_model, keys.ref_model, keys.inference_model)
     counts = [keys.inference_model.tensor_parallel_size, *(
         role.num_devices for role in roles if role.num_devices is not None)]
-    numbers = [device for role in roles for device in role.devices or ()]
+    lists = [role.devices or [] for role in roles]
     sound = all(type(n) is int and n > 0 for n in counts) and all(
-        type(n) is int and n >= 0 for n in numbers)
-    return keys if sound else None
+        isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
+        for numbers in lists)
+    return keys if sound and (ray or has_workers(keys)) else None
 
 
 def _sees_gpus() -> bool:

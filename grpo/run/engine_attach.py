@@ -33,8 +33,9 @@ _PULSE = 0.2  # seconds
 _NONE = "; or have none: inference_model.backend=vllm without an address"
 
 
-def server_info(client: EngineClient, path: str) -> dict[str, Any]:
-    """What a server says of itself, which is to serve the model of ``path``.
+def server_info(client: EngineClient, path: str, *, atropos: bool = False) -> dict[str, Any]:
+    """What a server says of itself, which is to serve the model of ``path``; with ``atropos`` to
+    environments, for which a stock one is not looked for.
 
     Raises:
         ConfigError: if none answers, or one does that takes no weights.
@@ -48,10 +49,12 @@ def server_info(client: EngineClient, path: str) -> dict[str, Any]:
     except EngineCallError as error:
         if error.status is None or error.status in (401, 403) or error.status >= 500:
             raise ConfigError(f"inference_model.url={client.url}: {error}") from error
+        others = "whose servers alone answer Atropos environments" if atropos else (
+            "nor does it say that it is vLLM's or SGLang's (VLLM_API_KEY is the key of those that "
+            "ask for one)")
         raise ConfigError(
             f"inference_model.url={client.url}: the server has no route GET /bridge/info (status "
-            f"{error.status}), so it is not one of this library, nor does it say that it is vLLM's "
-            f"or SGLang's (VLLM_API_KEY is the key of those that ask for one); {start}") from error
+            f"{error.status}), so it is not one of this library, {others}; {start}") from error
 
 
 def with_server_kind(config: Config) -> Config:
@@ -257,7 +260,8 @@ def bring_to_start(client: EngineClient, setup: Setup) -> None:
     Raises:
         ConfigError: if it is another run's, or its options do not fit, with those that do.
     """
-    info, lora = server_info(client, setup.path), setup.config.train_model.lora
+    info = server_info(client, setup.path, atropos=isinstance(setup.config, AtroposConfig))
+    lora = setup.config.train_model.lora
     dtype = str(setup.dtype).removeprefix("torch.")
     where = f"inference_model.url={setup.config.inference_model.url}: the server"
     # Before anything is changed: its weights may be the very tensors that the other run trains.

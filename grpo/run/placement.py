@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from grpo.config.devices import needs_reference
+from grpo.config.devices import reference_apart
 from grpo.config.keys import ConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def plan_devices(config: AsyncConfig, *, kind: Kind, available: int | None) -> D
     size = config.inference_model.tensor_parallel_size
     sections = {"train_model": (config.train_model, 1), "ref_model": (config.ref_model, 0),
                 "inference_model": (config.inference_model, size)}
-    if not needs_reference(config):
+    if not reference_apart(config):
         del sections["ref_model"]
     wanted = {name: (len(section.devices), section.devices) if section.devices else
               (section.num_devices or default, None)
@@ -130,7 +130,8 @@ def _words(count: int, devices: list[int] | None) -> str:
 
 
 def unused_reference(config: Config) -> list[str]:
-    """The line that says so where ``ref_model`` asks for devices and there is no reference.
+    """The line that says so where ``ref_model`` asks for devices and there is no reference, or that
+    of adapters, which is the trainer's own model.
 
     Examples:
         >>> from grpo.config.asynchronous import AsyncConfig
@@ -143,13 +144,20 @@ or maxent.beta nothing is compared with a reference; set train.kl_to_ref_coeff=0
     """
     asked = config.ref_model.given()
     key = next((key for key in ("devices", "num_devices") if key in asked), None)
-    if config.needs_reference or key is None:
+    if key is None or reference_apart(config):
         return []
+    idle = f"ref_model.{key}={asked[key]} stays idle and reserves nothing: "
+    if config.needs_reference:
+        # Those that train are where it is.
+        there = key == "devices" and sorted(asked[key]) == sorted(config.train_model.devices or ())
+        return [] if there else [
+            f"{idle}with train_model.lora.enabled=true the reference is the trainer's own model "
+            "without its adapters; name another model as ref_model.name to use it"]
     fix = "set train.kl_to_ref_coeff=0.1 to use it"
     if config.train_model.lora.enabled:  # whose reference has no devices of its own
         fix = "with adapters that would be the trainer's own model without them; remove it"
-    return [f"ref_model.{key}={asked[key]} stays idle and reserves nothing: without "
-            f"train.kl_to_ref_coeff or maxent.beta nothing is compared with a reference; {fix}"]
+    return [f"{idle}without train.kl_to_ref_coeff or maxent.beta nothing is compared with a "
+            f"reference; {fix}"]
 
 
 def gpu_names() -> list[str] | None:

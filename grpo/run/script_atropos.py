@@ -39,7 +39,9 @@ def assemble_on_atropos(
         composed = as_atropos(config, run_dir, port=env.port or _PORT, url=env.url)
         return assemble_atropos(composed, run_dir, checkpoint, at_end, asked=config)
     script, flags, python = _script_of(config), environment_flags(config), environment_python()
-    composed = as_atropos(config, run_dir, port=env.port or _free_port(),
+    # An engine that runs already has a port of its own, beside which none is read.
+    attached = config.inference_model.url is not None
+    composed = as_atropos(config, run_dir, port=env.port or (_PORT if attached else _free_port()),
                           url=env.url or f"http://127.0.0.1:{_free_port()}")
     Path(composed.atropos.log_dir).mkdir(parents=True, exist_ok=True)
     start_hub(composed, at_end, checks, named=f"env.url={composed.atropos.url}")

@@ -35,6 +35,16 @@ def test_keys_that_do_not_apply_are_refused_with_what_is_used_instead(override):
         composed_like(["env=atropos", URL, override])
 
 
+@pytest.mark.parametrize("given", ["server=vllm", "server=sglang", "connections=8"])
+def test_a_server_that_is_none_of_this_library_answers_no_environments(given):
+    attached = ["env=atropos", URL, "inference_model.url=http://127.0.0.1:9001"]
+    with pytest.raises(ConfigError, match=rf"inference_model.{given} is not read with env=atropos, "
+                                          "whose engine is a server of this library; start one "
+                                          r"\(python -m grpo.server.serve\), and remove it"):
+        composed_like([*attached, f"inference_model.{given}"])
+    assert composed_like([*attached, "inference_model.server=own"]).engine == "server"
+
+
 @pytest.mark.parametrize("override", ["train.group_deadline=5", "train.oversample=0.5"])
 def test_groups_that_environments_begin_have_no_deadline_here(override):
     with pytest.raises(ConfigError, match="max_num_workers of the environment"):

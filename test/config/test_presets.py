@@ -13,13 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo import data
 from grpo.config.presets import describe_preset, leaves
-from grpo.config.schema import load_config
+from grpo.config.schema import ConfigError, load_config
 from grpo.objectives import GroupAdvantage, total_loss
 from grpo.objectives.maxent import MaxEntWeights
 from grpo.run.build_objective import build_advantage, build_loss
 
 from . import configs
-from .configs import FOLDER
+from .configs import FOLDER, composed_like
 
 RUNS = sorted(path.stem for path in FOLDER.glob("*.yaml")
               if not {"async", "offline"} & {*path.stem.split("_")})
@@ -146,6 +146,27 @@ def test_a_preset_is_described_with_what_was_changed():
     assert describe_preset("maxent_weighted", composed("grpo", "preset=maxent_weighted"),
                            config_folder=FOLDER).endswith("maxent.tau=0.5")
     assert describe_preset("none", composed("grpo"), config_folder=FOLDER) == "none: sets nothing"
+
+
+@pytest.mark.parametrize("script", ["grpo.py", "grpo-async.py"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_preset_sets_and_atropos_environments_do_themselves_is_left_out(name, script):
+    given = ["env=atropos", "env.url=http://127.0.0.1:8000", f"preset={name}"]
+    config = composed_like(given, script=script)
+    assert config.train.max_sampling_rounds is None and config.train.overlong_buffer is None
+
+
+@pytest.mark.parametrize("typed", ["max_sampling_rounds=10", "overlong_buffer=0.2"])
+def test_with_atropos_environments_they_are_refused_where_they_are_typed(typed):
+    with pytest.raises(ConfigError, match=rf"train.{typed} is not read with env=atropos"):
+        composed_like(["env=atropos", "env.url=http://127.0.0.1:8000", "preset=dapo",
+                       f"train.{typed}"])
+
+
+def test_what_is_left_out_of_a_preset_is_in_the_line_that_describes_it():
+    values = composed("grpo", "env=atropos", "env.url=http://127.0.0.1:8000", "preset=dapo")
+    assert describe_preset("dapo", values, config_folder=FOLDER).endswith(
+        "train.max_sampling_rounds=None (not 10), train.overlong_buffer=None (not 0.2)")
 
 
 def test_an_unknown_preset_is_an_error_that_lists_the_known_ones():

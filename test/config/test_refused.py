@@ -49,6 +49,11 @@ REFUSED = {
     "train.kl_estimator=k1":
         "train.kl_estimator=k1 ... train.kl_to_ref_coeff ... train.kl_to_inference_coeff ... "
         "remove it",
+    "env.max_steps=1": "env.max_steps=1 ... env.step is null ... remove it",
+    "env.step=retry env.max_steps=1":
+        "env.max_steps=1 ... the one turn of the model ... env.step=retry is never asked; set 2 or "
+        "more, or env.step to null",
+    "env.step=environment env.max_steps=0": "env.max_steps=0 ... greater than or equal to 1",
     "env.reward={}": "env.reward={} ... at least one reward ... null for the task's own",
     "env.reward=''": "env.reward='' ... at least one reward ... null for the task's own",
     "env.reward=[]": "env.reward=[] ... at least one reward ... null for the task's own",

@@ -212,3 +212,13 @@ def test_conversations_that_break_off_are_ended_and_nothing_of_them_is_kept(toke
     with pytest.raises(IndexError):
         converse(script, script.pad_prompts([[65]] * 2), talk, task)
     assert [partner.stopped for partner in partners] == [1, 1] and not talk._concluded
+
+
+def test_a_problem_may_end_a_conversation_of_one_turn(tokenizer):
+    partner = Partner(answers=True)
+    task = [Problem("?", "", "0", partner=lambda: partner)]
+    script = Script([[[66, EOS]]])
+    talk = dialog(tokenizer, of_the_problem, max_steps=1, max_tokens=12)
+    said = converse(script, script.pad_prompts([[65]]), talk, task)
+    assert said[data.RESPONSE_TOKENS][said[data.ASSISTANT_MASK][:, 1:]].tolist() == [66, EOS]
+    assert partner.stopped == 1 and talk.concluded(task[0], [66, EOS]).verifier("B") == 1.0

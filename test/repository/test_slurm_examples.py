@@ -274,6 +274,24 @@ def test_all_gpus_of_the_first_node_train_and_those_of_the_others_generate(
     assert config.inference_model.num_devices == generate
 
 
+@pytest.mark.parametrize("size, more, generate", [
+    (4, (), 8), (3, (), 6), (5, (), 5), (3, ("inference_model.num_devices=3",), 3)])
+def test_the_size_of_an_engine_may_be_an_argument_which_wins(submit, size, more, generate):
+    done = submit("--config-name", "grpo_async_gsm8k", *more,
+                  f"inference_model.tensor_parallel_size={size}", SLURM_GPUS_ON_NODE="8",
+                  VLLM_TP_SIZE="2")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split("trainer ")[1].split()
+    inference = composed_like(words[1:], script=words[0]).inference_model
+    assert (inference.tensor_parallel_size, inference.num_devices) == (size, generate)
+
+
+def test_a_size_that_is_no_number_is_left_to_the_script_that_reads_it(submit):
+    done = submit("inference_model.tensor_parallel_size=two", SLURM_GPUS_ON_NODE="8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("inference_model.tensor_parallel_size=two")
+
+
 def test_an_engine_is_on_one_node(submit):
     """Sixteen GPUs on the nodes that generate have room for five engines of three, but two a node
     are left over."""

@@ -42,6 +42,7 @@ def nothing_started(monkeypatch):
     ("grpo_async", ("inference_model.num_devices=3", "inference_model.backend=transformers")),
     ("grpo_async", REFERENCE),
     ("grpo_async", ("ref_model.num_devices=2",)),
+    ("grpo_async", (*REFERENCE, "train_model.lora.enabled=true")),
     ("grpo_async", ("inference_model.enforce_eager=false", "train_model.num_devices=2")),
     ("grpo_async", ("train_model.devices=[0]", "inference_model.devices=[0]")),
     ("grpo", ("inference_model.num_devices=2",)),
@@ -74,6 +75,8 @@ def test_engines_on_gpus_have_those_of_the_plan(monkeypatch, kind, expected):
     ("grpo_async", ("inference_model.num_devices=-1",)),
     ("grpo_async", ("inference_model.num_devices=many",)),
     ("grpo_async", ("inference_model.tensor_parallel_size=2",)),
+    ("grpo", ("inference_model.tensor_parallel_size=two",)),
+    ("grpo", ("train_model.devices=1", "inference_model.devices=1")),
     ("grpo_async", ("inference_model.devices=[a]",)),
     ("grpo_async", ("inference_model.devices=${nowhere}",))])
 def test_nothing_is_started_without_need_or_where_a_value_is_none(name, given):

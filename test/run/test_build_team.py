@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from grpo.config.asynchronous import with_workers
 from grpo.config.schema import ConfigError, load_config
 from grpo.run.build_team import _variables, choose_devices
+from grpo.run.placement import plan_devices
 
 from ..config.configs import small
 
@@ -70,6 +72,16 @@ def test_engine_and_reference_may_be_told_to_be_where_they_are_anyway(gpus, own)
                   {"ref_model": {"devices": [2]}}, {"ref_model": {"num_devices": 1}}):
         assert load_config(small(**{**sections, **apart}, train={"kl_to_ref_coeff": 0.1})
                            ).has_workers, apart
+
+
+@pytest.mark.parametrize("own, devices, size", [([0], [0], 2), ([0, 1], [0], 4)])
+def test_an_engine_of_several_devices_is_not_on_the_first_that_trains(own, devices, size):
+    engine = {"devices": devices, "tensor_parallel_size": size}
+    given = load_config(small(train_model={"devices": own}, inference_model=engine))
+    assert given.has_workers
+    with pytest.raises(ConfigError, match=f"inference_model has 1 devices, which cannot be divided "
+                                          f"into engines of .*tensor_parallel_size={size}"):
+        plan_devices(with_workers(given), kind="cuda", available=4)
 
 
 def test_several_devices_without_vllm_are_refused_with_what_to_install():

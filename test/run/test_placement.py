@@ -60,8 +60,10 @@ def test_each_role_gets_devices_of_its_own(sections, train, reference, engines):
     ({"ref_model": {"devices": [1, 2], "num_devices": 1}, **KL}, "contradict each other"),
     ({"ref_model": {"num_devices": 3}, **KL}, "ref_model wants 3 GPUs; .*: 5 GPUs in all"),
     ({"inference_model": {"engine": "server"}}, "inference_model.engine=server is not read"),
-    ({"train_model": {"lora": {"enabled": True}}, "ref_model": {"num_devices": 1}, **KL},
-     "not read because with train_model.lora.enabled=true the reference is the trainer's own"),
+    ({"train_model": {"lora": {"enabled": True}}, "ref_model": {
+        "num_devices": 2, "sharded": True}, **KL},
+     "ref_model.sharded=true is not read because with train_model.lora.enabled=true the reference "
+     "is the trainer's own"),
 ])
 def test_what_cannot_be_is_an_error_with_the_request(sections, message):
     with pytest.raises(ConfigError, match=message):
@@ -106,6 +108,7 @@ def test_roles_that_share_cores_on_a_cpu_have_as_many_each(monkeypatch):
 def test_the_reference_of_adapters_has_a_device_only_if_it_is_another_model():
     sections = {"train_model": {"lora": {"enabled": True}}, **KL}
     assert plan(**sections).reference == ()
+    assert plan(**sections, ref_model={"num_devices": 2}).reference == ()
     assert plan(**sections, ref_model={"name": "other", "num_devices": 1}).reference == (1,)
 
 
@@ -122,6 +125,28 @@ def test_devices_for_no_reference_are_said_to_be_idle(sections, said, schema):
     assert line.startswith(said) and line.endswith("remove it")
     assert unused_reference(load_config({**sections, **KL}, AsyncConfig)) == []
     assert unused_reference(AsyncConfig()) == []
+
+
+@pytest.mark.parametrize("schema", [Config, AsyncConfig])
+def test_devices_for_the_reference_of_adapters_are_said_to_be_idle(schema):
+    sections = {"train_model": {"num_devices": 2, "lora": {"enabled": True}}, **KL,
+                "inference_model": {"num_devices": 2}}
+    [line] = unused_reference(load_config({**sections, "ref_model": {"num_devices": 2}}, schema))
+    assert line == ("ref_model.num_devices=2 stays idle and reserves nothing: with "
+                    "train_model.lora.enabled=true the reference is the trainer's own model "
+                    "without its adapters; name another model as ref_model.name to use it")
+    other = {**sections, "ref_model": {"num_devices": 2, "name": "other"}}
+    assert unused_reference(load_config(other, schema)) == []
+
+
+def test_the_reference_of_adapters_may_be_told_to_be_where_it_is_anyway():
+    sections = {"train_model": {"devices": [0, 1], "lora": {"enabled": True}}, **KL}
+    there = load_config({**sections, "ref_model": {"devices": [1, 0]}}, Config)
+    assert not there.has_workers and unused_reference(there) == []
+    elsewhere = load_config({**sections, "ref_model": {"devices": [2]}}, Config)
+    assert not elsewhere.has_workers  # for it starts nothing
+    [line] = unused_reference(elsewhere)
+    assert line.startswith("ref_model.devices=[2] stays idle and reserves nothing: with train_mod")
 
 
 def test_the_table_has_a_line_for_each_copy_of_the_reference():

@@ -82,6 +82,8 @@ APART = ["ray.start_timeout=300", "train.oversample=0.5", "train.update_at=group
     ["num_gpus=4", "train.kl_to_ref_coeff=0.1", "ref_model.num_devices=2",
      "ref_model.sharded=true", "train_model.num_devices=1"],
     ["num_gpus=2", "ref_model.num_devices=1", "train_model.lora.enabled=true"],
+    ["num_gpus=2", "ref_model.num_devices=1", "train_model.lora.enabled=true",
+     "train.kl_to_ref_coeff=0.1"],
     ["num_gpus=3", "inference_model.tensor_parallel_size=2", "train_model.lora.enabled=false"],
     *(pytest.param(keys, marks=pytest.mark.slow) for keys in (
         ["num_gpus=4", "train.kl_to_ref_coeff=0.01"],

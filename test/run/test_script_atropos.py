@@ -13,11 +13,14 @@ from transformers import AutoModelForCausalLM
 from grpo import data
 from grpo.atropos.hub_server import HubServer
 from grpo.collectors.rollout_worker import RolloutWorker
+from grpo.config.atropos_script import in_script_keys
 from grpo.config.keys import ConfigError
 from grpo.policies.scoring import ReferenceScorer
 from grpo.report.loggers import read_jsonl
+from grpo.run import script_atropos
 from grpo.run.assemble import assemble, assemble_async
 from grpo.run.script_atropos import assemble_on_atropos, environment_flags
+from grpo.run.start_atropos import set_up
 
 from ..collectors.asynchronous import LocalRay
 from ..config.configs import composed_like
@@ -100,8 +103,6 @@ def test_the_scripts_workers_wait_for_each_batch_in_grpo_py(make, tmp_path):
 
 
 def test_a_taken_port_is_named_by_the_key_of_the_scripts(make, capsys):
-    from grpo.config.atropos_script import in_script_keys
-
     with HubServer() as other:
         port = other.url.rpartition(":")[2]
         with pytest.raises(ConfigError) as error:
@@ -128,6 +129,28 @@ def test_an_environment_that_is_not_there_is_named(tmp_path):
     config = composed_like(["env=atropos", "env.environment=none.py"])
     with pytest.raises(ConfigError, match="env.environment=none.py: there is no such file"):
         assemble_on_atropos(config, tmp_path, None, ExitStack())
+
+
+@pytest.mark.parametrize("given, refused", [([], None), (
+    ["env.port=9123"], "env.port=9123 is not read because inference_model.url=http://127.0.0.1")])
+def test_an_environment_that_the_run_starts_may_ask_an_engine_that_runs_already(
+        tmp_path, monkeypatch, small_folder, given, refused):
+    script = tmp_path / "env.py"
+    script.touch()
+    monkeypatch.setattr(script_atropos, "environment_python", lambda: "python")
+    monkeypatch.setattr(script_atropos, "start_hub", lambda *_, **given: None)
+    monkeypatch.setattr(script_atropos, "assemble_atropos", lambda composed, *_, **given: composed)
+    config = composed_like([
+        "env=atropos", f"env.environment={script}", "device=cpu", f"model.name={small_folder}",
+        "inference_model.engine=server", "inference_model.url=http://127.0.0.1:9001", *given])
+    composed = assemble_on_atropos(config, tmp_path, None, ExitStack())
+    assert composed.engine_url == "http://127.0.0.1:9001"
+    if refused is None:
+        assert set_up(composed, tmp_path, None).setup.config.inference_model.url.endswith(":9001")
+        return
+    with pytest.raises(ConfigError) as error:
+        set_up(composed, tmp_path, None)
+    assert in_script_keys(str(error.value)).startswith(refused)
 
 
 OWN = ("train.kl_to_ref_coeff=0.1", "train.max_steps=6")

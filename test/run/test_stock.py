@@ -8,12 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from grpo.config.atropos import AtroposConfig
 from grpo.config.offline import in_offline_keys
 from grpo.config.schema import ConfigError, load_config
 from grpo.policies.client import EngineClient
 from grpo.report.loggers import read_jsonl
 from grpo.run.assemble import assemble
-from grpo.run.engine_attach import open_stock_server, server_info, with_server_kind
+from grpo.run.engine_attach import (
+    bring_to_start,
+    open_stock_server,
+    server_info,
+    with_server_kind,
+)
 from grpo.weights.canary import StaleWeightsError
 from grpo.weights.stock import StockReload
 
@@ -127,6 +133,15 @@ def test_another_kind_of_server_than_the_key_says_is_refused(folder):
     with StandIn("vllm", folder) as there, pytest.raises(
             ConfigError, match="is vllm's, which is not what inference_model.server says"):
         opened(config_of(there.url, folder, inference_model={"server": "sglang"}))
+
+
+def test_with_atropos_a_server_is_one_of_this_library_whatever_it_says(folder):
+    config = AtroposConfig(inference_model={"url": "http://127.0.0.1:1"})
+    with StandIn("vllm", folder) as there, pytest.raises(ConfigError) as raised:
+        bring_to_start(EngineClient(there.url), SimpleNamespace(config=config, path=str(folder)))
+    assert ("so it is not one of this library, whose servers alone answer Atropos environments; "
+            f"start one in another terminal: python -m grpo.server.serve --model {folder}"
+            ) in str(raised.value)
 
 
 @pytest.mark.parametrize(("kind", "lora", "line"), [

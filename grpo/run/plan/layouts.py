@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from grpo.config.asynchronous import AsyncConfig, with_workers
+from grpo.config.devices import reference_apart
 from grpo.config.schema import Config, ConfigError, load_config
 from grpo.config.unread import value_at
 from grpo.policies.model_shape import ModelShape
@@ -134,7 +135,7 @@ class Planner:
 
     def _numbered(self) -> list[tuple[str, list[int]]]:
         """The roles whose GPUs the user has numbered; of a reference only if there is one."""
-        roles = _ROLES if self.config.needs_reference else _ROLES[:2]
+        roles = _ROLES if reference_apart(self.config) else _ROLES[:2]
         sections = [(role, getattr(self.config, role).devices) for role in roles]
         return [(role, numbers) for role, numbers in sections if numbers is not None]
 
