@@ -193,7 +193,8 @@ class Trainer:
         if self.saved is not None:
             self._write_report(f"{summary} after {self.step} of {self.iterations} iterations",
                                self.saved.folder, early=True)
-            self.reporter.console.info(how_to_go_on(self.saved, self.compared, reason))
+            self.reporter.console.info(
+                how_to_go_on(self.run_dir, self.saved, self.compared, reason))
 
     def _first_look(self) -> None:
         """Before any update: do engine and trainer agree, and how good is the model?"""
@@ -352,7 +353,8 @@ class Trainer:
         for adaptation in self.adaptations:
             if adaptation.name in saved:  # one that is new in this run starts at its beginning
                 adaptation.load_state_dict(saved[adaptation.name])
-        self._kept = self._progress()
+        if checkpoint.run_dir.resolve() == self.run_dir.resolve():  # a branch has none yet
+            self._kept = self._progress()
         self._prove_start()
         # Last, because loading and checking may have drawn numbers and counted calls.
         for name, policy in self._policies().items():

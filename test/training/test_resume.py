@@ -8,6 +8,7 @@ import random
 import signal
 from contextlib import ExitStack
 from itertools import count
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from grpo.run import resume
 from grpo.run.identity import changed_keys, identity_changes, result_changes, with_defaults
 from grpo.run.resume import PARENT_FILE
 from grpo.training.checkpoint import find_checkpoint, list_checkpoints
+from grpo.training.checkpoint_files import NotSavedError
 from grpo.training.run_lock import LOCK_FILE
 from grpo.training.stopping import Stopped
 
@@ -161,6 +163,31 @@ def test_a_branch_is_trained_without_touching_its_parent_and_is_resumed_as_itsel
     assert ours[:3] == parents[:3] and ours[3] != parents[3]
     again, newest = open_run(make(resume=str(run_dir), optimizer={"lr": 0.02}), tmp_path / "x")
     assert again == run_dir and newest.step == 4
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_branch_that_is_stopped_in_its_first_step_goes_on_as_it_says(
+        first, tmp_path, monkeypatch, capsys, room):
+    """``resume=auto`` takes no checkpoint of the parent, whose settings are others."""
+    folder, make = first
+    monkeypatch.chdir(tmp_path)
+    parents, settings = folder / "checkpoints" / "step_000002", {"optimizer": {"lr": 0.02}}
+    config = make(resume=str(parents), **settings)
+    run_dir, checkpoint = open_run(config, tmp_path / "outputs" / "branch")
+    branch = make_trainer(config, run_dir, checkpoint)
+    branch.collector.env.step = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    if not room:
+        branch.save = Mock(side_effect=NotSavedError("the disk is full"))
+    with pytest.raises(Stopped):
+        branch.fit()
+    shown = "".join(capsys.readouterr().out.split())
+    again, newest = open_run(make(resume="auto", **settings), tmp_path / "outputs" / "again")
+    if room:
+        assert again == run_dir and newest.step == 2
+        assert f"theruncangoon:resume=auto,orresume={newest.folder}" in shown
+    else:
+        assert again != run_dir and newest is None
+        assert f"theruncangoon:resume={parents}" in shown and "resume=auto" not in shown
 
 
 def test_a_branch_is_not_written_over_another_run(first, tmp_path):
