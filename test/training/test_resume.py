@@ -26,6 +26,8 @@ from grpo.training.checkpoint import find_checkpoint, list_checkpoints
 from grpo.training.checkpoint_files import NotSavedError
 from grpo.training.run_lock import LOCK_FILE
 from grpo.training.stopping import Stopped
+from grpo.weights.canary import StaleWeightsError
+from grpo.weights.in_flight import PeriodicUpdates
 
 from .runs import make_trainer, timeless
 
@@ -320,6 +322,23 @@ def test_a_checkpoint_that_does_not_say_what_was_evaluated_goes_on_as_before(
 
 
 # -- Comparing configurations ---------------------------------------------------------------------
+
+
+def test_the_checkpoint_to_go_on_from_after_a_failed_proof_stays_while_later_ones_are_not_compared(
+        make_config, tmp_path):
+    """Where the engine gets the weights every few steps only."""
+    train = {"checkpoint_frequency": 1, "eval_frequency": 0, "keep_checkpoints": 2}
+    trainer = make_trainer(make_config(iterations=12, train=train), tmp_path)
+    trainer.weights = trainer.proof.weights = PeriodicUpdates(trainer.weights, interval=5)
+    kept = []
+    trainer.after_saving = [lambda saved: kept.append(
+        [found.step for found in list_checkpoints(tmp_path)])]
+    trainer.weights.begin_differing = lambda part: lambda: (
+        ["norm.weight"] if trainer.step == 10 else [])
+    with pytest.raises(StaleWeightsError):
+        trainer.fit()
+    assert kept[3:] == [[3, 4], [4, 5], [5, 6], [5, 6, 7], [5, 7, 8], [5, 8, 9], [5, 9, 10]]
+    assert trainer.compared == list_checkpoints(tmp_path)[0]
 
 
 def test_changed_keys_name_both_values_at_any_depth():
