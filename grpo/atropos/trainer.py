@@ -32,13 +32,13 @@ class AtroposTrainer(Trainer):
     """A :class:`~grpo.training.trainer.Trainer` whose checkpoints others find by the names of
     Atropos' trainer: ``step_3/`` for model and tokenizer, ``adapter_step_3/`` for an adapter."""
 
-    def save(self) -> Checkpoint:
+    def save(self, *, stale: bool = False) -> Checkpoint:
         """Write a checkpoint of the whole run, and the model or adapter beside it.
 
         Raises:
             NotSavedError: if the disk has no room for them.
         """
-        checkpoint = super().save()
+        checkpoint = super().save(stale=stale)
         try:
             export_step(checkpoint, self.run_dir)
         except OSError as error:  # without hard links, copies may have filled the disk

@@ -149,7 +149,7 @@ def build_actor(
             learner.warm_up(*rows_like_a_batch(config, width))
     scorer, tell = loss.scorer, tell_nobody
     if leader is not None:
-        learner, tell = LedLearner(learner, leader), leader.tell
+        learner, tell = LedLearner(learner, leader), leader.together
         scorer = learner.scorer
     pool.meet()
     weights = make_fleet_sync(config, model, pool, backend=backend, device=setup.device,

@@ -142,7 +142,7 @@ def _with_ranks(setup: Setup, devices: tuple[int, ...], at_end: ExitStack,
     leader = at_end.enter_context(Leader(ranks, others.check))
     learner = LedLearner(build_learner(config, loss, leader.ranks), leader)
     weights = make_weight_sync(config, model, engine, folder=setup.folder,
-                               tokenizer=setup.tokenizer, tell=leader.tell)
+                               tokenizer=setup.tokenizer, tell=leader.together)
     return TrainingActor(model, policy_of(weights), weights, learner, learner.scorer)
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,7 +168,7 @@ def save_model(model: nn.Module, tokenizer: Any, folder: Path,
 
 def save_checkpoint(
     run_dir: Path, step: int, *, model: nn.Module, tokenizer: Any, state: dict[str, Any],
-    config: dict[str, Any], keep: int = 3, protect: Path | None = None,
+    config: dict[str, Any], keep: int = 3, protect: Iterable[Path] = (),
     gathering: Gathering = nullcontext,
 ) -> Checkpoint:
     """Write ``run_dir/checkpoints/step_NNNNNN`` and drop all but the ``keep`` newest up to it.
@@ -186,7 +186,7 @@ def save_checkpoint(
         state: tensors and plain values; random number states are added here, unless it has an
             earlier one.
         keep: number of checkpoints that stay.
-        protect: folder of one that stays beside them, wherever it is.
+        protect: folders of others that stay beside them, wherever they are.
         gathering: a context in which the model is gathered, and nothing else happens: the other
             ranks know nothing of what fails in making folders and writing files.
 
@@ -216,8 +216,9 @@ def save_checkpoint(
             os.replace(target, aside)
         os.replace(partial, target)
     earlier = [found.folder for found in list_checkpoints(run_dir) if found.step <= step]
+    protected = {folder.resolve() for folder in protect}
     for old in [*filter(_is_replaced, root.iterdir()), *earlier[:-keep]]:
-        if protect is None or old.resolve() != protect.resolve():
+        if old.resolve() not in protected:
             try:
                 _remove(old)
             except OSError as error:  # the new one is there all the same

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any
 
@@ -81,8 +81,8 @@ class StopRequests:
 
     def _around(self) -> list[StopRequests]:
         """The requests that these are inside of."""
-        owners = [getattr(handler, "__self__", None) for handler in self._before.values()]
-        return [owner for owner in owners if isinstance(owner, StopRequests)]
+        owners = map(_owner, self._before.values())
+        return [owner for owner in owners if owner is not None]
 
     def check(self) -> None:
         """Raise :class:`Stopped` if a signal has come."""
@@ -103,6 +103,18 @@ class StopRequests:
             raise
         finally:
             self._at_once = False
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Inside of :meth:`at_once`, while something is done that cannot be dropped: a signal
+        raises at its end. What ends by an exception is left to that."""
+        at_once, self._at_once = self._at_once, False
+        try:
+            yield
+        finally:
+            self._at_once = at_once and self.asked is None
+        if at_once:
+            self.check()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked == number == signal.SIGINT:
@@ -125,6 +137,20 @@ class StopRequests:
         again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
         again.daemon = True
         again.start()
+
+
+def _owner(handler: Any) -> StopRequests | None:
+    """The requests that a handler of signals belongs to."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, StopRequests) else None
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """:meth:`StopRequests.held_back` of those that get the signals now, if there are any."""
+    requests = _owner(signal.getsignal(signal.SIGTERM))
+    with nullcontext() if requests is None else requests.held_back():
+        yield
 
 
 def _say(text: str) -> None:

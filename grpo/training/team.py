@@ -25,6 +25,7 @@ from grpo.training.checkpoint import gather_trained
 from grpo.training.learner import BeforeStep
 from grpo.training.parallel import ParallelLearner, score_divided
 from grpo.training.ranks import Ranks
+from grpo.training.stopping import signals_held_back
 from grpo.weights.adapters import adapters_disabled, whole_adapters
 from grpo.weights.gather import TrainerRanks, trained_parameters
 
@@ -50,29 +51,28 @@ class Leader:
         self.ranks, self.check = ranks, check
         self.interrupted: str | None = None
 
-    def tell(self, what: str, *details: Any) -> None:
-        """Give an order; all ranks meet in what follows.
+    @contextmanager
+    def together(self, what: str, *details: Any) -> Iterator[None]:
+        """Give an order that this rank carries out in the context, where all ranks meet.
+
+        A signal is held back until they have, because what was trained can be saved only if the
+        others can be told to; a second Ctrl-C is not.
 
         Raises:
             RuntimeError: if they are still in the middle of an earlier one.
         """
-        self.check()
-        if self.interrupted is not None:
-            raise RuntimeError(f"the other ranks of the trainer are in the middle of "
-                               f"{self.interrupted!r}, in which rank 0 failed")
-        dist.broadcast_object_list([(what, *details)], src=0, device=torch.device("cpu"))
-
-    @contextmanager
-    def together(self, what: str, *details: Any) -> Iterator[None]:
-        """Give an order that this rank carries out in the context."""
-        self.tell(what, *details)
-        try:
-            yield
-        except FloatingPointError:  # which all ranks find at the same place
-            raise
-        except BaseException:
-            self.interrupted = what
-            raise
+        with signals_held_back():
+            self.check()
+            if self.interrupted is not None:
+                raise RuntimeError(f"the other ranks of the trainer are in the middle of "
+                                   f"{self.interrupted!r}, in which rank 0 failed")
+            try:
+                dist.broadcast_object_list([(what, *details)], src=0, device=torch.device("cpu"))
+                yield
+            except BaseException as error:
+                if not _ends_on_all(what, error):
+                    self.interrupted = what
+                raise
 
     def __enter__(self) -> Leader:
         return self
@@ -80,8 +80,14 @@ class Leader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
         if error is None:
-            self.tell("stop")
-            self.ranks.leave()
+            with self.together("stop"):
+                self.ranks.leave()
+
+
+def _ends_on_all(what: str, error: BaseException) -> bool:
+    """Whether an error of the leader ends an order on the other ranks, too."""
+    return (isinstance(error, FloatingPointError)  # which all ranks find at the same place
+            or what == "publish" and isinstance(error, Exception))  # see TrainerRanks.agreed
 
 
 def obey(learner: ParallelLearner, weights: Any = None) -> None:

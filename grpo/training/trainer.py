@@ -175,25 +175,23 @@ class Trainer:
 
     def _end_early(self, reason: BaseException) -> None:
         """Keep what was trained, and say how the run goes on."""
-        warn, summary = self.reporter.console.warn, str(reason).partition("\n")[0]
+        console, summary = self.reporter.console, str(reason).partition("\n")[0]
         if self._unlogged is not None:  # something failed when the step was trained
             self.reporter.loggers.log(self.step, self._unlogged)
         if self.step == 0 and not self._looked:
-            warn(f"{summary}; nothing has been trained yet")
+            console.warn(f"{summary}; nothing has been trained yet")
             return
         try:
             if self.requests.insisted:
                 raise NotSavedError("it was interrupted at once")
             if self._progress() != self._kept:
-                if isinstance(reason, StaleWeightsError):
-                    self.keep_checkpoints += 1  # what was compared stays beside what was not
-                self.save()
+                self.save(stale=isinstance(reason, StaleWeightsError))
         except Exception as error:  # the disk is full, or a rank has died; the reason is raised
-            warn(f"{summary}; the present state could not be saved: {error}")
+            console.warn(f"{summary}; the present state could not be saved: {error}")
         if self.saved is not None:
             self._write_report(f"{summary} after {self.step} of {self.iterations} iterations",
                                self.saved.folder, early=True)
-            self.reporter.console.info(how_to_go_on(self.saved, self.compared, reason))
+            console.info(how_to_go_on(self.run_dir, self.saved, self.compared, reason))
 
     def _first_look(self) -> None:
         """Before any update: do engine and trainer agree, and how good is the model?"""
@@ -286,8 +284,9 @@ class Trainer:
                 self._report = self.canary.finish()
                 self.proof.finish()
 
-    def save(self) -> Checkpoint:
-        """Write a checkpoint of the whole run.
+    def save(self, *, stale: bool = False) -> Checkpoint:
+        """Write a checkpoint of the whole run. The last that was compared stays beside one that
+        was not, as where weights wait for their engine, or it was found to be ``stale``.
 
         Raises:
             NotSavedError: if the disk has no room for it, or the weights are those of no iteration.
@@ -295,11 +294,12 @@ class Trainer:
         if self.learner.halfway:
             raise NotSavedError("the optimizer has taken some of its steps on a batch, but not all")
         progress, state = self._progress(), self.state_dict()  # in which more may be finished
+        beside = self.compared if stale or self.weights.pending else None
         check_room(self.run_dir / "checkpoints", saved_bytes(self.model, state))
         self.saved = save_checkpoint(
             self.run_dir, self.step, model=self.model, tokenizer=self.tokenizer, state=state,
-            config=self.config, keep=self.keep_checkpoints, protect=self.resumed_from,
-            gathering=self.learner.gathering)
+            config=self.config, keep=self.keep_checkpoints, gathering=self.learner.gathering,
+            protect=filter(None, [self.resumed_from, beside and beside.folder]))
         self._kept = progress
         for tell in self.after_saving:
             tell(self.saved)
@@ -352,7 +352,8 @@ class Trainer:
         for adaptation in self.adaptations:
             if adaptation.name in saved:  # one that is new in this run starts at its beginning
                 adaptation.load_state_dict(saved[adaptation.name])
-        self._kept = self._progress()
+        if checkpoint.run_dir.resolve() == self.run_dir.resolve():  # a branch has none yet
+            self._kept = self._progress()
         self._prove_start()
         # Last, because loading and checking may have drawn numbers and counted calls.
         for name, policy in self._policies().items():

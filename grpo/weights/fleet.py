@@ -150,7 +150,7 @@ class ObjectStoreSync(FleetSync):
     @torch.no_grad()
     def _send(self, version: int, numbers: Iterable[int]) -> float:
         """Returns for how many seconds the last worker finished what it was at."""
-        values = self.pool.put(Packed.of(dict(self._trained())))
+        values = self.pool.put(Packed.of(self._trained()))
         calls = [self._give(number, values, version) for number in numbers]
         return max(self._results(calls), default=0.0)
 
@@ -161,18 +161,18 @@ class ObjectStoreSync(FleetSync):
         """Have a worker take up values from :meth:`WorkerPool.put`."""
         return self.pool.send(number, "load_state", values, version, self.timeout)
 
-    def _trained(self) -> Iterable[tuple[str, Tensor]]:
-        self.tell("gather", "trained")
-        return TrainerRanks(self.model).whole(trained_parameters(self.model))
+    def _trained(self) -> dict[str, Tensor]:
+        with self.tell("gather", "trained"):
+            return dict(TrainerRanks(self.model).whole(trained_parameters(self.model)))
 
     def _begin_differing(self, part: Part) -> Callable[[], list[str]]:
         """Of all parameters, also of frozen ones."""
-        self.tell("gather", "all", part)
         named = part.choose(self.model.named_parameters())
         names = [name for name, _ in named]
         calls = [self.pool.send(number, "fingerprints", names, self.timeout)
                  for number in self.pool.usable]
-        ours = fingerprints(whole for _, whole in TrainerRanks(self.model).whole(named))
+        with self.tell("gather", "all", part):
+            ours = fingerprints(whole for _, whole in TrainerRanks(self.model).whole(named))
 
         def differing() -> list[str]:
             theirs = self._results(calls)
@@ -208,14 +208,14 @@ class FleetLoRA(ObjectStoreSync):
         return self.pool.send(number, "load_adapter", values, version, self.pause_mode,
                               self.timeout)
 
-    def _trained(self) -> Iterable[tuple[str, Tensor]]:
-        self.tell("adapters")
-        return engine_factors(self.model).items()
+    def _trained(self) -> dict[str, Tensor]:
+        with self.tell("adapters"):
+            return engine_factors(self.model)
 
     @torch.no_grad()
     def _begin_differing(self, part: Part) -> Callable[[], list[str]]:
         """Of the factors, as ``module.lora_A`` or ``module.lora_B``."""
-        ours = dict(part.choose(self._trained()))
+        ours = dict(part.choose(self._trained().items()))
         values = self.pool.put(Packed.of(ours))
         calls = [self.pool.send(number, "differing_adapter", values, self.timeout)
                  for number in self.pool.usable]

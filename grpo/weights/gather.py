@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-#: Tells the other ranks of a sharded trainer to take part in what this one does next; see
-#: :meth:`grpo.training.team.Leader.tell`.
-Tell: TypeAlias = Callable[..., None]
+#: Tells the other ranks of a sharded trainer to take part in what this one does in the context
+#: that is returned; see :meth:`grpo.training.team.Leader.together`.
+Tell: TypeAlias = Callable[..., AbstractContextManager[None]]
 
 
 # PyTorch 2.13 has a new name for it.
@@ -23,8 +23,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 TOGETHER_BYTES = 64 << 20
 
 
-def tell_nobody(what: str, *details: Any) -> None:
+def tell_nobody(what: str, *details: Any) -> AbstractContextManager[None]:
     """The :data:`Tell` of a trainer whose other ranks, if any, call the same methods themselves."""
+    return nullcontext()
 
 
 def _by_rows(tensor: DTensor) -> bool:
@@ -134,19 +135,25 @@ class TrainerRanks:
     def agreed(self) -> Iterator[None]:
         """At its end every rank knows whether the leading one got there.
 
+        What ends the process, as a second Ctrl-C does, tells them nothing: they may be in the
+        middle of something else, where it would wait for them.
+
         Raises:
             RuntimeError: on the other ranks, if it did not.
         """
-        succeeded = False
         try:
             yield
-            succeeded = True
-        finally:
-            if self.count > 1:
-                failed = torch.tensor([not succeeded], dtype=torch.uint8, device=self.device)
-                dist.broadcast(failed, 0)
-                if failed and not self.leads:
-                    raise RuntimeError("rank 0 could not hand the weights on; its error says why")
+        except Exception:
+            self._conclude(failed=True)
+            raise
+        self._conclude(failed=False)
+
+    def _conclude(self, *, failed: bool) -> None:
+        if self.count > 1:
+            of_leader = torch.tensor([failed], dtype=torch.uint8, device=self.device)
+            dist.broadcast(of_leader, 0)
+            if of_leader and not self.leads:
+                raise RuntimeError("rank 0 could not hand the weights on; its error says why")
 
     def tell(self, *values: Any) -> list[Any]:
         """The leading rank's ``values``, on every rank."""

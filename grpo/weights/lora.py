@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import Tensor, nn
 
-from grpo.weights.adapters import Adapter, adapters, engine_factors, save_adapter
+from grpo.weights.adapters import (
+    Adapter,
+    adapters,
+    engine_factors,
+    save_adapter,
+    whole_adapters,
+)
 from grpo.weights.fingerprint import ALL, Part
 from grpo.weights.gather import Tell, TrainerRanks, tell_nobody
 from grpo.weights.lora_slot import AdapterSlot, differing_factors, lora_request, shapes_of
@@ -132,8 +138,8 @@ class LoRASync(WeightSync):
         return flat({key: adapter.factors() for key, adapter in self.adapters.items()})
 
     def _values(self) -> dict[str, Tensor]:
-        self.tell("adapters")
-        return engine_factors(self.model)
+        with self.tell("adapters"):
+            return engine_factors(self.model)
 
     def _choose(self, how: How) -> How:
         """What ``how`` comes to."""
@@ -207,8 +213,9 @@ class HTTPLoRASync(WeightSync):
         The version only counts once the server has loaded it.
         """
         version = self.version + 1
-        self.tell("adapters")
-        path = save_adapter(self.model, self.folder / f"adapter_step_{version}")
+        with self.tell("adapters"):
+            gathered = whole_adapters(self.model)
+        path = save_adapter(self.model, self.folder / f"adapter_step_{version}", gathered)
         if self.restart is not None:
             self.client = self.restart()
         self.lora_name = self.client.load_lora(str(path), name=self.name, version=version)
@@ -224,6 +231,6 @@ class HTTPLoRASync(WeightSync):
 
     def differing(self, part: Part = ALL) -> list[str]:
         """Factors that differ in the adapter that the server's requests use."""
-        self.tell("adapters")
-        values = dict(part.choose(engine_factors(self.model).items()))
+        with self.tell("adapters"):
+            values = dict(part.choose(engine_factors(self.model).items()))
         return differing_factors(self.client.lora_fingerprints(shapes_of(values)), values)

@@ -97,9 +97,10 @@ class StockLoRA(WeightSync):
 
     def publish(self, *, now: bool = False) -> int:
         """Save the adapter and have requests ask for it; the version counts once it is loaded."""
-        self.tell("adapters")
+        with self.tell("adapters"):
+            gathered = whole_adapters(self.model)
         self._loads += 1
-        path = save_adapter(self.model, self.folder / f"adapter_{self._loads}")
+        path = save_adapter(self.model, self.folder / f"adapter_{self._loads}", gathered)
         older, folder = self.server.adapter, self.saved
         self.server.load_adapter(f"{self._run}-{self._loads}", path, timeout=self.timeout)
         self.version, self.saved = self.version + 1, path
@@ -110,9 +111,9 @@ class StockLoRA(WeightSync):
 
     def differing(self, part: Part = ALL) -> list[str]:
         """Factors that differ in the folder which the server has read last."""
-        self.tell("adapters")
-        ours = flat({name: adapter.factors() for name, adapter in whole_adapters(
-            self.model).items()})
+        with self.tell("adapters"):
+            gathered = whole_adapters(self.model)
+        ours = flat({name: adapter.factors() for name, adapter in gathered.items()})
         read = flat(load_adapter_tensors(self.saved))
         return [name for name, value in part.choose(ours.items())
                 if not torch.equal(value.detach().cpu(), read[name])]

@@ -106,9 +106,9 @@ class WeightTransfer(WeightSync):
         Raises:
             TransferError: at the deadline, naming what was waited for, or with the engine's error.
         """
-        self.tell("publish", self.version)
         deadline = Deadline(self.timeout, f"publishing weights {self.version + 1}", fix=_CONNECT)
-        with self.trainer.agreed(), ExitStack() as after_a_failure:
+        with (self.tell("publish", self.version), self.trainer.agreed(),
+              ExitStack() as after_a_failure):
             after_a_failure.callback(self.close)
             if self._all_ranks_send:
                 self._write(deadline)
@@ -117,7 +117,7 @@ class WeightTransfer(WeightSync):
             else:
                 list(self._gathered())  # empty; takes part in the gathering
             after_a_failure.pop_all()
-        self.version += 1
+            self.version += 1
         return self.version
 
     def differing(self, part: Part = ALL) -> list[str]:
@@ -129,13 +129,13 @@ class WeightTransfer(WeightSync):
 
         What the trainer has is hashed as it lies in its own memory, not as it was sent.
         """
-        self.tell("differing", part)
-        if not self.trainer.leads:
-            none = list(self._gathered(part=part))  # takes part in the gathering
-            return lambda: none
-        plan = part.choose(self.plan)
-        return begin_comparison(self._gathered(plan, part), self.engine, plan, self.workers,
-                                timeout=self.timeout)
+        with self.tell("differing", part):
+            if not self.trainer.leads:
+                none = list(self._gathered(part=part))  # takes part in the gathering
+                return lambda: none
+            plan = part.choose(self.plan)
+            return begin_comparison(self._gathered(plan, part), self.engine, plan, self.workers,
+                                    timeout=self.timeout)
 
     def close(self) -> None:
         """Leave the connection; the next :meth:`publish` makes a new one."""

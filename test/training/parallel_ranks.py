@@ -413,8 +413,8 @@ def run_led(ranks: Ranks) -> dict:
         complaint = str(error)
     found = {"filled": recompute(unknown)[data.LOG_PROBS][1:3].cpu(), "known": known[1:3].cpu(),
              "complaint": complaint}
-    leader.tell("stop")
-    return found
+    with leader.together("stop"):
+        return found
 
 
 def run_gathering(ranks: Ranks) -> dict[str, tuple[bool, int]]:

@@ -84,7 +84,7 @@ def test_one_checkpoint_may_be_kept_beside_the_newest(save, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     protected = save(tmp_path, 1).folder.relative_to(tmp_path)
     for step in (2, 3, 4):
-        save(tmp_path, step, keep=1, protect=protected)
+        save(tmp_path, step, keep=1, protect=[protected])
     assert folders(tmp_path) == {"step_000001", "step_000004"}
     save(tmp_path, 5, keep=1)  # the next process went on from another one
     assert folders(tmp_path) == {"step_000005"}
@@ -160,7 +160,7 @@ def test_a_step_that_is_saved_again_is_there_wherever_that_is_interrupted(
         found = find_checkpoint(resume, root=tmp_path, exp_name="run")
         assert found.damage() is None
         assert (found.step, found.state()["value"]) == (5, value)
-    save(tmp_path, 6, protect=found.folder)
+    save(tmp_path, 6, protect=[found.folder])
     assert folders(tmp_path) == {found.folder.name, "step_000006"}
     save(tmp_path, 5, state={"value": 3})
     assert find_checkpoint(str(first.folder), root=tmp_path, exp_name="run").state()["value"] == 3

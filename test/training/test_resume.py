@@ -8,6 +8,7 @@ import random
 import signal
 from contextlib import ExitStack
 from itertools import count
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,8 +23,11 @@ from grpo.run import resume
 from grpo.run.identity import changed_keys, identity_changes, result_changes, with_defaults
 from grpo.run.resume import PARENT_FILE
 from grpo.training.checkpoint import find_checkpoint, list_checkpoints
+from grpo.training.checkpoint_files import NotSavedError
 from grpo.training.run_lock import LOCK_FILE
 from grpo.training.stopping import Stopped
+from grpo.weights.canary import StaleWeightsError
+from grpo.weights.in_flight import PeriodicUpdates
 
 from .runs import make_trainer, timeless
 
@@ -163,6 +167,31 @@ def test_a_branch_is_trained_without_touching_its_parent_and_is_resumed_as_itsel
     assert again == run_dir and newest.step == 4
 
 
+@pytest.mark.parametrize("room", [True, False])
+def test_a_branch_that_is_stopped_in_its_first_step_goes_on_as_it_says(
+        first, tmp_path, monkeypatch, capsys, room):
+    """``resume=auto`` takes no checkpoint of the parent, whose settings are others."""
+    folder, make = first
+    monkeypatch.chdir(tmp_path)
+    parents, settings = folder / "checkpoints" / "step_000002", {"optimizer": {"lr": 0.02}}
+    config = make(resume=str(parents), **settings)
+    run_dir, checkpoint = open_run(config, tmp_path / "outputs" / "branch")
+    branch = make_trainer(config, run_dir, checkpoint)
+    branch.collector.env.step = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    if not room:
+        branch.save = Mock(side_effect=NotSavedError("the disk is full"))
+    with pytest.raises(Stopped):
+        branch.fit()
+    shown = "".join(capsys.readouterr().out.split())
+    again, newest = open_run(make(resume="auto", **settings), tmp_path / "outputs" / "again")
+    if room:
+        assert again == run_dir and newest.step == 2
+        assert f"theruncangoon:resume=auto,orresume={newest.folder}" in shown
+    else:
+        assert again != run_dir and newest is None
+        assert f"theruncangoon:resume={parents}" in shown and "resume=auto" not in shown
+
+
 def test_a_branch_is_not_written_over_another_run(first, tmp_path):
     folder, make = first
     config = make(resume=str(folder), optimizer={"lr": 0.02})
@@ -293,6 +322,23 @@ def test_a_checkpoint_that_does_not_say_what_was_evaluated_goes_on_as_before(
 
 
 # -- Comparing configurations ---------------------------------------------------------------------
+
+
+def test_the_checkpoint_to_go_on_from_after_a_failed_proof_stays_while_later_ones_are_not_compared(
+        make_config, tmp_path):
+    """Where the engine gets the weights every few steps only."""
+    train = {"checkpoint_frequency": 1, "eval_frequency": 0, "keep_checkpoints": 2}
+    trainer = make_trainer(make_config(iterations=12, train=train), tmp_path)
+    trainer.weights = trainer.proof.weights = PeriodicUpdates(trainer.weights, interval=5)
+    kept = []
+    trainer.after_saving = [lambda saved: kept.append(
+        [found.step for found in list_checkpoints(tmp_path)])]
+    trainer.weights.begin_differing = lambda part: lambda: (
+        ["norm.weight"] if trainer.step == 10 else [])
+    with pytest.raises(StaleWeightsError):
+        trainer.fit()
+    assert kept[3:] == [[3, 4], [4, 5], [5, 6], [5, 6, 7], [5, 7, 8], [5, 8, 9], [5, 9, 10]]
+    assert trainer.compared == list_checkpoints(tmp_path)[0]
 
 
 def test_changed_keys_name_both_values_at_any_depth():

@@ -26,12 +26,9 @@ class Leader:
         self.told: list[tuple] = []
         self.ranks = SimpleNamespace(share=lambda batch: batch, rank=1)
 
-    def tell(self, *order) -> None:
-        self.told.append(order)
-
     @contextmanager
     def together(self, *order):
-        self.tell(*order)
+        self.told.append(order)
         yield
 
 
@@ -89,8 +86,10 @@ class RealLeader(team.Leader):
         self.told: list[str] = []
         super().__init__(SimpleNamespace(leave=lambda: self.told.append("left")))
 
-    def tell(self, *order) -> None:
+    @contextmanager
+    def together(self, *order):
         self.told.append(order[0])
+        yield
 
 
 def test_ranks_that_may_be_in_the_middle_of_something_are_told_nothing():
@@ -120,7 +119,7 @@ def test_nothing_is_told_after_an_error_of_the_leader_alone(monkeypatch, error, 
         assert sent == ["update", "optimizer"]
         return
     for call in (led.gathering().__enter__, led.optimizer.state_dict,
-                 lambda: leader.tell("publish", 1)):
+                 leader.together("publish", 1).__enter__):
         with pytest.raises(RuntimeError, match="in the middle of 'update', in which rank 0 failed"):
             call()
     assert sent == ["update"]
@@ -170,7 +169,7 @@ class Transfer:
 def test_all_ranks_take_part_in_an_update_and_a_comparison_with_one_version(follow, make_model):
     leader, other, model = Leader(), Transfer(), make_model(dtype=torch.float32)
     engine = ThreadedEngine([Worker(vllm_like(model))])
-    led = WeightTransfer(model, engine, backend="ipc", tell=leader.tell)
+    led = WeightTransfer(model, engine, backend="ipc", tell=leader.together)
     led.version = 6  # of a checkpoint
     assert (led.publish(), led.version) == (7, 7)
     assert led.publish() == 8 and led.differing(Part(1, 2)) == led.unshared() == []

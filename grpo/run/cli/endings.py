@@ -59,7 +59,8 @@ def fit_with_workers(trainer: Trainer, said: Callable[[str], str] = in_script_ke
     try:
         trainer.fit()
     except ASYNC_ENDINGS as error:
-        go_on = trainer.saved and how_to_go_on(trainer.saved, trainer.compared, error)
+        go_on = trainer.saved and how_to_go_on(trainer.run_dir, trainer.saved, trainer.compared,
+                                               error)
         sys.exit("\n".join(filter(None, [f"error: {said(str(error))}", go_on])))
     rows = read_jsonl(trainer.run_dir / METRICS_FILE)
     held_up = bottleneck(rows, in_flight=trainer.weights.in_flight, ahead=ahead)
