@@ -109,9 +109,12 @@ class Trial:
 
     def allowed(self, table: dict[torch.dtype, float]) -> float:
         """The relative distance that rounding explains for this dtype and device."""
-        if self.device.type == "cuda" and self.dtype == torch.float32:
+        kind, dtype = self.device.type, self.dtype
+        if torch.is_autocast_enabled(kind):  # around somebody's own loop
+            dtype = torch.get_autocast_dtype(kind)
+        if kind == "cuda" and dtype == torch.float32:
             return CUDA_FLOAT32
-        return table.get(self.dtype, table[torch.float32])
+        return table.get(dtype, table[torch.float32])
 
     def why_not_tiles(self) -> str | None:
         """Why the last hidden states times the output matrix are not the logits; None: they are."""

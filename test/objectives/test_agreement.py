@@ -97,6 +97,16 @@ def test_other_dtypes_are_not_refused_for_rounding(name, dtype):
     assert TokenScorer(model, packing=packing, head="chunked").chunked
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_nor_are_float32_weights_under_autocast(name, dtype):
+    model = make_class(name, dtype=torch.float32)
+    with torch.autocast("cpu", dtype):
+        scorer = TokenScorer(model, packing=True, head="chunked")
+        scorer.measure()
+    assert scorer.chunked
+
+
 @pytest.mark.parametrize(("name", "options", "reason"), [
     ("falcon_h1", {"head": "fused"}, "head='fused'.*more than hidden states.*head='auto'"),
     ("recurrent_gemma", {"head": "chunked"}, "head='chunked'.*more than hidden states"),
