@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo.objectives import GRPOLoss, TokenScorer
-from grpo.objectives.agreement import Gap, say_once
+from grpo.objectives.agreement import SAME_MODEL, Gap, Trial, say_once
 
 from .batches import keys
 from .causal_classes import make_class
@@ -97,14 +97,11 @@ def test_other_dtypes_are_not_refused_for_rounding(name, dtype):
     assert TokenScorer(model, packing=packing, head="chunked").chunked
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_nor_are_float32_weights_under_autocast(name, dtype):
-    model = make_class(name, dtype=torch.float32)
-    with torch.autocast("cpu", dtype):
-        scorer = TokenScorer(model, packing=True, head="chunked")
-        scorer.measure()
-    assert scorer.chunked
+def test_under_autocast_rounding_is_that_of_the_dtype_it_computes_in(tiny_model):
+    trial = Trial(tiny_model)
+    assert trial.dtype == torch.float32 and trial.allowed(SAME_MODEL) == SAME_MODEL[torch.float32]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert trial.allowed(SAME_MODEL) == SAME_MODEL[torch.bfloat16]
 
 
 @pytest.mark.parametrize(("name", "options", "reason"), [
