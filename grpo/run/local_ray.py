@@ -11,7 +11,8 @@ from grpo.run.placement import DevicePlan
 from grpo.run.ray_token import token_of_ray
 from grpo.system.child_process import package_environment
 from grpo.system.cores import share_cores
-from grpo.system.descendants import children, gone_after
+from grpo.system.descendants import gone_after
+from grpo.system.processes import children
 from grpo.training.stopping import handlers_kept
 
 # Of the Ray that a run starts. Its head process would keep the timeline of each of the last 100,000

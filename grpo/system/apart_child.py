@@ -27,7 +27,7 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
-from grpo.system.processes import all_running
+from grpo.system.processes import children
 
 #: First bytes of packets: the maker of calls is there; more follows; the end of a message; the
 #: process has ended, with its exit code. Packets arrive whole or not at all.
@@ -180,8 +180,7 @@ def end_children(*, timeout: float = _ENDING) -> dict[int, int]:
         if pid:
             ended[pid] = status
             continue
-        me = os.getpid()
-        for child in (pid for pid, process in all_running().items() if process.parent == me):
+        for child in children():
             with suppress(ProcessLookupError):
                 if os.getpgid(child) == child:  # a group at once, before it forks again
                     os.killpg(child, signal.SIGKILL)

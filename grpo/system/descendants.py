@@ -20,12 +20,6 @@ def end_descendants(*, timeout: float = 5.0) -> None:
     _end({}, above={os.getpid()}, timeout=timeout)
 
 
-def children() -> set[int]:
-    """Numbers of the processes that this one has started and that run."""
-    me = os.getpid()
-    return {pid for pid, process in all_running().items() if process.parent == me}
-
-
 @contextmanager
 def gone_after(roots: Iterable[int], *, timeout: float = 10.0) -> Iterator[None]:
     """Some children of this process, and all below them, are gone when the block has ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +44,12 @@ def all_running() -> dict[int, Running]:
         if (process := running(int(folder.name))) is not None:
             found[int(folder.name)] = process
     return found
+
+
+def children() -> set[int]:
+    """Numbers of the processes that this one has started and that run."""
+    me = os.getpid()
+    return {pid for pid, process in all_running().items() if process.parent == me}
 
 
 def command_line(pid: int) -> str:

@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from grpo.system.descendants import children, end_descendants, gone_after
+from grpo.system.descendants import end_descendants, gone_after
+from grpo.system.processes import children
 
 from ..support import REPO, wait_until, with_variable
 

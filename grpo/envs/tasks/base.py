@@ -216,11 +216,20 @@ def check_count(field_name: str, value: object, *, minimum: int = 0) -> None:
         raise ValueError(f"{field_name}={value!r} must be an integer of at least {minimum}")
 
 
-def a_tenth(problems: int) -> int:
-    """How many of so many problems are held out where nothing says it, at least one.
+def held_out_count(num_test: int | None, problems: int | None) -> int:
+    """How many problems are held out, at most: as many as is said, or else a tenth, at least one.
+
+    Args:
+        num_test: how many are asked for.
+        problems: how many there are to take them from; None: no end of them, or they are in a set
+            of their own, of which no tenth is taken.
 
     Examples:
-        >>> [a_tenth(count) for count in (4, 250, 5000)]
-        [1, 25, 100]
+        >>> [held_out_count(None, count) for count in (4, 250, 5000, None)]
+        [1, 25, 100, 100]
+        >>> held_out_count(7, 250)
+        7
     """
-    return min(NUM_TEST, max(1, problems // 10))
+    if num_test is not None:
+        return num_test
+    return NUM_TEST if problems is None else min(NUM_TEST, max(1, problems // 10))

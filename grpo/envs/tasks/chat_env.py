@@ -18,14 +18,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from grpo.envs.tasks.base import (
-    NUM_TEST,
-    Problem,
-    Task,
-    a_tenth,
-    check_count,
-    register_task,
-)
+from grpo.envs.tasks.base import Problem, Task, check_count, held_out_count, register_task
 from grpo.envs.tasks.sources import read_jsonl
 from grpo.system.threads import in_background
 
@@ -72,10 +65,10 @@ class ChatEnvTask(Task):
         folder = None if data_path is None else str(Path(data_path).expanduser().absolute())
         made_of = partial(_made_of, id, args, folder)
         rows, length = _problems(made_of("train"), "train", endless=num_train is not None)
-        held_out, share = rows, NUM_TEST if length is None else a_tenth(length)
+        held_out = rows
         if folder is not None and Path(folder, "test.jsonl").is_file():
-            held_out, share = _problems(made_of("test"), "test")[0], NUM_TEST
-        test = list(islice(held_out, share if num_test is None else num_test))
+            held_out, length = _problems(made_of("test"), "test")[0], None
+        test = list(islice(held_out, held_out_count(num_test, length)))
         train = list(islice(rows, num_train))
         for key, wanted, found in (("num_train", num_train, train), ("num_test", num_test, test)):
             if wanted is not None and len(found) < wanted:

@@ -14,14 +14,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-from grpo.envs.tasks.base import (
-    NUM_TEST,
-    Problem,
-    Task,
-    a_tenth,
-    check_count,
-    register_task,
-)
+from grpo.envs.tasks.base import Problem, Task, check_count, held_out_count, register_task
 from grpo.envs.tasks.verifiers_talk import Talk, raising
 
 _LOADING = threading.Lock()
@@ -63,10 +56,10 @@ class VerifiersTask(Task):
         rows = list(environment.get_dataset())
         environment.build_eval_dataset()
         if environment.eval_dataset is None:
-            count = a_tenth(len(rows)) if num_test is None else num_test
+            count = held_out_count(num_test, len(rows))
             test, rows = rows[:count], rows[count:]
         else:
-            count = NUM_TEST if num_test is None else num_test
+            count = held_out_count(num_test, None)
             test = list(islice(environment.get_eval_dataset(), count))
         train = rows[:num_train]
         for key, wanted, found in (("num_train", num_train, train), ("num_test", num_test, test)):
